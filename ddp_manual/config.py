@@ -1,0 +1,338 @@
+"""What a run is, as frozen values that are valid from the moment they exist.
+
+Each field is one option of the command line: its name, default, bounds and help stand here and nowhere else, and
+``cli`` makes the flags from them. A value that cannot work raises BadOption before torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ddp_manual import environment
+from ddp_manual.errors import BadOption
+
+T = TypeVar("T")
+
+MODELS = ("convnet", "mlp")
+DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic")
+
+
+def option(
+    default: T,
+    help: str,
+    *,
+    group: str,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    shared: bool = True,
+) -> T:
+    """A dataclass field that is also a command-line option.
+
+    Args:
+        minimum: smallest value allowed; ``above``: every value must be greater; ``maximum``: largest value allowed.
+        shared: the ranks of a run must agree on it.
+    """
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": help,
+            "group": group,
+            "minimum": minimum,
+            "above": above,
+            "maximum": maximum,
+            "choices": choices,
+            "shared": shared,
+        },
+    )
+
+
+class Options:
+    """What WorldSpec and TrainConfig have in common: validation and the memory of where values came from."""
+
+    sources: Mapping[str, str]
+
+    def source(self, name: str) -> str:
+        return self.sources.get(name, "default")
+
+    def named(self, name: str) -> str:
+        """``rank 4 (from RANK)``"""
+        return f"{name} {getattr(self, name)} ({self.source(name)})"
+
+    def given_options(self) -> dict[str, Any]:
+        """The options that were not left at their defaults."""
+        return {name: getattr(self, name) for name in self.sources if getattr(self, name) is not None}
+
+    def check_bounds(self) -> None:
+        for field in option_fields(type(self)):
+            value = getattr(self, field.name)
+            complaint = _complaint(value, field.metadata) if value is not None else None
+            if complaint:
+                raise BadOption(
+                    f"--{field.name} {value} {complaint}",
+                    why=f"{self.named(field.name)}: {field.metadata['help']}",
+                    next=f"choose a --{field.name} that {_wanted(field.metadata)}",
+                )
+
+
+def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
+    if limits["choices"] is not None and value not in limits["choices"]:
+        return "is not known"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not a finite number"
+    if limits["minimum"] is not None and value < limits["minimum"]:
+        return f"is below {limits['minimum']}"
+    if limits["above"] is not None and value <= limits["above"]:
+        return f"is not above {limits['above']}"
+    if limits["maximum"] is not None and value > limits["maximum"]:
+        return f"is above {limits['maximum']}"
+    return None
+
+
+def _wanted(limits: Mapping[str, Any]) -> str:
+    if limits["choices"] is not None:
+        return f"is one of {', '.join(limits['choices'])}"
+    bounds = [
+        f"is {word} {limits[name]}"
+        for name, word in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
+        if limits[name] is not None
+    ]
+    return " and ".join(bounds) or "is a finite number"
+
+
+def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
+    """The fields of a dataclass that are command-line options, in order."""
+    return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSpec(Options):
+    """Which rank this process is, and where it meets the others.
+
+    Raises:
+        BadOption: a value is out of its bounds, or two of them contradict each other.
+    """
+
+    world_size: int = option(1, "How many ranks the run has in all.", group="identity", minimum=1, shared=False)
+    rank: int = option(
+        0, "Which of them this process is: 0 to world_size - 1.", group="identity", minimum=0, shared=False
+    )
+    local_rank: int | None = option(
+        None,
+        "Index of the GPU on this host (default: position among the ranks of the same host).",
+        group="identity",
+        minimum=0,
+        shared=False,
+    )
+    device: str = option(
+        "auto",
+        "auto is cuda where there is a GPU, cpu elsewhere.",
+        group="identity",
+        choices=("auto", "cpu", "cuda"),
+        shared=False,
+    )
+    backend: str = option(
+        "auto",
+        "auto is nccl for cuda, gloo for cpu.",
+        group="identity",
+        choices=("auto", "gloo", "nccl"),
+        shared=False,
+    )
+    master_addr: str = option(
+        "127.0.0.1", "Rank 0's address: a host name or an IP address.", group="rendezvous", shared=False
+    )
+    master_port: int = option(
+        29500,
+        "Rank 0's port. With 0, rank 0 takes any free port and says which.",
+        group="rendezvous",
+        minimum=0,
+        maximum=65535,
+        shared=False,
+    )
+    join_timeout: float = option(
+        1800.0,
+        "Seconds to wait for rank 0, and then for all ranks to join.",
+        group="rendezvous",
+        above=0,
+        shared=False,
+    )
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Option -> "flag" or "from VARIABLE"; what is not in it is a default."""
+
+    def __post_init__(self) -> None:
+        if not self.master_addr.strip():
+            raise BadOption(
+                "--master_addr is empty",
+                why=self.named("master_addr"),
+                next="give the host name or the IP address of rank 0's machine",
+            )
+        self.check_bounds()
+        if self.rank >= self.world_size:
+            raise BadOption(
+                f"--rank {self.rank} does not exist in a world of {self.world_size}",
+                why=f"{self.named('rank')}, {self.named('world_size')}; ranks count from 0",
+                next=f"choose a --rank from 0 to {self.world_size - 1}, or a larger --world_size",
+            )
+        if self.master_port == 0 and self.rank != 0:
+            raise BadOption(
+                f"rank {self.rank} cannot join at port 0",
+                why=f"{self.named('master_port')}; port 0 lets rank 0 take any free port",
+                next="give the --master_port that rank 0 printed",
+            )
+
+    @classmethod
+    def from_environment(cls, **flags: Any) -> WorldSpec:
+        """Flags given as keyword arguments, then the launcher's variables, then the defaults.
+
+        A flag that is None counts as not given.
+
+        Raises:
+            BadOption: see the class; also when a variable that should be a number is not.
+        """
+        found = {}
+        for field in option_fields(cls):
+            setting = environment.identity(field.name, flags.pop(field.name, None))
+            if setting is not None:
+                found[field.name] = setting
+        if flags:
+            raise TypeError(f"WorldSpec has no option {', '.join(flags)}")
+        values: dict[str, Any] = {name: setting.value for name, setting in found.items()}
+        return cls(**values, sources={name: setting.source for name, setting in found.items()})
+
+    @property
+    def agent_store(self) -> bool:
+        """Whether torchrun's agent hosts the store; rank 0 is then a client like the others."""
+        return environment.agent_store_serves(self.master_addr, self.master_port)
+
+    @property
+    def alone(self) -> bool:
+        """A world of one that nobody was told how to find: it needs no fixed port."""
+        return self.world_size == 1 and self.source("master_port") == "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Options):
+    """What is trained, on what, and how. The ranks of a run must agree on all but the paths.
+
+    Raises:
+        BadOption: a value is out of its bounds, or two of them contradict each other.
+    """
+
+    model: str = option("convnet", "Which network.", group="training", choices=MODELS)
+    epochs: int = option(2, "Times to go through the training set.", group="training", minimum=1)
+    batch_size: int | None = option(None, "Samples per rank and step (default: 100).", group="training", minimum=1)
+    global_batch_size: int | None = option(
+        None,
+        "Samples per step over all ranks, divided among them; the learning rate is then not scaled.",
+        group="training",
+        minimum=1,
+    )
+    lr: float = option(0.04, "Base learning rate, for one rank.", group="training", above=0)
+    lr_scaling: str = option(
+        "linear",
+        "How the learning rate grows with world_size.",
+        group="training",
+        choices=("linear", "sqrt", "none"),
+    )
+    lr_schedule: str = option(
+        "linear",
+        "How the learning rate decays after the warm-up.",
+        group="training",
+        choices=("linear", "cosine", "constant"),
+    )
+    warmup_epochs: float = option(0.8, "Epochs (or a part of one) of linear warm-up.", group="training", minimum=0)
+    momentum: float = option(0.9, "SGD momentum.", group="training", minimum=0)
+    weight_decay: float = option(5e-4, "SGD weight decay.", group="training", minimum=0)
+    shift: int = option(
+        1,
+        "Move each training image by up to this many pixels, anew each epoch.",
+        group="training",
+        minimum=0,
+        maximum=8,
+    )
+    sync_bn: bool = option(False, "Batch statistics over all ranks (torch offers it on GPUs only).", group="training")
+    seed: int = option(
+        0, "Seed of the weights and of each epoch's order.", group="training", minimum=0, maximum=2**63 - 1
+    )
+    dataset: str = option("mnist", "What to train on.", group="data", choices=DATASETS)
+    data_dir: str = option("data", "Where the data sets are, or are downloaded to.", group="data", shared=False)
+    run_dir: str | None = option(
+        None,
+        "Where rank 0 writes what the run produced (default: runs/<start time>-<run_id>).",
+        group="output",
+        shared=False,
+    )
+    log_every: int = option(100, "Steps between two lines of metrics.", group="output", minimum=1)
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Option -> "flag"; what is not in it is a default."""
+
+    def __post_init__(self) -> None:
+        self.check_bounds()
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise BadOption(
+                "--batch_size and --global_batch_size cannot both be given",
+                why=f"{self.named('batch_size')} per rank, {self.named('global_batch_size')} over all ranks",
+                next="give one of the two",
+            )
+        if self.momentum >= 1:
+            raise BadOption(
+                f"--momentum {self.momentum} never forgets a gradient",
+                why=self.named("momentum"),
+                next="choose a --momentum below 1, such as 0.9",
+            )
+
+    def batch_size_per_rank(self, world_size: int) -> int:
+        """Samples each rank takes per step.
+
+        Raises:
+            BadOption: global_batch_size does not divide evenly over the ranks.
+        """
+        if self.global_batch_size is None:
+            return self.batch_size or 100
+        share, rest = divmod(self.global_batch_size, world_size)
+        if rest or not share:
+            lower = world_size * share
+            raise BadOption(
+                f"--global_batch_size {self.global_batch_size} cannot be divided over {world_size} ranks",
+                why=f"{self.global_batch_size} / {world_size} is not a whole number of samples per rank",
+                next="try --global_batch_size " + (f"{lower} or {lower + world_size}" if lower else str(world_size)),
+            )
+        return share
+
+    def peak_lr(self, world_size: int) -> float:
+        """The learning rate at the end of the warm-up.
+
+        Linear scaling keeps the update per sample constant as the global batch grows: Goyal et al., "Accurate,
+        Large Minibatch SGD", https://arxiv.org/abs/1706.02677. A fixed global batch needs no scaling.
+        """
+        if self.global_batch_size is not None or self.lr_scaling == "none":
+            return self.lr
+        return self.lr * (world_size if self.lr_scaling == "linear" else math.sqrt(world_size))
+
+    def shared_options(self) -> dict[str, tuple[Any, str]]:
+        """Option -> (value, source) for everything the ranks must agree on."""
+        return {
+            field.name: (getattr(self, field.name), self.source(field.name))
+            for field in option_fields(type(self))
+            if field.metadata["shared"]
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
+
+
+def as_flags(options: Mapping[str, Any]) -> str:
+    """``--epochs 2 --sync_bn``, quoted for a shell."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False and value is not None:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)

@@ -1,0 +1,187 @@
+"""Who am I? The only reader and writer of ``os.environ``.
+
+A value comes from a flag, else from the variables a launcher such as torchrun has set, else from the default,
+and remembers which, so that every message can say "world_size 4 (from WORLD_SIZE)".
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ddp_manual.errors import BadOption
+
+T = TypeVar("T")
+
+# The variables torchrun sets for each rank, by the option they stand for.
+IDENTITY_VARIABLES = {
+    "world_size": "WORLD_SIZE",
+    "rank": "RANK",
+    "local_rank": "LOCAL_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+NUMBERS = {"world_size", "rank", "local_rank", "master_port"}
+
+# What a launcher leaves behind that would mislead a rank started below it by another one.
+LAUNCHER_VARIABLES = (
+    *IDENTITY_VARIABLES.values(),
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+)
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """A value and where it came from: ``flag``, ``default`` or ``from VARIABLE``."""
+
+    value: T
+    source: str
+
+
+def identity(name: str, flag: object | None) -> Setting[object] | None:
+    """The flag if given, else the launcher's variable, else None (the default applies).
+
+    Raises:
+        BadOption: the variable should hold a number and does not.
+    """
+    if flag is not None:
+        return Setting(flag, "flag")
+    variable = IDENTITY_VARIABLES.get(name)
+    text = os.environ.get(variable, "") if variable else ""
+    if not variable or not text:
+        return None
+    if name not in NUMBERS:
+        return Setting(text, f"from {variable}")
+    try:
+        return Setting(int(text), f"from {variable}")
+    except ValueError:
+        raise BadOption(
+            f"{variable}={text!r} is not a number",
+            why=f"no --{name} was given, so the variable {variable} was read",
+            next=f"give --{name}, or: unset {variable}",
+        ) from None
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def host_id() -> str:
+    """Tells hosts apart, also containers and network namespaces of one machine: each has its own GPUs or ports."""
+    parts = [host_name()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        with suppress(OSError):
+            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
+    return "/".join(parts)
+
+
+def agent_store_serves(master_addr: str, master_port: int) -> bool:
+    """Whether torchrun's agent already hosts a TCPStore at that address, so that rank 0 is a client too.
+
+    The promise holds only for the address the agent exported beside it, the same test torch makes.
+    """
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and os.environ.get("MASTER_ADDR") == master_addr
+        and os.environ.get("MASTER_PORT") == str(master_port)
+    )
+
+
+def restart_count() -> int:
+    """How often torchrun has restarted this group: an old roll call must not meet a new one in the agent's store."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def legacy_store_requested() -> bool:
+    """torch hosts the store without libuv where USE_LIBUV=0; that backend has no queues."""
+    return os.environ.get("USE_LIBUV") == "0"
+
+
+def export_identity(world_size: int, rank: int, local_rank: int, master_addr: str, master_port: int) -> None:
+    """Set what torchrun would have set, for the user's own code and the libraries that look there."""
+    os.environ.update(
+        WORLD_SIZE=str(world_size),
+        RANK=str(rank),
+        LOCAL_RANK=str(local_rank),
+        MASTER_ADDR=master_addr,
+        MASTER_PORT=str(master_port),
+    )
+
+
+def choose_interface(interface: str) -> None:
+    """Have gloo and NCCL use ``interface``, unless the user has already chosen one.
+
+    NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with ``=``.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def bound_reverse_lookups() -> None:
+    """Every TCPStore connection looks its peer up by name; with a dead name server that took 5 s, one in 25.
+
+    The resolver reads this before its first look-up: at most one attempt of one second.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def quiet_torch_warnings() -> None:
+    """Our own lines say what torch's C++ log would (each connection refused, each wait that timed out)."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def cpu_threads(local_world_size: int) -> int:
+    """Threads for one of ``local_world_size`` ranks on this host: OMP_NUM_THREADS, else its share of the cores."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    return max(1, usable_cores() // local_world_size)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which a container or taskset may have narrowed."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def for_child(threads_shared_by: int, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a rank that ``launch`` starts: ours without another launcher's variables."""
+    env = {
+        name: value
+        for name, value in (os.environ if inherited is None else inherited).items()
+        if name not in LAUNCHER_VARIABLES
+    }
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    # Each rank would set its own share once it knows its neighbours; torch's pools are sized before that.
+    env.setdefault("OMP_NUM_THREADS", str(cpu_threads(threads_shared_by)))
+    return env
+
+
+def colour_allowed() -> bool:
+    """False where the user asks for plain text (https://no-color.org) or the terminal can do no better."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def typed_command() -> tuple[list[str], list[str]]:
+    """What was typed: the program, such as ``python run_multi_gpu_train.py``, and its arguments."""
+    arguments = len(sys.argv) - 1
+    end = len(sys.orig_argv) - arguments
+    return list(sys.orig_argv[:end]), list(sys.orig_argv[end:])

@@ -1,0 +1,245 @@
+"""Every way a run can stop, as an exception that explains itself.
+
+    DdpManualError
+    |-- TrainingFailed              1   the user's own code raised
+    |-- BadOption                   2   a flag, a variable or a file name cannot be used
+    |-- RankMissing                10   not everybody came
+    |-- MasterAddressError         11   rank 0's address
+    |   |-- MasterUnresolvable          the name has no address
+    |   |-- MasterRefused               nothing listens there
+    |   |-- MasterUnreachable           no answer: dropped, or no route
+    |   |-- MasterNotAStore             something else listens there
+    |   |-- PortInUse                   rank 0 cannot listen: the port is taken
+    |   `-- AddressNotLocal             rank 0 was started on another host
+    |-- RanksDoNotBelongTogether   12   the ranks were started differently
+    |   |-- WorldSizeMismatch
+    |   `-- ConfigMismatch
+    |-- RankTaken                  13   this rank is held by another process
+    |-- PeerGone                   14   a peer is gone
+    |   |-- PeerFailed                  it raised, and left last words
+    |   |-- PeerLost                    it vanished without a word
+    |   `-- MasterLost                  it was rank 0
+    |-- DiskFull                   15   a file of the run could not be written
+    |-- DataError                  16   the data set
+    |   |-- DataMissing
+    |   `-- DataCorrupt
+    |-- DeviceError                17   the device
+    |   |-- DeviceMissing
+    |   |-- BackendUnavailable
+    |   `-- OutOfMemory
+    |-- PeerUnreachable            18   the ranks met but cannot talk to each other
+    `-- Stopped               128 + n   signal n, after leaving in order
+
+Only ``cli`` turns one of these into an exit status.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+
+class DdpManualError(Exception):
+    """A run, or the attempt at one, cannot go on.
+
+    Args:
+        what: One line saying what happened, naming rank and host where there is one.
+        why: The observed facts: what was tried, what answered. May span lines.
+        next: The command to type or the setting to change. May span lines.
+    """
+
+    identifier: ClassVar[str]
+    exit_code: ClassVar[int]
+
+    def __init__(self, what: str, *, why: str, next: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.next = next
+
+    def __str__(self) -> str:
+        """Also where nobody renders it, as at the end of a traceback, the error says why and what next."""
+        return self.render().split(": ", 1)[1]
+
+    def render(self) -> str:
+        """The three-part text that ends every failing rank's stderr."""
+        return (
+            f"error[{self.identifier}]: {self.what}\n"
+            f"{_hanging('  why:  ', self.why)}\n"
+            f"{_hanging('  next: ', self.next)}"
+        )
+
+    def as_dict(self) -> dict[str, str]:
+        """What travels through the store and into ``failure-rank<k>.json``."""
+        return {"identifier": self.identifier, "what": self.what, "why": self.why, "next": self.next}
+
+
+def _hanging(label: str, text: str) -> str:
+    return textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1)
+
+
+class TrainingFailed(DdpManualError):
+    identifier, exit_code = "training-failed", 1
+
+
+class BadOption(DdpManualError):
+    identifier, exit_code = "bad-option", 2
+
+
+class RankMissing(DdpManualError):
+    identifier, exit_code = "rank-missing", 10
+
+
+class MasterAddressError(DdpManualError):
+    exit_code = 11
+
+
+class MasterUnresolvable(MasterAddressError):
+    identifier = "master-unresolvable"
+
+
+class MasterRefused(MasterAddressError):
+    identifier = "master-refused"
+
+
+class MasterUnreachable(MasterAddressError):
+    identifier = "master-unreachable"
+
+
+class MasterNotAStore(MasterAddressError):
+    identifier = "master-not-a-store"
+
+
+class PortInUse(MasterAddressError):
+    identifier = "port-in-use"
+
+
+class AddressNotLocal(MasterAddressError):
+    identifier = "address-not-local"
+
+
+class RanksDoNotBelongTogether(DdpManualError):
+    exit_code = 12
+
+
+class WorldSizeMismatch(RanksDoNotBelongTogether):
+    identifier = "world-size-mismatch"
+
+
+class ConfigMismatch(RanksDoNotBelongTogether):
+    identifier = "config-mismatch"
+
+
+class RankTaken(DdpManualError):
+    identifier, exit_code = "rank-taken", 13
+
+
+class PeerGone(DdpManualError):
+    exit_code = 14
+
+
+class PeerFailed(PeerGone):
+    identifier = "peer-failed"
+
+
+class PeerLost(PeerGone):
+    identifier = "peer-lost"
+
+
+class MasterLost(PeerGone):
+    identifier = "master-lost"
+
+
+class DiskFull(DdpManualError):
+    identifier, exit_code = "disk-full", 15
+
+
+class DataError(DdpManualError):
+    exit_code = 16
+
+
+class DataMissing(DataError):
+    identifier = "data-missing"
+
+
+class DataCorrupt(DataError):
+    identifier = "data-corrupt"
+
+
+class DeviceError(DdpManualError):
+    exit_code = 17
+
+
+class DeviceMissing(DeviceError):
+    identifier = "device-missing"
+
+
+class BackendUnavailable(DeviceError):
+    identifier = "backend-unavailable"
+
+
+class OutOfMemory(DeviceError):
+    identifier = "out-of-memory"
+
+
+class PeerUnreachable(DdpManualError):
+    identifier, exit_code = "peer-unreachable", 18
+
+
+class Stopped(DdpManualError):
+    """A signal asked this process to stop; the exit status is 128 + its number."""
+
+    identifier = "stopped"
+
+    def __init__(self, number: int) -> None:
+        name = signal.Signals(number).name
+        super().__init__(
+            f"stopped by {name}",
+            why=f"this process was sent {name} (signal {number})",
+            next="start all ranks again to train from the beginning",
+        )
+        self.exit_code = 128 + number  # type: ignore[misc]  # the one code that is not fixed per class
+
+
+def every_error() -> dict[str, type[DdpManualError]]:
+    """Identifier -> class, for all that have an identifier."""
+    found: dict[str, type[DdpManualError]] = {}
+    unseen = [DdpManualError]
+    while unseen:
+        for child in unseen.pop().__subclasses__():
+            unseen.append(child)
+            if "identifier" in vars(child):
+                found[child.identifier] = child
+    return found
+
+
+def from_dict(fields: dict[str, str]) -> DdpManualError:
+    """Rebuild an error that another rank published with ``as_dict``."""
+    kind = every_error().get(fields.get("identifier", ""), PeerFailed)
+    if kind is Stopped:
+        kind = PeerFailed
+    return kind(fields.get("what", ""), why=fields.get("why", ""), next=fields.get("next", ""))
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Turn the OSError of a write below ``path`` into disk-full or a bad ``option``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"no space left to write {path}",
+                why=f"{error.strerror}: {error.filename or path}",
+                next=f"free some space there, or choose another {option}",
+            ) from error
+        raise BadOption(
+            f"{option} {path} cannot be written",
+            why=f"{error.strerror}: {error.filename or path}",
+            next=f"choose a {option} that this user can write to",
+        ) from error
