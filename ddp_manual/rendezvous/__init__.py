@@ -1,0 +1,7 @@
+"""How ranks meet, check that they belong together, and watch over one another. Knows nothing of models or data."""
+
+from __future__ import annotations
+
+from ddp_manual.rendezvous.world import World, rendezvous
+
+__all__ = ["World", "rendezvous"]

@@ -1,0 +1,74 @@
+"""Which device and backend a rank uses: decided before it joins, pinned once it knows its place on the host."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from ddp_manual import environment
+from ddp_manual.config import WorldSpec
+from ddp_manual.errors import BackendUnavailable, DeviceMissing
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose(spec: WorldSpec) -> tuple[str, str]:
+    """The kind of device (``cpu`` or ``cuda``) and the backend (``gloo`` or ``nccl``).
+
+    Raises:
+        DeviceMissing: cuda was asked for and there is none. BackendUnavailable: nccl without cuda, or not built in.
+    """
+    import torch
+    import torch.distributed
+
+    host = socket.gethostname()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
+    if device == "cuda" and not gpus:
+        raise DeviceMissing(
+            f"rank {spec.rank} on {host} has no GPU",
+            why=f"{spec.named('device')}, but torch {torch.__version__} finds no usable CUDA device",
+            next="check with nvidia-smi, or train on the CPU: --device cpu on every rank",
+        )
+    backend = ("nccl" if device == "cuda" else "gloo") if spec.backend == "auto" else spec.backend
+    if backend == "nccl" and device != "cuda":
+        raise BackendUnavailable(
+            f"rank {spec.rank} on {host} cannot use nccl without a GPU",
+            why=f"{spec.named('backend')}, device {device}; NCCL moves data between CUDA devices only",
+            next="use --backend gloo on every rank",
+        )
+    if not torch.distributed.is_backend_available(backend):
+        raise BackendUnavailable(
+            f"rank {spec.rank} on {host} cannot use {backend}",
+            why=f"{spec.named('backend')}; torch {torch.__version__} was built without it",
+            next=f"use --backend {'gloo' if backend == 'nccl' else 'nccl'} on every rank",
+        )
+    if device == "cuda" and spec.local_rank is not None and spec.local_rank >= gpus:
+        raise no_such_gpu(spec.rank, spec.local_rank, gpus)
+    return device, backend
+
+
+def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """Make ``cuda:local_rank`` the current device, or take this rank's share of the cores.
+
+    Raises:
+        DeviceMissing: this host has fewer GPUs than ranks.
+    """
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(environment.cpu_threads(local_world_size))
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise no_such_gpu(rank, local_rank, torch.cuda.device_count())
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def no_such_gpu(rank: int, local_rank: int, gpus: int) -> DeviceMissing:
+    return DeviceMissing(
+        f"rank {rank} on {socket.gethostname()} wants cuda:{local_rank}, which does not exist",
+        why=f"this host has {gpus} usable GPU(s), cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
+        next=f"start at most {gpus} rank(s) on this host, choose with --local_rank, or use --device cpu on every rank",
+    )

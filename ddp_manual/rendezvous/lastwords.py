@@ -1,0 +1,113 @@
+"""The first failure of a run, as it travels: published before anything is torn down, told by every other rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddp_manual import environment, rundir
+from ddp_manual.errors import (
+    DdpManualError,
+    MasterLost,
+    PeerFailed,
+    PeerGone,
+    PeerLost,
+    Stopped,
+    TrainingFailed,
+)
+from ddp_manual.rendezvous.group import is_broken_collective
+from ddp_manual.rendezvous.store import RunStore
+
+# Seconds another rank's last words may take to arrive after a collective with it broke.
+WORDS_TIMEOUT = 2.0
+TRACEBACK_FRAMES = 10
+
+
+def publish(store: RunStore, rank: int, error: BaseException) -> DdpManualError:
+    """Tell the run that ``error`` ends this rank; returns it as one of ours, its root cause if a peer is that."""
+    try:
+        if isinstance(error, PeerGone):
+            return error
+        if is_broken_collective(error):
+            words = _await_words(store)
+            if words is not None:
+                return peer_failure(words)
+        ours = _as_ours(rank, error)
+        store.publish_failure(_words(rank, ours))
+        return ours
+    except MasterLost as lost:
+        return lost if is_broken_collective(error) else _as_ours(rank, error)
+
+
+def _await_words(store: RunStore) -> Any:
+    deadline = time.monotonic() + WORDS_TIMEOUT
+    while time.monotonic() < deadline:
+        words = store.failure_if_any()
+        if words is not None:
+            return words
+        time.sleep(0.05)
+    return None
+
+
+def _as_ours(rank: int, error: BaseException) -> DdpManualError:
+    if isinstance(error, DdpManualError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Stopped(signal.SIGINT)
+    if is_broken_collective(error):
+        return PeerLost(
+            f"a peer of rank {rank} is gone without last words",
+            why=f"a collective broke: {first_line(error)}",
+            next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
+        )
+    return training_failed(rank, error)
+
+
+def training_failed(rank: int | None, error: BaseException) -> TrainingFailed:
+    """The user's own exception, with the end of its traceback."""
+    who = "a rank" if rank is None else f"rank {rank}"
+    return TrainingFailed(
+        f"{who} on {environment.host_name()}: {first_line(error)}",
+        why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
+        next="mend the code or the data that raised it, then start all ranks again",
+    )
+
+
+def _words(rank: int, error: DdpManualError) -> dict[str, Any]:
+    return {**error.as_dict(), "rank": rank, "host": environment.host_name(), "pid": os.getpid()}
+
+
+def peer_failure(words: Mapping[str, Any]) -> PeerFailed:
+    """The last words of another rank, as the error that ends this one."""
+    return PeerFailed(
+        f"rank {words['rank']} ({words['host']}, pid {words['pid']}) left with error[{words['identifier']}]",
+        why=f"{words['what']}\n{words['why']}",
+        next=str(words["next"]),
+    )
+
+
+def write_failure(error: DdpManualError, rank: int, run_dir: Path | None) -> None:
+    """Leave the error as ``failure-rank<k>.json``, where the run has a folder that can be written."""
+    if run_dir is None:
+        return
+    with suppress(DdpManualError, OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        rundir.write_json(rundir.RunPaths(run_dir).failure(rank), {**_words(rank, error), "exit_code": error.exit_code})
+
+
+def print_error(error: DdpManualError) -> None:
+    """The last thing on this rank's screen."""
+    print(error.render(), file=sys.stderr, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """The gist of any exception on one line of at most 300 characters."""
+    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
+    return text.strip().splitlines()[0][:300]

@@ -1,0 +1,157 @@
+"""From an address to a complete roll call, and at the end out of the store again with rank 0 last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_manual import environment, rundir
+from ddp_manual.config import WorldSpec
+from ddp_manual.errors import MasterLost, RankMissing
+from ddp_manual.rendezvous import address as addresses
+from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT, first_line
+from ddp_manual.rendezvous.rollcall import Answered, Entry, Hello, RollCall, answer
+from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.waiting import Waiting
+
+logger = logging.getLogger(__name__)
+
+# Rank 0 opens the roll call as soon as its store answers, so a store without one is somebody else's.
+HELLO_TIMEOUT = 5.0
+# Seconds rank 0 keeps the store for the others at the end of a run.
+LEAVE_TIMEOUT = 60.0
+
+
+class Meeting:
+    """One rank's part in the roll call: a client of the store and, on rank 0, the roll call itself.
+
+    Args:
+        options: option -> (value, source), for all that the ranks must agree on.
+        run_dir: where rank 0 wants the files of the run.
+        command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
+    """
+
+    store: RunStore
+
+    def __init__(
+        self,
+        spec: WorldSpec,
+        device: str,
+        options: Mapping[str, tuple[Any, str]],
+        run_dir: str | None,
+        command: str | None,
+    ) -> None:
+        self.spec = spec
+        self.run_dir = Path(run_dir) if run_dir else None
+        self._device = device
+        self._options = options
+        self._command = command
+        self._roll_call: RollCall | None = None
+
+    def meet(self) -> Answered:
+        """Block until every rank has joined.
+
+        Raises:
+            DdpManualError: the ranks do not come together.
+        """
+        waiting = Waiting(self.spec.join_timeout, logger)
+        if self.spec.rank == 0 and not self.spec.agent_store:
+            self.store = RunStore.host(addresses.listen(self.spec))
+            self.spec = replace(self.spec, master_port=self.store.port)
+            logger.info("listening at %s", addresses.at(self.store.address, self.store.port))
+        else:
+            found = addresses.wait_for_store(self.spec, waiting)
+            self.store = RunStore.connect(found, self.spec.master_port, environment.restart_count())
+            # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
+            waiting = Waiting(self.spec.join_timeout, logger)
+        entry = self._entry()
+        if self.spec.rank == 0:
+            self._roll_call = RollCall(self.store, self._hello(entry), entry)
+            self._roll_call.open()
+        try:
+            return answer(
+                self.store.clone(),
+                entry,
+                waiting,
+                met=self._met,
+                hello_timeout=self.spec.join_timeout if self.spec.agent_store else HELLO_TIMEOUT,
+                give_up=self._roll_call.give_up if self._roll_call else None,
+            )
+        except BaseException as error:
+            if self._roll_call and not isinstance(error, RankMissing):
+                self._roll_call.abandon(_rank_0_left(entry, error))
+            self.leave(timeout=WORDS_TIMEOUT)
+            raise
+
+    def leave(self, *, timeout: float) -> None:
+        """Tell the others that this rank needs the store no more; rank 0 stays until all have said so.
+
+        Args:
+            timeout: seconds rank 0 waits for the others.
+        """
+        with suppress(MasterLost):
+            self.store.set_left(self.spec.rank)
+            if self._roll_call is None:
+                return
+            others = [rank for rank in self._roll_call.stop() if rank != 0]
+            waiting = Waiting(timeout, logger)
+            while others and not self.store.have_left(others):
+                if waiting.over:
+                    late = [str(rank) for rank in others if not self.store.have_left([rank])]
+                    logger.warning("rank 0 leaves, though it has not heard that rank %s did", ", ".join(late))
+                    return
+                waiting.about("done; waiting for the other ranks to leave")
+                time.sleep(0.01)
+
+    def _met(self, hello: Hello) -> None:
+        # From here on a failure of this rank has a place on disk.
+        self.run_dir = Path(hello.run_dir)
+
+    def _entry(self) -> Entry:
+        return Entry(
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            host=environment.host_name(),
+            host_id=environment.host_id(),
+            pid=os.getpid(),
+            since=time.time(),
+            device=self._device,
+            local_rank=self.spec.local_rank,
+            options=self._options,
+        )
+
+    def _hello(self, entry: Entry) -> Hello:
+        run_id = rundir.new_run_id()
+        command = self._command or _library_command(self.spec)
+        return Hello(
+            run_id=run_id,
+            run_dir=str(self.run_dir or rundir.default_run_dir(run_id)),
+            world_size=self.spec.world_size,
+            host=entry.host,
+            pid=entry.pid,
+            command=command.replace("{master_port}", str(self.spec.master_port)),
+        )
+
+
+def _rank_0_left(entry: Entry, error: BaseException) -> MasterLost:
+    return MasterLost(
+        f"{entry.who()} left before all ranks had joined",
+        why=first_line(error),
+        next="start all ranks again",
+    )
+
+
+def _library_command(spec: WorldSpec) -> str:
+    """How a rank of a user's own script is started: by variables, since its flags are not ours to know."""
+    program, arguments = environment.typed_command()
+    return (
+        f"WORLD_SIZE={spec.world_size} RANK={{rank}} MASTER_ADDR={spec.master_addr} "
+        f"MASTER_PORT={{master_port}} {shlex.join([*program, *arguments])}"
+    )

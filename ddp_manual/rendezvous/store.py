@@ -1,0 +1,254 @@
+"""The TCPStore of a run: who hosts it, who connects, and every key in it.
+
+All keys begin with ``ddp_manual/<attempt>/``. What they hold is JSON, never pickle.
+
+    hello             what run this is (rank 0 writes it once, before anybody can ask)
+    arrivals          queue: each process's request to be a rank, or to be taken off again
+    verdict/<nonce>   rank 0's answer to one request
+    news/<version>    the roll call so far, one version per change; waiting ranks block on the next one
+    place/<rank>      an admitted rank's place among the others, once all are here
+    roster            all ranks: rank, host, pid, device
+    once/<host>/<job> the outcome of a job that one rank per host does for the others
+    failure           the first failure of the run: whoever reads it leaves
+    left/<rank>       this rank needs the store no more
+    process_group/    torch's own keys
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ddp_manual import environment
+from ddp_manual.errors import BackendUnavailable, MasterLost
+from ddp_manual.rendezvous.address import at
+from ddp_manual.rendezvous.waiting import Waiting
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+T = TypeVar("T")
+
+# A read that blocks until its key is set is ended by the key, by the process or by rank 0's socket closing.
+UNBOUNDED = timedelta(days=365)
+# For an address that was just seen to answer as a store.
+CONNECT_TIMEOUT = timedelta(seconds=30)
+# What a peer may put in the store for us to read; an entry with every option takes 2 KB.
+LARGEST_MESSAGE = 1 << 20
+
+
+class RunStore:
+    """One client of the run's TCPStore.
+
+    A blocked read holds its connection, so each thread has a client of its own: ``clone()``.
+    Every method raises MasterLost when the store is gone.
+    """
+
+    def __init__(self, client: TCPStore, address: str, port: int, attempt: int) -> None:
+        self._client = client
+        self.address = address
+        self.port = port
+        self._attempt = attempt
+
+    @classmethod
+    def host(cls, listener: socket.socket, attempt: int = 0) -> RunStore:
+        """Serve a store on a listening socket (which it takes over), and connect to it."""
+        address, port = listener.getsockname()[:2]
+        return cls(_client(address, port, listen_fd=listener.detach()), address, port, attempt)
+
+    @classmethod
+    def connect(cls, address: str, port: int, attempt: int = 0) -> RunStore:
+        """A client of the store at an IP address that was seen to answer."""
+        with _torch_errors(address, port):
+            return cls(_client(address, port), address, port, attempt)
+
+    def clone(self) -> RunStore:
+        return RunStore.connect(self.address, self.port, self._attempt)
+
+    def for_process_group(self) -> Store:
+        """The part of the store that ``init_process_group`` may use."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(self._key("process_group"), self._client)
+
+    # -- the roll call ------------------------------------------------------------------------------------------
+
+    def say_hello(self, hello: dict[str, Any]) -> bool:
+        """Open the roll call; False if another rank 0 has (possible only in an agent's store)."""
+        text = json.dumps(hello)
+        with self._errors():
+            return bool(self._client.compare_set(self._key("hello"), "", text) == text.encode())
+
+    def hello(self) -> Any:
+        return self._get("hello")
+
+    def arrive(self, request: dict[str, Any]) -> None:
+        with self._errors():
+            self._client.queue_push(self._key("arrivals"), json.dumps(request))
+
+    def next_arrival(self, *, block: bool) -> bytes | None:
+        """The oldest request not yet taken; with ``block`` as long as it takes, else None if there is none."""
+        from torch.distributed import QueueEmptyError
+
+        with self._errors():
+            try:
+                return self._client.queue_pop(self._key("arrivals"), block)
+            except QueueEmptyError:
+                return None
+
+    def set_verdict(self, nonce: str, verdict: dict[str, Any]) -> None:
+        self._set(f"verdict/{nonce}", verdict)
+
+    def verdict(self, nonce: str) -> Any:
+        return self._get(f"verdict/{nonce}")
+
+    def publish_news(self, version: int, news: dict[str, Any]) -> None:
+        self._set(f"news/{version}", news)
+
+    def news(self, version: int) -> Any:
+        return self._get(f"news/{version}")
+
+    def set_places(self, places: dict[int, dict[str, Any]], roster: list[dict[str, Any]]) -> None:
+        self._set("roster", roster)
+        for rank, place in places.items():
+            self._set(f"place/{rank}", place)
+
+    def place(self, rank: int) -> Any:
+        return self._get(f"place/{rank}")
+
+    def roster(self) -> Any:
+        return self._get("roster")
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def set_outcome(self, host: int, job: str, outcome: dict[str, Any]) -> None:
+        self._set(f"once/{host}/{job}", outcome)
+
+    def outcome(self, host: int, job: str) -> Any:
+        return self._get(f"once/{host}/{job}")
+
+    def publish_failure(self, failure: dict[str, Any]) -> bool:
+        """Make this the run's failure, unless there is one already; tells whether it was the first."""
+        text = json.dumps(failure)
+        with self._errors():
+            return bool(self._client.compare_set(self._key("failure"), "", text) == text.encode())
+
+    def failure(self) -> Any:
+        return self._get("failure")
+
+    def failure_if_any(self) -> Any:
+        """The run's failure, or None; does not block."""
+        with self._errors():
+            known = self._client.check([self._key("failure")])
+        return self.failure() if known else None
+
+    def set_left(self, rank: int) -> None:
+        self._set(f"left/{rank}", True)
+
+    def have_left(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks need the store no more."""
+        with self._errors():
+            return self._client.check([self._key(f"left/{rank}") for rank in ranks])
+
+    # -- below ---------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"ddp_manual/{self._attempt}/{name}"
+
+    def _set(self, name: str, value: Any) -> None:
+        with self._errors():
+            self._client.set(self._key(name), json.dumps(value))
+
+    def _get(self, name: str) -> Any:
+        with self._errors():
+            return decode(self._client.get(self._key(name)))
+
+    def _errors(self) -> Any:
+        return _torch_errors(self.address, self.port)
+
+
+def decode(message: bytes) -> Any:
+    """JSON from the store.
+
+    Raises:
+        ValueError: it is not JSON, or longer than anything this package writes.
+    """
+    if len(message) > LARGEST_MESSAGE:
+        raise ValueError(f"a message of {len(message)} bytes")
+    return json.loads(message)
+
+
+def interruptibly(call: Callable[[], T], waiting: Waiting | None = None, about: str = "") -> T:
+    """Run ``call`` in a thread and wait for it: Ctrl-C reaches Python code, but not a blocked call into torch.
+
+    Args:
+        waiting: says ``about`` when a line is due.
+
+    Raises:
+        TimeoutError: ``waiting`` is over. Else what ``call`` raises.
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # handed to the waiting thread, which raises it
+            failures.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not done.wait(waiting.until_next_line if waiting else None):
+        assert waiting is not None
+        if waiting.over:
+            raise TimeoutError(about)
+        waiting.about(about)
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+def _client(address: str, port: int, listen_fd: int | None = None) -> TCPStore:
+    from torch._C._distributed_c10d import TCPStore
+
+    if environment.legacy_store_requested():
+        raise BackendUnavailable(
+            "the store must be torch's libuv one",
+            why="USE_LIBUV=0 is set; the legacy store it asks for has no queues",
+            next="unset USE_LIBUV",
+        )
+    client = TCPStore(
+        address,
+        port,
+        None,
+        listen_fd is not None,
+        CONNECT_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=False,
+        master_listen_fd=listen_fd,
+        use_libuv=True,
+    )
+    client.set_timeout(UNBOUNDED)
+    return client
+
+
+@contextmanager
+def _torch_errors(address: str, port: int) -> Iterator[None]:
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except DistError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise MasterLost(
+            f"rank 0's store at {at(address, port)} is gone",
+            why=f"the connection to it broke: {first_line}",
+            next="look at rank 0's last lines for why it left, then start all ranks again",
+        ) from error

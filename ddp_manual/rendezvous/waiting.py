@@ -1,0 +1,54 @@
+"""Waiting that tells what it waits for: one line after 2 s, then one every 10 s and one on each change."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+FIRST_LINE = 2.0
+LINE_EVERY = 10.0
+# Below the 2 s that a first line may take, so that it is said with time to spare.
+POLL_EVERY = 0.25
+
+
+class Waiting:
+    """A deadline, and when the next line about it is due. Times are seconds.
+
+    Args:
+        timeout: how long the waiting may last.
+        logger: where the lines go.
+    """
+
+    def __init__(self, timeout: float, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout
+        self._next_line = self._started + FIRST_LINE
+        self._said: str | None = None
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def remaining(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    @property
+    def until_next_line(self) -> float:
+        """Seconds until there is something to do: say a line, or give up."""
+        return max(0.0, min(self._next_line, self._deadline) - time.monotonic())
+
+    def about(self, text: str) -> None:
+        """Say ``text`` if a line is due, or if it differs from the last one said."""
+        now = time.monotonic()
+        changed = self._said is not None and text != self._said
+        if now < self._next_line and not changed:
+            return
+        self._logger.info("%s (%.0f s of %.0f s)", text, self.waited, self._deadline - self._started)
+        self._said = text
+        self._next_line = now + LINE_EVERY

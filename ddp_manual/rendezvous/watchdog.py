@@ -1,0 +1,76 @@
+"""The first failure of a run reaches every rank, even one that is blocked inside a collective.
+
+A thread in each rank looks for the run's failure in the store, with a client of its own. When another rank has
+failed, the main thread gets a moment to notice by itself (its collective breaks, or it fails in the same way); then
+the thread prints the cause and ends the process. ``os._exit`` is the only way out of a blocked gloo call: aborting the
+group does nothing there, and ``sys.exit`` in a thread ends the thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from ddp_manual.errors import DdpManualError, MasterLost
+from ddp_manual.rendezvous.lastwords import peer_failure
+from ddp_manual.rendezvous.store import RunStore
+
+# Seconds. Together below the 2 s in which every rank has to be gone.
+LOOK_EVERY = 0.4
+GRACE = 1.0
+
+
+class Watchdog:
+    """Watches for the run's failure until told to stand down.
+
+    Args:
+        store: a client for this thread alone.
+        report: told the error before the process ends.
+    """
+
+    def __init__(self, store: RunStore, rank: int, report: Callable[[DdpManualError], None]) -> None:
+        self._store = store
+        self._rank = rank
+        self._report = report
+        self._standing_down = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stand_down(self) -> None:
+        """The main thread is leaving, in order or with an error of its own. Returns when the thread has ended.
+
+        It is waited for because a thread that is still inside torch when the interpreter ends aborts the process.
+        """
+        self._standing_down.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while not self._standing_down.wait(LOOK_EVERY):
+            try:
+                failure = self._store.failure_if_any()
+                if failure is None:
+                    continue
+                self._store.set_left(self._rank)
+                error: DdpManualError = peer_failure(failure)
+            except MasterLost as lost:
+                error = lost
+            if not self._standing_down.wait(GRACE):
+                self._report(error)
+                exit_now(error.exit_code)
+            return
+
+
+def exit_now(status: int) -> None:
+    """End the process from any thread, without the interpreter's teardown.
+
+    After a failure the teardown may block (a process group with a broken peer) or abort (a thread inside torch).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,193 @@
+"""``with rendezvous(spec) as world:`` - from a rank's number to a process group that works, and out again.
+
+address -> store -> roll call -> pin the device -> process group -> (the caller's code) -> leave, rank 0 last
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_manual import console, environment
+from ddp_manual.config import WorldSpec
+from ddp_manual.errors import DataMissing, DdpManualError, Stopped, TrainingFailed, from_dict
+from ddp_manual.rendezvous import address as addresses
+from ddp_manual.rendezvous import device as devices
+from ddp_manual.rendezvous import lastwords
+from ddp_manual.rendezvous.group import close_process_group, open_process_group
+from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
+from ddp_manual.rendezvous.rollcall import Answered
+from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.waiting import Waiting
+from ddp_manual.rendezvous.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A rank that has met all the others. Its process group is torch's default one."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    """Which of the run's hosts this rank is on, counted from 0 in rank order."""
+    nodes: int
+    device: torch.device
+    backend: str
+    host: str
+    run_id: str
+    run_dir: Path
+    """The same on every rank; on disk only where rank 0 is, unless the hosts share it."""
+    rendezvous_seconds: float
+    """From the call of ``rendezvous`` until the first collective was done."""
+    leads_host: bool
+    """Whether it is the first rank of its host."""
+    _store: RunStore = field(repr=False)
+
+    def roster(self) -> list[dict[str, Any]]:
+        """All ranks: ``rank``, ``host``, ``pid``, ``device``."""
+        roster: list[dict[str, Any]] = self._store.roster()
+        return roster
+
+    def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
+        """Have the first rank of each host do ``action`` while the others of that host wait for it.
+
+        Args:
+            job: what is done, for the line that says what is waited for, such as "download mnist".
+            timeout: seconds the others wait.
+
+        Raises:
+            DdpManualError: ``action`` raised it, on this rank or on the one waited for.
+            DataMissing: the time is up.
+        """
+        if self.leads_host:
+            try:
+                action()
+            except DdpManualError as error:
+                self._store.set_outcome(self.node, job, {"error": error.as_dict()})
+                raise
+            self._store.set_outcome(self.node, job, {"error": None})
+            return
+        store = self._store.clone()
+        leader = f"the first rank on {self.host}"
+        try:
+            outcome = interruptibly(
+                lambda: store.outcome(self.node, job),
+                Waiting(timeout, logger),
+                f"waiting for {leader} to {job}",
+            )
+        except TimeoutError:
+            raise DataMissing(
+                f"{leader} did not {job} within {timeout:.0f} s",
+                why=f"rank {self.rank} waited for it, so that one rank per host writes the files",
+                next=f"look at what that rank says, or {job} beforehand",
+            ) from None
+        if outcome["error"]:
+            raise from_dict(outcome["error"])
+
+
+@contextmanager
+def rendezvous(
+    spec: WorldSpec,
+    *,
+    options: Mapping[str, tuple[Any, str]] | None = None,
+    run_dir: str | None = None,
+    command: str | None = None,
+) -> Iterator[World]:
+    """Meet the other ranks, run the body as one of them, and leave in order.
+
+    An exception in the body is told to all other ranks, which then leave too, before it goes on to the caller.
+
+    Args:
+        options: option -> (value, source), for what the ranks must have in common; rank 0 compares.
+        run_dir: where files of this run go; rank 0's counts.
+        command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
+
+    Raises:
+        DdpManualError: the ranks do not come together, or a peer has ended the run. Else what the body raises.
+    """
+    started = time.monotonic()
+    console.log_to_stderr(spec.rank)
+    environment.bound_reverse_lookups()
+    environment.quiet_torch_warnings()
+    device, backend = devices.choose(spec)
+    common = {
+        **(options or {}),
+        "device": (device, spec.source("device")),
+        "backend": (backend, spec.source("backend")),
+    }
+    meeting = Meeting(spec, device, common, run_dir, command)
+    try:
+        answered = meeting.meet()
+    except DdpManualError as error:
+        lastwords.write_failure(error, spec.rank, meeting.run_dir)
+        raise
+
+    def report(error: DdpManualError) -> None:
+        lastwords.write_failure(error, spec.rank, meeting.run_dir)
+        lastwords.print_error(error)
+
+    watchdog = Watchdog(meeting.store.clone(), spec.rank, report)
+    watchdog.start()
+    try:
+        yield _open_world(meeting, answered, device, backend, started)
+        close_process_group()
+        if spec.rank != 0:
+            watchdog.stand_down()
+        meeting.leave(timeout=LEAVE_TIMEOUT)
+        watchdog.stand_down()
+    except BaseException as error:
+        watchdog.stand_down()
+        failure = lastwords.publish(meeting.store, spec.rank, error)
+        lastwords.write_failure(failure, spec.rank, meeting.run_dir)
+        meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
+        if failure is error or isinstance(failure, (TrainingFailed, Stopped)):
+            raise
+        raise failure from error
+
+
+def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend: str, started: float) -> World:
+    spec, place, store = meeting.spec, answered.place, meeting.store
+    _, interface = addresses.route_to(store.address)
+    if interface:
+        environment.choose_interface(interface)
+    environment.export_identity(spec.world_size, spec.rank, place.local_rank, spec.master_addr, spec.master_port)
+    device = devices.pin(spec.rank, device_type, place.local_rank, place.local_world_size)
+    open_process_group(store, spec.rank, spec.world_size, backend, device)
+    world = World(
+        rank=spec.rank,
+        world_size=spec.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node=place.node,
+        nodes=place.nodes,
+        device=device,
+        backend=backend,
+        host=environment.host_name(),
+        run_id=answered.hello.run_id,
+        run_dir=Path(answered.hello.run_dir),
+        rendezvous_seconds=time.monotonic() - started,
+        leads_host=place.leads_host,
+        _store=store,
+    )
+    logger.info(
+        "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
+        world.rendezvous_seconds,
+        world.rank,
+        world.world_size,
+        world.host,
+        world.device,
+        world.backend,
+    )
+    return world
