@@ -1,0 +1,196 @@
+"""The command line, and the only place where an error becomes an exit code.
+
+Importing this module loads neither torch nor anything else that is slow: ``--help``, ``launch`` and every complaint
+about a flag answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn, get_type_hints
+
+import click
+
+from ddp_manual.config import TrainConfig, WorldSpec, option_fields
+from ddp_manual.errors import BadOption, DdpManualError, Stopped
+
+GROUPS = ("identity", "rendezvous", "training", "data", "output")
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options under the headings of ``GROUPS``."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading in (*GROUPS, None):
+            records = [
+                record
+                for parameter in self.get_params(ctx)
+                if getattr(parameter, "heading", None) == heading
+                and (record := parameter.get_help_record(ctx)) is not None
+            ]
+            if records:
+                with formatter.section(heading.capitalize() if heading else "Other"):
+                    formatter.write_dl(records)
+
+
+class GroupedOption(click.Option):
+    """An option that knows its heading; made from a field of WorldSpec or TrainConfig."""
+
+    def __init__(self, field: dataclasses.Field[Any], kind: type) -> None:
+        self.heading = field.metadata["group"]
+        help = field.metadata["help"]
+        if field.metadata["choices"]:
+            help += f" [{'|'.join(field.metadata['choices'])}]"
+        if field.default is not None and kind is not bool:
+            help += f" (default: {field.default})"
+        super().__init__(
+            [f"--{field.name}"], type=kind, default=None, help=help, is_flag=kind is bool, show_default=False
+        )
+
+
+def options_of(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for each option of a dataclass. A flag that is not given arrives as None."""
+    hints = get_type_hints(kind)
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        fields = list(option_fields(kind))
+        parameters = [GroupedOption(field, _value_type(hints[field.name])) for field in fields]
+        known = getattr(function, "__click_params__", [])
+        function.__click_params__ = [*known, *reversed(parameters)]  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _value_type(hint: Any) -> type:
+    """``int`` for both int and int | None."""
+    candidates = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None)]
+    value_type: type = candidates[0]
+    return value_type
+
+
+def _given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: flags[field.name] for field in option_fields(kind) if flags[field.name] not in (None, False)}
+
+
+# Underscores are how PyTorch users type options; dashes mean the same.
+CONTEXT = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+    "max_content_width": 100,
+}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(package_name="ddp_manual", prog_name="ddp-manual")
+def ddp_manual() -> None:
+    """Start DistributedDataParallel training one rank at a time, by hand."""
+
+
+@ddp_manual.command(cls=GroupedCommand)
+@options_of(TrainConfig)
+@options_of(WorldSpec)
+def train(**flags: Any) -> None:
+    """Run ONE rank: wait for the others, then train together with them.
+
+    A value comes from its flag, else from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT), else from the default.
+    """
+    spec = WorldSpec.from_environment(**{name: flags[name] for name in flags if _is_option(WorldSpec, name)})
+    given = _given(TrainConfig, flags)
+    config = TrainConfig(**given, sources=dict.fromkeys(given, "flag"))
+
+    from ddp_manual import worker
+
+    summary = worker.run(spec, config)
+    if spec.rank == 0:
+        click.echo(worker.result_text(summary))
+
+
+def _is_option(kind: type, name: str) -> bool:
+    return any(field.name == name for field in option_fields(kind))
+
+
+@ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--nproc", type=click.IntRange(min=1), required=True, help="How many ranks to start on this machine.")
+@click.option("--run_dir", help="Where logs and results go (default: runs/<start time>-<run_id>).")
+@click.argument("train_options", nargs=-1, type=click.UNPROCESSED)
+def launch(nproc: int, run_dir: str | None, train_options: tuple[str, ...]) -> None:
+    """Start NPROC ranks on this machine, each with the TRAIN_OPTIONS after --, and end them together.
+
+    The exit code is that of the rank that failed first.
+    """
+    from ddp_manual.launching.local import launch_ranks
+
+    status = launch_ranks(nproc, train_options, run_dir)
+    if status:
+        raise click.exceptions.Exit(status)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status, after printing any error the way all errors are printed."""
+    try:
+        with _signals_as_errors():
+            status = ddp_manual.main(args=arguments, prog_name=_program_name(), standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except DdpManualError as error:
+        return _print(error)
+    except click.UsageError as error:
+        return _print(_as_bad_option(error))
+    except click.ClickException as error:
+        return _print(BadOption(error.format_message(), why="click refused it", next="see --help"))
+    except (KeyboardInterrupt, click.Abort):
+        return _print(Stopped(signal.SIGINT))
+    except Exception as error:
+        from ddp_manual.rendezvous.lastwords import training_failed
+
+        return _print(training_failed(None, error))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script: like ``run``, then end the process."""
+    status = run(arguments)
+    if status and "torch" in sys.modules:
+        from ddp_manual.rendezvous.watchdog import exit_now
+
+        exit_now(status)
+    sys.exit(status)
+
+
+def _print(error: DdpManualError) -> int:
+    print(error.render(), file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _as_bad_option(error: click.UsageError) -> BadOption:
+    context = error.ctx
+    command = context.command_path if context else "ddp-manual"
+    return BadOption(
+        error.format_message().rstrip("."),
+        why=context.get_usage() if context else "the command line could not be read",
+        next=f"{command} --help",
+    )
+
+
+def _program_name() -> str:
+    return "ddp-manual"
+
+
+@contextmanager
+def _signals_as_errors() -> Iterator[None]:
+    """SIGTERM and Ctrl-C unwind the stack, so that what is open is closed and the others are told."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""What the ranks do once they have met. Knows nothing of stores or sockets."""

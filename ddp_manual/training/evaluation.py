@@ -1,0 +1,52 @@
+"""Loss and accuracy over a data set, exact whatever the world size: every sample counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddp_manual.training.data import Split
+
+BATCH_SIZE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """``accuracy`` is a fraction, ``loss`` the mean cross-entropy in nats."""
+
+    loss: float
+    accuracy: float
+    samples: int
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, split: Split, normalise: Callable[[Tensor], Tensor], *, rank: int, world_size: int
+) -> Evaluation:
+    """Evaluate ``model`` on all of ``split``, each rank on its share; every rank gets the result.
+
+    Args:
+        model: the network itself, not its DDP wrapper: the shares may differ by one sample, and the wrapper's
+            collectives would then wait for a batch that never comes.
+        split: on the model's device.
+    """
+    was_training = model.training
+    model.eval()
+    # Loss summed over samples, correct samples, samples.
+    totals = torch.zeros(3, dtype=torch.float64, device=split.labels.device)
+    share = torch.arange(rank, len(split), world_size, device=split.labels.device)
+    for samples in share.split(BATCH_SIZE):
+        labels = split.labels[samples]
+        scores = model(normalise(split.images[samples]))
+        totals[0] += F.cross_entropy(scores, labels, reduction="sum")
+        totals[1] += (scores.argmax(dim=1) == labels).sum()
+        totals[2] += len(samples)
+    dist.all_reduce(totals)
+    model.train(was_training)
+    loss, correct, count = totals.tolist()
+    return Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))

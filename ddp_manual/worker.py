@@ -1,0 +1,226 @@
+"""One rank's life: identify -> meet -> load -> train -> evaluate -> leave.
+
+The only file that knows both how ranks meet and what they do then.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_manual import console, environment
+from ddp_manual.config import TrainConfig, WorldSpec, as_flags
+from ddp_manual.errors import DdpManualError
+from ddp_manual.rundir import RunPaths
+
+if TYPE_CHECKING:
+    from ddp_manual.rendezvous import World
+    from ddp_manual.training.data import Split
+    from ddp_manual.training.engine import Metrics, Trainer
+    from ddp_manual.training.evaluation import Evaluation
+    from ddp_manual.training.tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
+    """Train as one rank of a run; returns the summary, on every rank.
+
+    Raises:
+        DdpManualError: what stops the run. Else what the model or the data raise.
+    """
+    console.log_to_stderr(spec.rank)
+    config.batch_size_per_rank(spec.world_size)
+    if spec.rank == 0 and config.run_dir is not None:
+        RunPaths(Path(config.run_dir)).create()
+
+    from ddp_manual.rendezvous import rendezvous
+    from ddp_manual.rendezvous.lastwords import training_failed
+
+    try:
+        with rendezvous(
+            spec,
+            options=config.shared_options(),
+            run_dir=config.run_dir,
+            command=command_template(spec, config),
+        ) as world:
+            if world.rank == 0 and config.run_dir is None:
+                RunPaths(world.run_dir).create()
+            train, test = _load(world, spec, config)
+            return _train(world, config, train, test)
+    except DdpManualError:
+        raise
+    except Exception as error:
+        raise training_failed(spec.rank, error) from error
+
+
+def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Split]:
+    """The training and the test set, on the rank's device."""
+    from ddp_manual.training import data
+
+    data_dir = Path(config.data_dir)
+    if not data.is_prepared(config.dataset, data_dir):
+        logger.info("preparing %s in %s", config.dataset, data_dir)
+    world.once_per_host(
+        f"prepare {config.dataset}",
+        lambda: data.prepare(config.dataset, data_dir),
+        timeout=spec.join_timeout,
+    )
+    train, test = (data.load(config.dataset, data_dir, part).to(world.device) for part in ("train", "test"))
+    return train, test
+
+
+def _train(world: World, config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
+    from ddp_manual.training import models
+    from ddp_manual.training.evaluation import evaluate
+
+    network = models.build(config.model, device=world.device, seed=config.seed, sync_bn=config.sync_bn)
+    trainer = _trainer(world, config, models.wrap(network, world.device), train)
+    tracker = _tracker(world)
+    tracker.started(_described(world, config, trainer), train)
+    logger.info(
+        "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
+        *(config.model, len(train), config.dataset, config.epochs, trainer.steps_per_epoch),
+        *(trainer.batch_size, trainer.schedule.peak),
+    )
+    evaluations: list[Evaluation] = []
+    train_seconds = 0.0
+    steps = config.epochs * trainer.steps_per_epoch
+    with console.progress_bar(steps, shown=world.rank == 0 and console.on_a_terminal()) as advance:
+        for epoch in range(config.epochs):
+            began = time.perf_counter()
+            for metrics in trainer.train_epoch(epoch, on_step=lambda: advance(f"epoch {epoch + 1}")):  # noqa: B023
+                tracker.trained(metrics)
+                _log(metrics, steps, config.epochs)
+            train_seconds += time.perf_counter() - began
+            models.share_buffers(network)
+            result = evaluate(network, test, trainer.normalise, rank=world.rank, world_size=world.world_size)
+            evaluations.append(result)
+            tracker.evaluated(epoch + 1, result, network)
+            logger.info(
+                "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
+                *(epoch + 1, config.epochs, 100 * result.accuracy, result.loss, result.samples),
+            )
+    summary = _summary(world, config, evaluations, train_seconds, trainer.samples_per_epoch)
+    tracker.finished(summary)
+    return summary
+
+
+def _trainer(world: World, config: TrainConfig, model: Any, train: Split) -> Trainer:
+    import torch
+
+    from ddp_manual.training.data import SOURCES, Normalise
+    from ddp_manual.training.engine import Trainer
+
+    peak_lr = config.peak_lr(world.world_size)
+    return Trainer.create(
+        model=model,
+        optimizer=torch.optim.SGD(
+            model.parameters(),
+            lr=peak_lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.momentum > 0,
+        ),
+        train=train,
+        normalise=Normalise(SOURCES[config.dataset]),
+        rank=world.rank,
+        world_size=world.world_size,
+        config=config,
+    )
+
+
+def _tracker(world: World) -> Tracker:
+    from ddp_manual.training.tracking import RunFiles, Tracker
+
+    return RunFiles(RunPaths(world.run_dir)) if world.rank == 0 else Tracker()
+
+
+def _described(world: World, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+    """``config.json``: the options, and what followed from them."""
+    return {
+        **config.as_dict(),
+        "run_dir": str(world.run_dir),
+        "run_id": world.run_id,
+        "world_size": world.world_size,
+        "batch_size_per_rank": trainer.batch_size,
+        "peak_lr": trainer.schedule.peak,
+        "steps_per_epoch": trainer.steps_per_epoch,
+        "mean": trainer.normalise.mean,
+        "std": trainer.normalise.std,
+    }
+
+
+def _summary(
+    world: World,
+    config: TrainConfig,
+    evaluations: list[Evaluation],
+    train_seconds: float,
+    samples_per_epoch: int,
+) -> dict[str, Any]:
+    import torch
+
+    return {
+        "run_id": world.run_id,
+        "run_dir": str(world.run_dir),
+        "world_size": world.world_size,
+        "backend": world.backend,
+        "device": world.device.type,
+        "dataset": config.dataset,
+        "model": config.model,
+        "epochs": config.epochs,
+        "final_test_accuracy": evaluations[-1].accuracy,
+        "best_test_accuracy": max(evaluation.accuracy for evaluation in evaluations),
+        "final_test_loss": evaluations[-1].loss,
+        "rendezvous_seconds": world.rendezvous_seconds,
+        "train_seconds": train_seconds,
+        "samples_per_second": config.epochs * samples_per_epoch / train_seconds,
+        "torch_version": torch.__version__,
+        "roster": world.roster(),
+    }
+
+
+def _log(metrics: Metrics, steps: int, epochs: int) -> None:
+    logger.info(
+        "step %d/%d epoch %d/%d loss %.4f accuracy %.2f%% lr %.4f %s samples/s",
+        *(metrics.step, steps, metrics.epoch, epochs, metrics.loss, 100 * metrics.accuracy, metrics.lr),
+        f"{metrics.samples_per_second:,.0f}",
+    )
+
+
+def command_template(spec: WorldSpec, config: TrainConfig) -> str:
+    """The command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` for the numbers."""
+    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_dir"}
+    program, arguments = environment.typed_command()
+    if arguments[:1] == ["train"]:
+        program.append("train")
+    identity = f"--world_size {spec.world_size} --rank {{rank}}"
+    meeting = f"--master_addr {shlex.quote(spec.master_addr)} --master_port {{master_port}}"
+    given = {**spec.given_options(), **config.given_options()}
+    rest = as_flags({name: value for name, value in given.items() if name not in own})
+    return " ".join(part for part in (shlex.join(program), identity, meeting, rest) if part)
+
+
+def result_text(summary: dict[str, Any]) -> str:
+    """What rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
+    paths = RunPaths(Path(summary["run_dir"]))
+    lines = [
+        f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
+        f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
+        f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
+        *(
+            f"  {path}"
+            for path in (
+                paths.summary,
+                paths.model,
+                paths.metrics,
+                paths.accuracies,
+                paths.samples,
+                paths.config,
+            )
+        ),
+    ]
+    return "\n".join(lines)
