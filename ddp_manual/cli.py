@@ -75,7 +75,9 @@ def _value_type(hint: Any) -> type:
 
 
 def _given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: flags[field.name] for field in option_fields(kind) if flags[field.name] not in (None, False)}
+    """Those of a dataclass's options that were typed; 0 was, False is a switch that was not."""
+    names = [field.name for field in option_fields(kind)]
+    return {name: flags[name] for name in names if flags[name] is not None and flags[name] is not False}
 
 
 # Underscores are how PyTorch users type options; dashes mean the same.
@@ -101,7 +103,7 @@ def train(**flags: Any) -> None:
     A value comes from its flag, else from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT), else from the default.
     """
-    spec = WorldSpec.from_environment(**{name: flags[name] for name in flags if _is_option(WorldSpec, name)})
+    spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
     given = _given(TrainConfig, flags)
     config = TrainConfig(**given, sources=dict.fromkeys(given, "flag"))
 
@@ -110,10 +112,6 @@ def train(**flags: Any) -> None:
     summary = worker.run(spec, config)
     if spec.rank == 0:
         click.echo(worker.result_text(summary))
-
-
-def _is_option(kind: type, name: str) -> bool:
-    return any(field.name == name for field in option_fields(kind))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -136,7 +134,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
     try:
         with _signals_as_errors():
-            status = ddp_manual.main(args=arguments, prog_name=_program_name(), standalone_mode=False)
+            status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except DdpManualError as error:
         return _print(error)
@@ -175,10 +173,6 @@ def _as_bad_option(error: click.UsageError) -> BadOption:
         why=context.get_usage() if context else "the command line could not be read",
         next=f"{command} --help",
     )
-
-
-def _program_name() -> str:
-    return "ddp-manual"
 
 
 @contextmanager

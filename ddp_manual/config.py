@@ -213,7 +213,8 @@ class WorldSpec(Options):
     @property
     def alone(self) -> bool:
         """A world of one that nobody was told how to find: it needs no fixed port."""
-        return self.world_size == 1 and self.source("master_port") == "default"
+        is_default = self.master_port == WorldSpec.master_port and self.source("master_port") == "default"
+        return self.world_size == 1 and is_default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +250,9 @@ class TrainConfig(Options):
     warmup_epochs: float = option(0.8, "Epochs (or a part of one) of linear warm-up.", group="training", minimum=0)
     momentum: float = option(0.9, "SGD momentum.", group="training", minimum=0)
     weight_decay: float = option(5e-4, "SGD weight decay.", group="training", minimum=0)
+    clip_grad_norm: float = option(
+        1.0, "Scale gradients down to at most this norm; 0 leaves them alone.", group="training", minimum=0
+    )
     shift: int = option(
         1,
         "Move each training image by up to this many pixels, anew each epoch.",

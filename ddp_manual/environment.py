@@ -7,12 +7,10 @@ and remembers which, so that every message can say "world_size 4 (from WORLD_SIZ
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from ddp_manual.errors import BadOption
@@ -79,15 +77,16 @@ def identity(name: str, flag: object | None) -> Setting[object] | None:
 
 
 def host_name() -> str:
-    return socket.gethostname()
+    return os.uname().nodename
 
 
 def host_id() -> str:
     """Tells hosts apart, also containers and network namespaces of one machine: each has its own GPUs or ports."""
     parts = [host_name()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
-        with suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
     return "/".join(parts)
 
 

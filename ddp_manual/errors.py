@@ -40,8 +40,10 @@ import signal
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class DdpManualError(Exception):

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 
+from ddp_manual import environment
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import (
     AddressNotLocal,
@@ -67,7 +68,7 @@ def resolve(host: str) -> list[str]:
         words = getattr(error, "strerror", None) or str(error)
         raise MasterUnresolvable(
             f"rank 0's address {host!r} has no IP address",
-            why=f"looking it up on {socket.gethostname()} gave: {words}",
+            why=f"looking it up on {environment.host_name()} gave: {words}",
             next=f"check with: getent hosts {host}\nor give rank 0's IP address as --master_addr",
         ) from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -109,7 +110,7 @@ def listen(spec: WorldSpec) -> socket.socket:
             raise
         return listener
     raise AddressNotLocal(
-        f"rank 0 runs on {socket.gethostname()}, but {spec.master_addr} is not an address of this host",
+        f"rank 0 runs on {environment.host_name()}, but {spec.master_addr} is not an address of this host",
         why=f"{spec.named('master_addr')} resolves to {', '.join(addresses)}; "
         f"this host has {', '.join(sorted(interface_addresses()))}",
         next=f"start rank 0 on the host that has {addresses[0]}, or give every rank this host's --master_addr",
@@ -219,12 +220,12 @@ def _never_came(
     if refused:
         return MasterRefused(
             f"rank 0 did not start listening at {where} within {waiting.waited:.0f} s",
-            why=f"rank {spec.rank} on {socket.gethostname()} tried {tried}",
+            why=f"rank {spec.rank} on {environment.host_name()} tried {tried}",
             next="start rank 0 first or within --join_timeout, with the same --master_addr and --master_port",
         )
     return MasterUnreachable(
         f"no answer from rank 0's address {where} within {waiting.waited:.0f} s",
-        why=f"rank {spec.rank} on {socket.gethostname()} tried {tried}",
+        why=f"rank {spec.rank} on {environment.host_name()} tried {tried}",
         next=f"open TCP port {spec.master_port} on rank 0's host, or check the route: ping {spec.master_addr}",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING
 
 from ddp_manual import environment
@@ -22,7 +21,7 @@ def choose(spec: WorldSpec) -> tuple[str, str]:
     import torch
     import torch.distributed
 
-    host = socket.gethostname()
+    host = environment.host_name()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
     if device == "cuda" and not gpus:
@@ -68,7 +67,7 @@ def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch
 
 def no_such_gpu(rank: int, local_rank: int, gpus: int) -> DeviceMissing:
     return DeviceMissing(
-        f"rank {rank} on {socket.gethostname()} wants cuda:{local_rank}, which does not exist",
+        f"rank {rank} on {environment.host_name()} wants cuda:{local_rank}, which does not exist",
         why=f"this host has {gpus} usable GPU(s), cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
         next=f"start at most {gpus} rank(s) on this host, choose with --local_rank, or use --device cpu on every rank",
     )

@@ -29,6 +29,7 @@ def open_process_group(store: RunStore, rank: int, world_size: int, backend: str
     """
     import torch
     import torch.distributed as dist
+
     try:
         dist.init_process_group(
             backend,

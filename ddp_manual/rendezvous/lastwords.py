@@ -30,20 +30,26 @@ WORDS_TIMEOUT = 2.0
 TRACEBACK_FRAMES = 10
 
 
-def publish(store: RunStore, rank: int, error: BaseException) -> DdpManualError:
-    """Tell the run that ``error`` ends this rank; returns it as one of ours, its root cause if a peer is that."""
+def publish(store: RunStore, rank: int, error: BaseException, seen: DdpManualError | None) -> DdpManualError:
+    """Tell the run that ``error`` ends this rank; returns it as one of ours, its root cause if a peer is that.
+
+    Args:
+        seen: the failure of the run that the watchdog has read.
+    """
+    if isinstance(error, PeerGone):
+        return error
+    broken = is_broken_collective(error)
+    if broken and seen is not None:
+        return seen
     try:
-        if isinstance(error, PeerGone):
-            return error
-        if is_broken_collective(error):
-            words = _await_words(store)
-            if words is not None:
-                return peer_failure(words)
+        words = _await_words(store) if broken else None
+        if words is not None:
+            return peer_failure(words)
         ours = _as_ours(rank, error)
         store.publish_failure(_words(rank, ours))
         return ours
     except MasterLost as lost:
-        return lost if is_broken_collective(error) else _as_ours(rank, error)
+        return lost if broken else _as_ours(rank, error)
 
 
 def _await_words(store: RunStore) -> Any:

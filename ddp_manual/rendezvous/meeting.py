@@ -96,6 +96,8 @@ class Meeting:
         Args:
             timeout: seconds rank 0 waits for the others.
         """
+        if self.store.lost:
+            return
         with suppress(MasterLost):
             self.store.set_left(self.spec.rank)
             if self._roll_call is None:

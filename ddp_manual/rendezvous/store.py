@@ -54,6 +54,8 @@ class RunStore:
         self.address = address
         self.port = port
         self._attempt = attempt
+        self.lost = False
+        """Whether a call has found the store gone; torch prints a page about each further one."""
 
     @classmethod
     def host(cls, listener: socket.socket, attempt: int = 0) -> RunStore:
@@ -168,8 +170,14 @@ class RunStore:
         with self._errors():
             return decode(self._client.get(self._key(name)))
 
-    def _errors(self) -> Any:
-        return _torch_errors(self.address, self.port)
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with _torch_errors(self.address, self.port):
+                yield
+        except MasterLost:
+            self.lost = True
+            raise
 
 
 def decode(message: bytes) -> Any:

@@ -36,18 +36,20 @@ class Watchdog:
         self._rank = rank
         self._report = report
         self._standing_down = threading.Event()
+        self._seen: DdpManualError | None = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stand_down(self) -> None:
-        """The main thread is leaving, in order or with an error of its own. Returns when the thread has ended.
+    def stand_down(self) -> DdpManualError | None:
+        """The main thread is leaving, in order or with an error of its own; returns the failure seen by then.
 
-        It is waited for because a thread that is still inside torch when the interpreter ends aborts the process.
+        The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
         self._standing_down.set()
         self._thread.join(timeout=5)
+        return self._seen
 
     def _watch(self) -> None:
         while not self._standing_down.wait(LOOK_EVERY):
@@ -55,13 +57,14 @@ class Watchdog:
                 failure = self._store.failure_if_any()
                 if failure is None:
                     continue
+                self._seen = peer_failure(failure)
+                # Rank 0 keeps the store until all have read what happened.
                 self._store.set_left(self._rank)
-                error: DdpManualError = peer_failure(failure)
             except MasterLost as lost:
-                error = lost
+                self._seen = self._seen or lost
             if not self._standing_down.wait(GRACE):
-                self._report(error)
-                exit_now(error.exit_code)
+                self._report(self._seen)
+                exit_now(self._seen.exit_code)
             return
 
 

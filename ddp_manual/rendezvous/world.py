@@ -148,8 +148,7 @@ def rendezvous(
         meeting.leave(timeout=LEAVE_TIMEOUT)
         watchdog.stand_down()
     except BaseException as error:
-        watchdog.stand_down()
-        failure = lastwords.publish(meeting.store, spec.rank, error)
+        failure = lastwords.publish(meeting.store, spec.rank, error, watchdog.stand_down())
         lastwords.write_failure(failure, spec.rank, meeting.run_dir)
         meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
         if failure is error or isinstance(failure, (TrainingFailed, Stopped)):

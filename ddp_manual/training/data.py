@@ -215,7 +215,7 @@ def _download(dataset: str, folder: str, data_dir: Path, raw: Path, missing: lis
     try:
         kind(root=str(data_dir), download=True)
     except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())
         raise data_missing(
             dataset, raw, missing, f"downloading from {', '.join(kind.mirrors)} failed: {reason}"
         ) from error

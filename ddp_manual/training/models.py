@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed
@@ -82,7 +83,7 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     """
     # torch 2.15 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    no_broadcast = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    no_broadcast: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,

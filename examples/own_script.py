@@ -1,0 +1,24 @@
+"""DDP in a script of your own, each rank started by hand:
+
+WORLD_SIZE=2 RANK=0 python examples/own_script.py
+WORLD_SIZE=2 RANK=1 python examples/own_script.py
+"""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_manual import WorldSpec
+from ddp_manual.rendezvous import rendezvous
+
+with rendezvous(WorldSpec.from_environment()) as world:
+    torch.manual_seed(world.rank)
+    inputs = torch.randn(256, 8, device=world.device)
+    targets = inputs.sum(dim=1, keepdim=True)
+    model = DistributedDataParallel(torch.nn.Linear(8, 1).to(world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    print(f"rank {world.rank} of {world.world_size}, {world.device}, {world.backend}: loss {loss.item():.6f}")

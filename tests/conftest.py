@@ -1,0 +1,132 @@
+"""Fixtures: real ranks as real processes, ended with the test, and the real MNIST where it is to be had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankProcess:
+    """A command in a process of its own, its output in files. Times are seconds."""
+
+    def __init__(self, arguments: list[str], folder: Path, name: str, env: dict[str, str], cwd: Path) -> None:
+        self.arguments = arguments
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        self.started = time.monotonic()
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit code; what was said is shown if it does not end in time."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.arguments} still runs after {timeout} s; it said:\n{self.err}")
+
+    def wait_for(self, text: str, timeout: float = 60) -> float:
+        """Until stderr holds ``text``; returns the seconds since the process started."""
+        deadline = time.monotonic() + timeout
+        while text not in self.err:
+            if time.monotonic() > deadline:
+                pytest.fail(f"{self.arguments} did not say {text!r} within {timeout} s but:\n{self.err}")
+            if self.process.poll() is not None and text not in self.err:
+                pytest.fail(f"{self.arguments} ended without saying {text!r} but:\n{self.err}")
+            time.sleep(0.02)
+        return time.monotonic() - self.started
+
+    def kill(self) -> None:
+        """The process and all it has started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+
+Start = Callable[..., RankProcess]
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    env.update(OMP_NUM_THREADS="1", **extra)
+    env["PYTHONPATH"] = str(REPOSITORY)
+    return env
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start any command; every process is gone when the test is over."""
+    started: list[RankProcess] = []
+
+    def start(*arguments: object, cwd: Path = REPOSITORY, **env: str) -> RankProcess:
+        words = [str(argument) for argument in arguments]
+        process = RankProcess(words, tmp_path, f"process{len(started)}", clean_environment(**env), cwd)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start_rank(start: Start, port: int, small_data: Path, tmp_path: Path) -> Start:
+    """Start one rank the way a user does; a short training unless told otherwise."""
+
+    def start_rank(rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
+        identity = ["--world_size", world_size, "--rank", rank, "--master_port", port]
+        short = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 1]
+        run_dir = ["--run_dir", tmp_path / "run"]
+        return start(sys.executable, "run_multi_gpu_train.py", *identity, *short, *run_dir, *options, **env)
+
+    return start_rank
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data_dir that has the synthetic digits already."""
+    from ddp_manual.training import data
+
+    folder = tmp_path_factory.mktemp("data")
+    data.prepare("synthetic", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mnist() -> Path:
+    """A data_dir that has the real MNIST: DDP_MANUAL_TEST_DATA, ../shared/data or ./data."""
+    named = os.environ.get("DDP_MANUAL_TEST_DATA")
+    places = [Path(named)] if named else [REPOSITORY.parent / "shared" / "data", REPOSITORY / "data"]
+    for place in places:
+        if (place / "MNIST" / "raw").is_dir():
+            return place
+    pytest.skip(f"the real MNIST is not in {' or '.join(map(str, places))}; DDP_MANUAL_TEST_DATA names its folder")

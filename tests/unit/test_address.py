@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ddp_manual.config import WorldSpec
+from ddp_manual.errors import AddressNotLocal, MasterNotAStore, MasterUnresolvable, PortInUse
+from ddp_manual.rendezvous import address
+from ddp_manual.rendezvous.address import Answer
+from ddp_manual.rendezvous.waiting import Waiting
+
+
+@contextmanager
+def server(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server on loopback that handles each connection with ``serve``."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                serve(connection)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False, use_libuv=use_libuv)
+    assert address.probe("127.0.0.1", store.port).answer is Answer.STORE
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_nothing_listening_is_told_from_something_else_listening(port: int) -> None:
+    assert address.probe("127.0.0.1", port).answer is Answer.REFUSED
+    with server(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as other:
+        found = address.probe("127.0.0.1", other)
+    assert found.answer is Answer.STRANGER
+    assert "SSH-2.0-OpenSSH_9.2" in found.detail
+
+
+def test_a_server_that_says_nothing_is_found_out_within_5_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    started = time.monotonic()
+    with server(lambda connection: release.wait(10) and None) as mute:
+        assert address.probe("127.0.0.1", mute).answer is Answer.MUTE
+        release.set()
+    assert time.monotonic() - started < 5
+
+
+def test_something_else_on_rank_0s_port_ends_the_wait_at_once() -> None:
+    with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
+        spec = WorldSpec(world_size=2, rank=1, master_port=other)
+        with pytest.raises(MasterNotAStore) as caught:
+            address.wait_for_store(spec, Waiting(30, address.logger))
+    assert "HTTP/1.0 400 Bad Request" in caught.value.why
+
+
+def test_a_name_without_an_address_is_refused_at_once() -> None:
+    with pytest.raises(MasterUnresolvable, match=r"no\.such\.host\.invalid"):
+        address.resolve("no.such.host.invalid")
+
+
+def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
+    with address.listen(WorldSpec(world_size=2, master_port=port)) as listener:
+        assert listener.getsockname() == ("127.0.0.1", port)
+        with socket.socket() as other:
+            other.bind(("127.0.0.2", port))
+
+
+def test_rank_0_does_not_listen_at_an_address_of_another_host(port: int) -> None:
+    with pytest.raises(AddressNotLocal) as caught:
+        address.listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port))
+    assert "192.0.2.1" in caught.value.why
+    assert "127.0.0.1" in caught.value.why
+
+
+def test_a_port_in_use_names_the_process_that_holds_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortInUse) as caught:
+        address.listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]))
+    assert "pytest" in caught.value.why
+
+
+def test_a_world_of_one_takes_any_free_port() -> None:
+    with address.listen(WorldSpec()) as first, address.listen(WorldSpec()) as second:
+        assert first.getsockname()[1] != second.getsockname()[1]
+
+
+def test_the_interface_on_the_way_to_loopback_is_loopback() -> None:
+    own, interface = address.route_to("127.0.0.1")
+    assert own == "127.0.0.1"
+    assert interface in ("lo", "lo0")

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_manual import cli
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FLAGS = {
+    "identity": ["--world_size", "--rank", "--local_rank", "--device", "--backend"],
+    "rendezvous": ["--master_addr", "--master_port", "--join_timeout"],
+    "training": [
+        "--model",
+        "--epochs",
+        "--batch_size",
+        "--global_batch_size",
+        "--lr",
+        "--lr_scaling",
+        "--lr_schedule",
+        "--warmup_epochs",
+        "--momentum",
+        "--weight_decay",
+        "--clip_grad_norm",
+        "--shift",
+        "--sync_bn",
+        "--seed",
+    ],
+    "data": ["--dataset", "--data_dir"],
+    "output": ["--run_dir", "--log_every"],
+}
+
+
+def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--help"]) == 0
+    found: dict[str, list[str]] = {}
+    heading = ""
+    for line in capsys.readouterr().out.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            heading = line[:-1].lower()
+        elif line.startswith("  --") and heading in FLAGS:
+            found.setdefault(heading, []).append(line.split()[0])
+    assert found == FLAGS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--rank", "4", "--world_size", "4"], "--rank 4 does not exist in a world of 4"),
+        (["--rank", "-1"], "--rank -1"),
+        (["--world-size", "2", "--rank", "2"], "--rank 2 does not exist in a world of 2"),
+        (["--master_port", "65536"], "--master_port 65536 is above 65535"),
+        (["--world_size", "two"], "'two' is not a valid integer"),
+        (["--dataset", "imagenet"], "--dataset imagenet is not known"),
+        (["--model", "resnet"], "--model resnet is not known"),
+        (["--backend", "mpi"], "--backend mpi is not known"),
+        (["--epochs", "0"], "--epochs 0 is below 1"),
+        (["--lr", "nan"], "--lr nan is not a finite number"),
+        (["--global_batch_size", "101", "--world_size", "2"], "--global_batch_size 101 cannot be divided"),
+        (["--no_such_flag"], "--no_such_flag"),
+        (["stray"], "stray"),
+    ],
+)
+def test_a_bad_option_exits_2_and_says_what_why_and_next(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", *arguments]) == 2
+    what, *rest = capsys.readouterr().err.splitlines()
+    assert what.startswith("error[bad-option]: ")
+    assert named in what
+    assert rest[0].startswith("  why:  ")
+    assert any(line.startswith("  next: ") for line in rest)
+
+
+def test_a_bad_option_is_refused_before_torch_is_loaded() -> None:
+    script = (
+        "import sys; from ddp_manual import cli; status = cli.run(['train', '--rank', '4', '--world_size', '4']);"
+        "sys.exit(99 if 'torch' in sys.modules else status)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 2
+
+
+def test_a_variable_that_is_not_a_number_exits_2_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "first")
+    assert cli.run(["train"]) == 2
+    assert "RANK='first' is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
+def test_help_answers_in_a_fifth_of_a_second(program: list[str]) -> None:
+    durations = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, *program, "--help"], cwd=REPOSITORY, check=True, capture_output=True)
+        durations.append(time.perf_counter() - started)
+    assert min(durations) < 0.2
+
+
+def test_what_launch_decides_itself_cannot_be_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["launch", "--nproc", "2", "--", "--world-size", "3"]) == 2
+    assert "--world_size cannot be passed on by launch" in capsys.readouterr().err
+
+
+def test_launch_needs_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["launch", "--nproc", "0"]) == 2
+    assert "error[bad-option]" in capsys.readouterr().err

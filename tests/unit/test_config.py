@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddp_manual.config import TrainConfig, WorldSpec, as_flags
+from ddp_manual.errors import BadOption
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"world_size": 4, "rank": 4}, "--rank 4"),
+        ({"world_size": 0}, "--world_size 0"),
+        ({"rank": -1}, "--rank -1"),
+        ({"local_rank": -2}, "--local_rank -2"),
+        ({"master_port": 65536}, "--master_port 65536"),
+        ({"master_port": -1}, "--master_port -1"),
+        ({"master_port": 0, "world_size": 2, "rank": 1}, "port 0"),
+        ({"master_addr": " "}, "--master_addr"),
+        ({"backend": "mpi"}, "--backend mpi"),
+        ({"device": "tpu"}, "--device tpu"),
+        ({"join_timeout": 0.0}, "--join_timeout 0.0"),
+        ({"join_timeout": float("nan")}, "--join_timeout nan"),
+    ],
+)
+def test_an_identity_that_cannot_work_is_a_bad_option_that_names_it(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadOption) as caught:
+        WorldSpec(**options)
+    assert named in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": "resnet"}, "--model resnet"),
+        ({"dataset": "imagenet"}, "--dataset imagenet"),
+        ({"epochs": 0}, "--epochs 0"),
+        ({"batch_size": 0}, "--batch_size 0"),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": float("inf")}, "--lr inf"),
+        ({"lr_scaling": "cubic"}, "--lr_scaling cubic"),
+        ({"lr_schedule": "step"}, "--lr_schedule step"),
+        ({"momentum": 1.0}, "--momentum 1.0"),
+        ({"warmup_epochs": -1.0}, "--warmup_epochs -1.0"),
+        ({"log_every": 0}, "--log_every 0"),
+        ({"seed": -1}, "--seed -1"),
+        ({"batch_size": 10, "global_batch_size": 20}, "--batch_size and --global_batch_size"),
+    ],
+)
+def test_a_training_option_that_cannot_work_is_a_bad_option_that_names_it(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadOption) as caught:
+        TrainConfig(**options)
+    assert named in caught.value.what
+    assert caught.value.next
+
+
+def test_a_flag_comes_before_a_variable_and_a_variable_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "3")
+    spec = WorldSpec.from_environment(rank=5)
+    assert (spec.rank, spec.world_size, spec.master_port) == (5, 8, 29500)
+    assert spec.named("rank") == "rank 5 (flag)"
+    assert spec.named("world_size") == "world_size 8 (from WORLD_SIZE)"
+    assert spec.named("master_port") == "master_port 29500 (default)"
+
+
+def test_a_variable_that_is_not_a_number_is_named_with_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(BadOption, match="WORLD_SIZE='two' is not a number"):
+        WorldSpec.from_environment()
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "")
+    assert WorldSpec.from_environment().rank == 0
+
+
+def test_the_agent_store_is_believed_only_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    assert WorldSpec.from_environment().agent_store
+    assert not WorldSpec.from_environment(master_port=29500).agent_store
+
+
+def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed() -> None:
+    assert TrainConfig(lr=0.1).peak_lr(4) == pytest.approx(0.4)
+    assert TrainConfig(lr=0.1, lr_scaling="sqrt").peak_lr(4) == pytest.approx(0.2)
+    assert TrainConfig(lr=0.1, lr_scaling="none").peak_lr(4) == pytest.approx(0.1)
+    assert TrainConfig(lr=0.1, global_batch_size=200).peak_lr(4) == pytest.approx(0.1)
+
+
+def test_the_global_batch_is_divided_over_the_ranks() -> None:
+    assert TrainConfig().batch_size_per_rank(3) == 100
+    assert TrainConfig(global_batch_size=200).batch_size_per_rank(4) == 50
+
+
+@pytest.mark.parametrize(("world_size", "advice"), [(3, "198 or 201"), (400, "400")])
+def test_a_global_batch_that_cannot_be_divided_is_refused_with_one_that_can(world_size: int, advice: str) -> None:
+    with pytest.raises(BadOption) as caught:
+        TrainConfig(global_batch_size=200).batch_size_per_rank(world_size)
+    assert advice in caught.value.next
+
+
+def test_the_ranks_must_agree_on_everything_but_the_paths() -> None:
+    shared = TrainConfig(lr=0.5, sources={"lr": "flag"}).shared_options()
+    assert shared["lr"] == (0.5, "flag")
+    assert shared["epochs"] == (2, "default")
+    assert not {"data_dir", "run_dir"} & set(shared)
+
+
+def test_flags_are_quoted_for_a_shell() -> None:
+    assert (
+        as_flags({"data_dir": "my data", "sync_bn": True, "no": False, "none": None})
+        == "--data_dir 'my data' --sync_bn"
+    )

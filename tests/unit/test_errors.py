@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from ddp_manual import errors
+
+
+def test_every_identifier_belongs_to_its_family_exit_code() -> None:
+    codes = {name: kind.exit_code for name, kind in errors.every_error().items() if name != "stopped"}
+    assert codes == {
+        "training-failed": 1,
+        "bad-option": 2,
+        "rank-missing": 10,
+        "master-unresolvable": 11,
+        "master-refused": 11,
+        "master-unreachable": 11,
+        "master-not-a-store": 11,
+        "port-in-use": 11,
+        "address-not-local": 11,
+        "world-size-mismatch": 12,
+        "config-mismatch": 12,
+        "rank-taken": 13,
+        "peer-failed": 14,
+        "peer-lost": 14,
+        "master-lost": 14,
+        "disk-full": 15,
+        "data-missing": 16,
+        "data-corrupt": 16,
+        "device-missing": 17,
+        "backend-unavailable": 17,
+        "out-of-memory": 17,
+        "peer-unreachable": 18,
+    }
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    for kind in errors.every_error().values():
+        assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_an_error_reads_what_why_next_and_hangs_its_further_lines() -> None:
+    error = errors.RankMissing("1 of 3 ranks never joined", why="line one\nline two", next="start it")
+    assert error.render() == (
+        "error[rank-missing]: 1 of 3 ranks never joined\n  why:  line one\n        line two\n  next: start it"
+    )
+
+
+def test_an_error_keeps_its_kind_on_its_way_through_the_store() -> None:
+    sent = errors.ConfigMismatch("a", why="b", next="c")
+    received = errors.from_dict(sent.as_dict())
+    assert type(received) is errors.ConfigMismatch
+    assert received.render() == sent.render()
+
+
+def test_a_signal_becomes_128_and_its_number() -> None:
+    assert errors.Stopped(15).exit_code == 143
+
+
+def test_a_full_disk_is_told_from_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(errors.DiskFull), errors.writing(tmp_path, "--run_dir"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(errors.BadOption, match="--run_dir"), errors.writing(tmp_path, "--run_dir"):
+        raise PermissionError(errno.EACCES, "Permission denied")

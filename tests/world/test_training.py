@@ -1,0 +1,267 @@
+"""Training on real processes: what it reaches, what it writes, and that the world size does not change the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from ddp_manual.training import data
+from tests.conftest import REPOSITORY, Start
+
+SUMMARY_KEYS = {
+    "world_size",
+    "backend",
+    "device",
+    "dataset",
+    "model",
+    "epochs",
+    "final_test_accuracy",
+    "best_test_accuracy",
+    "final_test_loss",
+    "rendezvous_seconds",
+    "train_seconds",
+    "samples_per_second",
+    "torch_version",
+    "roster",
+}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def textbook_network() -> nn.Module:
+    """The ConvNet written down a second time, in the textbook's order, loading the same names."""
+
+    class TextbookNetwork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer1 = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+            self.layer2 = nn.Sequential(nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+            self.fc = nn.Linear(1568, 10)
+
+        def forward(self, images: torch.Tensor) -> Any:
+            return self.fc(self.layer2(self.layer1(images)).flatten(1))
+
+    return TextbookNetwork()
+
+
+@torch.inference_mode()
+def independent_accuracy(model_file: Path, mnist: Path) -> float:
+    """model.pt on the real test set through torchvision's own reader, one image after the other."""
+    network = textbook_network()
+    network.load_state_dict(torch.load(model_file, weights_only=True))
+    network.eval()
+    test = torchvision.datasets.MNIST(str(mnist), train=False, transform=torchvision.transforms.ToTensor())
+    correct = 0
+    for images, labels in torch.utils.data.DataLoader(test, batch_size=500):
+        correct += int((network((images - 0.1307) / 0.3081).argmax(dim=1) == labels).sum())
+    return correct / len(test)
+
+
+@pytest.fixture(scope="session")
+def unpacked_mnist(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """torchvision reads only unpacked files: let it unpack a copy."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for archive in (mnist / "MNIST" / "raw").glob("*.gz"):
+        torchvision.datasets.utils.extract_archive(str(archive), str(raw))
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
+    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int
+) -> None:
+    program = [sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run"]
+    ranks = [
+        start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port, OMP_NUM_THREADS="")
+        for rank in range(world_size)
+    ]
+    assert [rank.wait(250) for rank in ranks] == [0] * world_size
+    run = tmp_path / "run"
+    summary = read(run / "summary.json")
+    assert set(summary) >= SUMMARY_KEYS
+    assert summary["final_test_accuracy"] >= 0.99
+    assert read(run / "accuracies.json")[-1] == summary["final_test_accuracy"]
+    assert independent_accuracy(run / "model.pt", unpacked_mnist) == summary["final_test_accuracy"]
+    assert len(summary["roster"]) == world_size
+    assert set(summary["roster"][0]) == {"rank", "host", "pid", "device"}
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(set(line) == {"step", "epoch", "loss", "accuracy", "lr", "samples_per_second"} for line in metrics)
+    assert [line["step"] for line in metrics] == sorted({line["step"] for line in metrics})
+    assert (run / "samples.png").read_bytes().startswith(b"\x89PNG")
+    assert "test accuracy" in ranks[0].out
+    assert all(rank.out == "" for rank in ranks[1:])
+    for number, rank in enumerate(ranks):
+        assert all(line.startswith(f"[rank {number}] ") for line in rank.err.splitlines())
+
+
+def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_ranks(
+    start: Start, port: int, mnist: Path, tmp_path: Path
+) -> None:
+    models = []
+    for world_size in (1, 2, 4):
+        run = tmp_path / f"run{world_size}"
+        options = ["--model", "mlp", "--global_batch_size", 200, "--epochs", 1, "--data_dir", mnist, "--run_dir", run]
+        identity = ["--world_size", world_size, "--master_port", port]
+        ranks = [
+            start(sys.executable, "run_multi_gpu_train.py", *identity, "--rank", rank, *options)
+            for rank in range(world_size)
+        ]
+        assert [rank.wait() for rank in ranks] == [0] * world_size
+        models.append(torch.load(run / "model.pt", weights_only=True))
+    for other in models[1:]:
+        for name, parameter in models[0].items():
+            torch.testing.assert_close(other[name], parameter, rtol=1e-3, atol=1e-4)
+
+
+def test_three_ranks_count_every_test_image_once(start_rank: Start, tmp_path: Path, small_data: Path) -> None:
+    """10,000 images do not divide by 3."""
+    ranks = [start_rank(rank, 3) for rank in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert "over 10000 images" in ranks[2].err
+    accuracy = read(tmp_path / "run" / "summary.json")["final_test_accuracy"]
+    assert accuracy * 10_000 == pytest.approx(round(accuracy * 10_000))
+    from ddp_manual.training.models import MLP
+
+    network = MLP()
+    network.load_state_dict(torch.load(tmp_path / "run" / "model.pt", weights_only=True))
+    test = data.load("synthetic", small_data, "test")
+    scores = network(data.Normalise(data.SOURCES["synthetic"])(test.images))
+    assert (scores.argmax(dim=1) == test.labels).float().mean().item() == pytest.approx(accuracy)
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_at_that_step_and_keeps_what_was_saved(
+    start_rank: Start, tmp_path: Path
+) -> None:
+    options = ["--lr", "1e30", "--clip_grad_norm", 0, "--epochs", 2, "--warmup_epochs", 1.5]
+    ranks = [start_rank(rank, 2, *options) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [1, 1]
+    for number, rank in enumerate(ranks):
+        assert "error[training-failed]: the loss was not finite at step" in rank.err
+        assert read(tmp_path / "run" / f"failure-rank{number}.json")["identifier"] == "training-failed"
+    assert (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run" / "model.pt").exists()
+
+
+def test_a_batch_larger_than_a_ranks_share_is_refused_on_every_rank(start_rank: Start) -> None:
+    ranks = [start_rank(rank, 2, "--batch_size", 30_001) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    assert all("error[bad-option]: a batch of 30001 per rank" in rank.err for rank in ranks)
+
+
+def test_without_files_and_without_a_network_every_rank_says_what_it_looked_for(
+    start_rank: Start, tmp_path: Path
+) -> None:
+    no_network = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    options = ["--dataset", "kmnist", "--data_dir", tmp_path / "nothing"]
+    ranks = [start_rank(rank, 2, *options, **no_network) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [16, 16]
+    for rank in ranks:
+        assert "error[data-missing]: kmnist is not in" in rank.err
+        assert "train-images-idx3-ubyte" in rank.err
+        assert "--dataset synthetic" in rank.err
+
+
+def test_a_truncated_file_stops_every_rank_and_is_named(start_rank: Start, mnist: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for archive in (mnist / "MNIST" / "raw").glob("*.gz"):
+        content = archive.read_bytes()
+        (raw / archive.name).write_bytes(content[: len(content) // 2] if "train-images" in archive.name else content)
+    ranks = [start_rank(rank, 2, "--dataset", "mnist", "--data_dir", tmp_path / "data") for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [16, 16]
+    assert all("train-images-idx3-ubyte.gz cannot be read" in rank.err for rank in ranks)
+
+
+def test_a_run_dir_that_holds_a_run_is_not_overwritten(start_rank: Start, tmp_path: Path) -> None:
+    assert start_rank(0, 1).wait() == 0
+    before = (tmp_path / "run" / "model.pt").read_bytes()
+    again = start_rank(0, 1)
+    assert again.wait() == 2
+    assert "already holds a run" in again.err
+    assert (tmp_path / "run" / "model.pt").read_bytes() == before
+
+
+def test_a_run_dir_that_cannot_be_written_is_a_bad_option(start_rank: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    rank = start_rank(0, 1, "--run_dir", tmp_path / "file" / "run")
+    assert rank.wait() == 2
+    assert "error[bad-option]: --run_dir" in rank.err
+
+
+def test_the_default_run_dir_is_named_after_the_time_and_the_run(
+    start: Start, small_data: Path, tmp_path: Path
+) -> None:
+    rank = start(
+        *(sys.executable, REPOSITORY / "run_multi_gpu_train.py", "--dataset", "synthetic", "--data_dir", small_data),
+        *("--model", "mlp", "--epochs", 1),
+        cwd=tmp_path,
+    )
+    assert rank.wait() == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith(read(run / "summary.json")["run_id"])
+
+
+def test_torchrun_starts_the_same_training(start: Start, small_data: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--global_batch_size", 200]
+    run = start(*torchrun, "run_multi_gpu_train.py", *options, "--epochs", 1, "--run_dir", tmp_path / "run")
+    assert run.wait() == 0
+    summary = read(tmp_path / "run" / "summary.json")
+    assert summary["world_size"] == 2
+    assert [entry["rank"] for entry in summary["roster"]] == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_defaults_use_nccl_and_read_99_percent(start: Start, mnist: Path, tmp_path: Path) -> None:
+    rank = start(sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run")
+    assert rank.wait() == 0
+    summary = read(tmp_path / "run" / "summary.json")
+    assert (summary["backend"], summary["device"]) == ("nccl", "cuda")
+    assert summary["roster"][0]["device"] == "cuda:0"
+    assert summary["final_test_accuracy"] >= 0.99
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_more_ranks_than_gpus_is_refused_and_names_the_device(start_rank: Start) -> None:
+    gpus = torch.cuda.device_count()
+    ranks = [start_rank(rank, gpus + 1) for rank in range(gpus + 1)]
+    assert ranks[-1].wait() == 17
+    assert f"cuda:{gpus}, which does not exist" in ranks[-1].err
+    assert all(rank.wait() != 0 for rank in ranks)
+
+
+def test_a_full_disk_is_named_and_the_previous_model_stays(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    script = (
+        "from pathlib import Path; from ddp_manual import rundir, errors\n"
+        f"path = Path({str(tmp_path)!r}) / 'model.pt'\n"
+        "rundir.write_bytes(path, b'old')\n"
+        "try: rundir.write_bytes(path, bytes(1 << 20))\n"
+        "except errors.DiskFull as error: print(error.exit_code, path.read_bytes(), len(list(path.parent.iterdir())))\n"
+    )
+    mounted = f'mount -t tmpfs -o size=256k none {tmp_path} && exec {sys.executable} -c "$0"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted, script],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "15 b'old' 1\n"
