@@ -1,0 +1,37 @@
+"""Interleaved repetitions and what to say of them: a median, and the spread beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+
+def interleave(sides: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
+    """Run each side in turn, ``repetitions`` times; a machine that slows down slows all of them down."""
+    results: dict[str, list[float]] = {name: [] for name in sides}
+    for repetition in range(repetitions):
+        for name, side in sides.items():
+            results[name].append(side())
+            print(f"  {repetition + 1}/{repetitions} {name}: {results[name][-1]:.4g}", flush=True)
+    return results
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> str:
+    """``1.52 (1.44 to 1.60)``: the median of the pairwise ratios, and their range."""
+    ratios = [one / other for one, other in zip(over, under, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def machine() -> str:
+    import torch
+
+    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, torch {torch.__version__}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
