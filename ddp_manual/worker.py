@@ -38,7 +38,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         RunPaths(Path(config.run_dir)).create()
 
     from ddp_manual.rendezvous import rendezvous
-    from ddp_manual.rendezvous.lastwords import training_failed
+    from ddp_manual.rendezvous.lastwords import as_ours
 
     try:
         with rendezvous(
@@ -54,7 +54,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     except DdpManualError:
         raise
     except Exception as error:
-        raise training_failed(spec.rank, error) from error
+        raise as_ours(spec.rank, error) from error
 
 
 def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Split]:

@@ -16,6 +16,7 @@ from ddp_manual import environment, rundir
 from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
+    OutOfMemory,
     PeerFailed,
     PeerGone,
     PeerLost,
@@ -45,11 +46,11 @@ def publish(store: RunStore, rank: int, error: BaseException, seen: DdpManualErr
         words = _await_words(store) if broken else None
         if words is not None:
             return peer_failure(words)
-        ours = _as_ours(rank, error)
+        ours = as_ours(rank, error)
         store.publish_failure(_words(rank, ours))
         return ours
     except MasterLost as lost:
-        return lost if broken else _as_ours(rank, error)
+        return lost if broken else as_ours(rank, error)
 
 
 def _await_words(store: RunStore) -> Any:
@@ -62,11 +63,20 @@ def _await_words(store: RunStore) -> Any:
     return None
 
 
-def _as_ours(rank: int, error: BaseException) -> DdpManualError:
+def as_ours(rank: int, error: BaseException) -> DdpManualError:
+    """Any exception that ends a rank, as one that has an identifier."""
+    import torch
+
     if isinstance(error, DdpManualError):
         return error
     if isinstance(error, KeyboardInterrupt):
         return Stopped(signal.SIGINT)
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemory(
+            f"rank {rank} on {environment.host_name()} ran out of GPU memory",
+            why=first_line(error),
+            next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
+        )
     if is_broken_collective(error):
         return PeerLost(
             f"a peer of rank {rank} is gone without last words",

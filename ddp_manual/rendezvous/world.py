@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment
 from ddp_manual.config import WorldSpec
-from ddp_manual.errors import DataMissing, DdpManualError, Stopped, TrainingFailed, from_dict
+from ddp_manual.errors import DataMissing, DdpManualError, PeerGone, from_dict
 from ddp_manual.rendezvous import address as addresses
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords
@@ -151,9 +151,9 @@ def rendezvous(
         failure = lastwords.publish(meeting.store, spec.rank, error, watchdog.stand_down())
         lastwords.write_failure(failure, spec.rank, meeting.run_dir)
         meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
-        if failure is error or isinstance(failure, (TrainingFailed, Stopped)):
-            raise
-        raise failure from error
+        if isinstance(failure, PeerGone) and failure is not error:
+            raise failure from error
+        raise
 
 
 def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend: str, started: float) -> World:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def test_every_identifier_belongs_to_its_family_exit_code() -> None:
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
     for kind in errors.every_error().values():
         assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_the_document_has_a_section_and_a_row_for_every_identifier_and_no_other() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    sections = re.findall(r"^## (.+)$", document, re.MULTILINE)
+    in_table = {
+        name.strip()
+        for row in re.findall(r"^\| [\d+n]+ \|[^|]*\|([^|]*)\|$", document, re.MULTILINE)
+        for name in row.split(",")
+        if name.strip()
+    }
+    assert sorted(sections) == sorted(errors.every_error())
+    assert in_table == set(errors.every_error())
+
+
+def test_every_error_is_raised_somewhere() -> None:
+    package = Path(errors.__file__).parent
+    code = "".join(path.read_text() for path in package.rglob("*.py"))
+    names = [kind.__name__ for kind in errors.every_error().values()]
+    assert [name for name in names if not re.search(rf"(?<!class )\b{name}\(", code)] == []
 
 
 def test_an_error_reads_what_why_next_and_hangs_its_further_lines() -> None:

@@ -107,6 +107,15 @@ def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
         assert all(line.startswith(f"[rank {number}] ") for line in rank.err.splitlines())
 
 
+def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(
+    start: Start, small_data: Path, unpacked_mnist: Path, tmp_path: Path
+) -> None:
+    options = ["--dataset", "synthetic", "--data_dir", small_data, "--run_dir", tmp_path / "run"]
+    assert start(sys.executable, "run_multi_gpu_train.py", *options, OMP_NUM_THREADS="").wait(250) == 0
+    assert read(tmp_path / "run" / "summary.json")["final_test_accuracy"] >= 0.97
+    assert independent_accuracy(tmp_path / "run" / "model.pt", unpacked_mnist) >= 0.85
+
+
 def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_ranks(
     start: Start, port: int, mnist: Path, tmp_path: Path
 ) -> None:
@@ -225,7 +234,6 @@ def test_torchrun_starts_the_same_training(start: Start, small_data: Path, tmp_p
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_defaults_use_nccl_and_read_99_percent(start: Start, mnist: Path, tmp_path: Path) -> None:
     rank = start(sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run")
     assert rank.wait() == 0
@@ -236,7 +244,6 @@ def test_on_a_gpu_the_defaults_use_nccl_and_read_99_percent(start: Start, mnist:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_ranks_than_gpus_is_refused_and_names_the_device(start_rank: Start) -> None:
     gpus = torch.cuda.device_count()
     ranks = [start_rank(rank, gpus + 1) for rank in range(gpus + 1)]
