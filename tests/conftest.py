@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -111,10 +112,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def port() -> int:
-    """A port that is free on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free on loopback, and below those the kernel gives to outgoing connections."""
+    while True:
+        candidate = random.randrange(20_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return candidate
 
 
 @pytest.fixture

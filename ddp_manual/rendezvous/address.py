@@ -137,12 +137,13 @@ def _port_owner(port: int) -> str:
     except psutil.AccessDenied:
         return "a process that this user may not see"
     for entry in sockets:
-        if entry.status == psutil.CONN_LISTEN and entry.laddr and entry.laddr.port == port and entry.pid:
+        # Not only listeners: any connection out of this host may have been given the port, if it is above 32767.
+        if entry.laddr and entry.laddr.port == port and entry.pid:
             try:
-                return f"pid {entry.pid}: {' '.join(psutil.Process(entry.pid).cmdline())}"
+                return f"pid {entry.pid} ({entry.status}): {' '.join(psutil.Process(entry.pid).cmdline())}"
             except psutil.Error:
-                return f"pid {entry.pid}"
-    return "a process of another user, container or network namespace"
+                return f"pid {entry.pid} ({entry.status})"
+    return "a process of another user or container, or one that has ended a moment ago"
 
 
 def probe(address: str, port: int) -> Probe:
