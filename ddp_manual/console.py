@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 LOGGER = logging.getLogger("ddp_manual")
 
@@ -38,22 +43,44 @@ def log_to_stderr(rank: int) -> None:
     LOGGER.setLevel(logging.INFO)
 
 
-@contextmanager
-def progress_bar(total_steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar over ``total_steps`` on stderr; yields the function that advances it by one step.
+class Progress:
+    """Where there is no bar: each line goes to the log."""
 
-    The function takes a short description, such as the epoch. Where ``shown`` is False it does nothing.
-    """
-    if not shown:
-        yield lambda description: None
+    def advance(self) -> None:
+        """One step is done."""
+
+    def say(self, line: str) -> None:
+        """How it goes, every so many steps."""
+        LOGGER.info("%s", line)
+
+
+class _Bar(Progress):
+    """A bar with the last line beside it."""
+
+    def __init__(self, drawn: RichProgress, task: TaskID) -> None:
+        self._drawn = drawn
+        self._task = task
+
+    def advance(self) -> None:
+        self._drawn.advance(self._task)
+
+    def say(self, line: str) -> None:
+        self._drawn.update(self._task, description=line)
+
+
+@contextmanager
+def progress(total_steps: int, *, bar: bool) -> Iterator[Progress]:
+    """Progress over ``total_steps``, as a ``bar`` on stderr or as lines alone."""
+    if not bar:
+        yield Progress()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total_steps)
-        yield lambda description: progress.update(task, advance=1, description=description)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as drawn:
+        yield _Bar(drawn, drawn.add_task("", total=total_steps))
 
 
 def on_a_terminal() -> bool:

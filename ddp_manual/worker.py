@@ -62,13 +62,14 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
     from ddp_manual.training import data
 
     data_dir = Path(config.data_dir)
-    if not data.is_prepared(config.dataset, data_dir):
-        logger.info("preparing %s in %s", config.dataset, data_dir)
-    world.once_per_host(
-        f"prepare {config.dataset}",
-        lambda: data.prepare(config.dataset, data_dir),
-        timeout=spec.join_timeout,
-    )
+    verb = "draw" if config.dataset == "synthetic" else "download"
+
+    def prepare() -> None:
+        if not data.is_prepared(config.dataset, data_dir):
+            logger.info("%sing %s into %s", verb, config.dataset, data_dir)
+            data.prepare(config.dataset, data_dir)
+
+    world.once_per_host(f"{verb} {config.dataset}", prepare, timeout=spec.join_timeout)
     train, test = (data.load(config.dataset, data_dir, part).to(world.device) for part in ("train", "test"))
     return train, test
 
@@ -89,12 +90,12 @@ def _train(world: World, config: TrainConfig, train: Split, test: Split) -> dict
     evaluations: list[Evaluation] = []
     train_seconds = 0.0
     steps = config.epochs * trainer.steps_per_epoch
-    with console.progress_bar(steps, shown=world.rank == 0 and console.on_a_terminal()) as advance:
+    with console.progress(steps, bar=world.rank == 0 and console.on_a_terminal()) as bar:
         for epoch in range(config.epochs):
             began = time.perf_counter()
-            for metrics in trainer.train_epoch(epoch, on_step=lambda: advance(f"epoch {epoch + 1}")):  # noqa: B023
+            for metrics in trainer.train_epoch(epoch, on_step=bar.advance):
                 tracker.trained(metrics)
-                _log(metrics, steps, config.epochs)
+                bar.say(_line(metrics, steps, config.epochs))
             train_seconds += time.perf_counter() - began
             models.share_buffers(network)
             result = evaluate(network, test, trainer.normalise, rank=world.rank, world_size=world.world_size)
@@ -183,11 +184,10 @@ def _summary(
     }
 
 
-def _log(metrics: Metrics, steps: int, epochs: int) -> None:
-    logger.info(
-        "step %d/%d epoch %d/%d loss %.4f accuracy %.2f%% lr %.4f %s samples/s",
-        *(metrics.step, steps, metrics.epoch, epochs, metrics.loss, 100 * metrics.accuracy, metrics.lr),
-        f"{metrics.samples_per_second:,.0f}",
+def _line(metrics: Metrics, steps: int, epochs: int) -> str:
+    return (
+        f"step {metrics.step}/{steps} epoch {metrics.epoch}/{epochs} loss {metrics.loss:.4f} "
+        f"accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} {metrics.samples_per_second:,.0f} samples/s"
     )
 
 

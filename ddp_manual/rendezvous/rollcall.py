@@ -86,8 +86,8 @@ class Place:
     local_world_size: int
     node: int
     nodes: int
-    leads_host: bool
-    """Whether it is the first rank of its host, the one that downloads for the others."""
+    host_leader: int
+    """The first rank of its host, the one that downloads for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ def assign_places(entries: Sequence[Entry]) -> dict[int, Place]:
             local_world_size=len(hosts[entry.host_id]),
             node=nodes[entry.host_id],
             nodes=len(nodes),
-            leads_host=hosts[entry.host_id][0] == entry.rank,
+            host_leader=hosts[entry.host_id][0],
         )
         for entry in entries
     }

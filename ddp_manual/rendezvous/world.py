@@ -51,8 +51,8 @@ class World:
     """The same on every rank; on disk only where rank 0 is, unless the hosts share it."""
     rendezvous_seconds: float
     """From the call of ``rendezvous`` until the first collective was done."""
-    leads_host: bool
-    """Whether it is the first rank of its host."""
+    host_leader: int
+    """The first rank of this rank's host."""
     _store: RunStore = field(repr=False)
 
     def roster(self) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ class World:
             DdpManualError: ``action`` raised it, on this rank or on the one waited for.
             DataMissing: the time is up.
         """
-        if self.leads_host:
+        if self.rank == self.host_leader:
             try:
                 action()
             except DdpManualError as error:
@@ -80,7 +80,7 @@ class World:
             self._store.set_outcome(self.node, job, {"error": None})
             return
         store = self._store.clone()
-        leader = f"the first rank on {self.host}"
+        leader = f"rank {self.host_leader} on {self.host}"
         try:
             outcome = interruptibly(
                 lambda: store.outcome(self.node, job),
@@ -177,7 +177,7 @@ def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend:
         run_id=answered.hello.run_id,
         run_dir=Path(answered.hello.run_dir),
         rendezvous_seconds=time.monotonic() - started,
-        leads_host=place.leads_host,
+        host_leader=place.host_leader,
         _store=store,
     )
     logger.info(

@@ -229,6 +229,12 @@ def _read_idx(path: Path, magic: int) -> Tensor:
     dimensions = magic & 0xFF
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except PermissionError as error:
+        raise DataMissing(
+            f"{path} may not be read",
+            why=str(error),
+            next=f"make it readable for this user: chmod a+r {path}",
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise _corrupt(path, str(error) or type(error).__name__) from error
     header = 4 + 4 * dimensions

@@ -25,7 +25,7 @@ def test_local_rank_is_the_position_among_the_ranks_of_the_same_host() -> None:
     places = assign_places([entry(0, "a"), entry(1, "b"), entry(2, "a"), entry(3, "b")])
     assert [place.local_rank for place in places.values()] == [0, 0, 1, 1]
     assert [place.node for place in places.values()] == [0, 1, 0, 1]
-    assert [place.leads_host for place in places.values()] == [True, True, False, False]
+    assert [place.host_leader for place in places.values()] == [0, 1, 0, 1]
     assert {place.local_world_size for place in places.values()} == {2}
 
 

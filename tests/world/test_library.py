@@ -127,4 +127,4 @@ def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, p
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert [rank.out for rank in ranks] == ["done\n"] * 3
     for rank in ranks[1:]:
-        assert "waiting for the first rank on" in rank.err
+        assert "waiting for rank 0 on " in rank.err
