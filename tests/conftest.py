@@ -88,10 +88,10 @@ Start = Callable[..., RankProcess]
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
+    """Ours without a launcher's variables, one thread per rank; an empty string takes a variable out."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    env.update(OMP_NUM_THREADS="1", **extra)
-    env["PYTHONPATH"] = str(REPOSITORY)
-    return env
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **extra}
+    return {name: value for name, value in env.items() if value}
 
 
 @pytest.fixture

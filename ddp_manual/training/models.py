@@ -40,7 +40,11 @@ def _block(channels_in: int, channels_out: int) -> nn.Sequential:
 
 
 class MLP(nn.Module):
-    """One hidden layer and no batch statistics, so that any split of a batch over ranks trains the same network."""
+    """One hidden layer without batch statistics: however a batch is split over ranks, it trains the same network.
+
+    tanh, not ReLU: the ranks' sums differ by a rounding, which a smooth network keeps at 1e-7. With ReLU a single
+    activation that fell on the other side of zero had grown to 1e-2 after 200 more steps.
+    """
 
     def __init__(self, classes: int = 10, hidden: int = 128) -> None:
         super().__init__()
@@ -48,7 +52,7 @@ class MLP(nn.Module):
         self.fc = nn.Linear(hidden, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.fc(torch.relu(self.hidden(images.flatten(1))))
+        scores: Tensor = self.fc(torch.tanh(self.hidden(images.flatten(1))))
         return scores
 
 
