@@ -7,6 +7,7 @@ about a flag answer at once.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,9 @@ from typing import Any, NoReturn, get_type_hints
 
 import click
 
+from ddp_manual import environment
 from ddp_manual.config import TrainConfig, WorldSpec, option_fields
-from ddp_manual.errors import BadOption, DdpManualError, Stopped
+from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped
 
 GROUPS = ("identity", "rendezvous", "training", "data", "output")
 
@@ -138,12 +140,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return status if isinstance(status, int) else 0
     except DdpManualError as error:
         return _print(error)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
     except click.UsageError as error:
         return _print(_as_bad_option(error))
     except click.ClickException as error:
         return _print(BadOption(error.format_message(), why="click refused it", next="see --help"))
     except (KeyboardInterrupt, click.Abort):
         return _print(Stopped(signal.SIGINT))
+    except ModuleNotFoundError as error:
+        return _print(_as_not_installed(error))
     except Exception as error:
         from ddp_manual.rendezvous.lastwords import training_failed
 
@@ -166,12 +173,21 @@ def _print(error: DdpManualError) -> int:
 
 
 def _as_bad_option(error: click.UsageError) -> BadOption:
-    context = error.ctx
-    command = context.command_path if context else "ddp-manual"
-    return BadOption(
-        error.format_message().rstrip("."),
-        why=context.get_usage() if context else "the command line could not be read",
-        next=f"{command} --help",
+    program, arguments = environment.typed_command()
+    parameter = getattr(error, "param", None)
+    about = getattr(parameter, "help", None) or "the command line has no such option or argument"
+    command = [*program, *arguments[: arguments[:1] in (["train"], ["launch"])]]
+    return BadOption(error.format_message().rstrip("."), why=about, next=f"{shlex.join(command)} --help")
+
+
+def _as_not_installed(error: ModuleNotFoundError) -> DdpManualError:
+    if error.name not in ("torch", "torchvision", "psutil", "rich"):
+        raise error
+    return BackendUnavailable(
+        f"{error.name} is not installed in this Python",
+        why=f"{sys.executable} cannot import it",
+        next="install this package with what it needs: pip install .\n"
+        "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -155,6 +156,9 @@ class WorldSpec(Options):
         maximum=65535,
         shared=False,
     )
+    run_id: str | None = option(
+        None, "Name of the run; rank 0's counts (default: eight random digits).", group="rendezvous", shared=False
+    )
     join_timeout: float = option(
         1800.0,
         "Seconds to wait for rank 0, and then for all ranks to join.",
@@ -173,11 +177,19 @@ class WorldSpec(Options):
                 next="give the host name or the IP address of rank 0's machine",
             )
         self.check_bounds()
+        if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
+            raise BadOption(
+                f"--run_id {self.run_id!r} cannot name a run",
+                why="it becomes a part of file names",
+                next="use up to 64 letters, digits, dots, dashes and underscores",
+            )
         if self.rank >= self.world_size:
             raise BadOption(
                 f"--rank {self.rank} does not exist in a world of {self.world_size}",
                 why=f"{self.named('rank')}, {self.named('world_size')}; ranks count from 0",
-                next=f"choose a --rank from 0 to {self.world_size - 1}, or a larger --world_size",
+                next=f"choose a --rank from 0 to {self.world_size - 1}"
+                if self.world_size > 1
+                else f"say how many ranks there are: --world_size {self.rank + 1} or more",
             )
         if self.master_port == 0 and self.rank != 0:
             raise BadOption(
@@ -284,6 +296,12 @@ class TrainConfig(Options):
                 why=f"{self.named('batch_size')} per rank, {self.named('global_batch_size')} over all ranks",
                 next="give one of the two",
             )
+        if self.warmup_epochs > self.epochs:
+            raise BadOption(
+                f"--warmup_epochs {self.warmup_epochs:g} is longer than the run",
+                why=f"{self.named('warmup_epochs')}, {self.named('epochs')}: the learning rate would never decay",
+                next=f"choose a --warmup_epochs of at most {self.epochs}",
+            )
         if self.momentum >= 1:
             raise BadOption(
                 f"--momentum {self.momentum} never forgets a gradient",
@@ -338,5 +356,5 @@ def as_flags(options: Mapping[str, Any]) -> str:
         if value is True:
             words.append(f"--{name}")
         elif value is not False and value is not None:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) and value == int(value) else str(value)]
     return shlex.join(words)

@@ -181,6 +181,10 @@ def colour_allowed() -> bool:
 
 def typed_command() -> tuple[list[str], list[str]]:
     """What was typed: the program, such as ``python run_multi_gpu_train.py``, and its arguments."""
-    arguments = len(sys.argv) - 1
-    end = len(sys.orig_argv) - arguments
-    return list(sys.orig_argv[:end]), list(sys.orig_argv[end:])
+    end = len(sys.orig_argv) - (len(sys.argv) - 1)
+    program, arguments = list(sys.orig_argv[:end]), list(sys.orig_argv[end:])
+    script = program[-1]
+    if len(program) == 2 and os.path.isabs(script) and not script.endswith(".py"):
+        # A console script: the kernel put the interpreter and the full path in place of what was typed.
+        program = [os.path.basename(script)]
+    return program, arguments

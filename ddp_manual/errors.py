@@ -199,11 +199,11 @@ class Stopped(DdpManualError):
     identifier = "stopped"
 
     def __init__(self, number: int) -> None:
-        name = signal.Signals(number).name
+        name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
         super().__init__(
             f"stopped by {name}",
-            why=f"this process was sent {name} (signal {number})",
-            next="start all ranks again to train from the beginning",
+            why="the signal came from outside this program: a person, an orchestrator or a scheduler",
+            next="start this rank again if the others still wait for it, else all ranks, with a new --run_dir",
         )
         self.exit_code = 128 + number  # type: ignore[misc]  # the one code that is not fixed per class
 

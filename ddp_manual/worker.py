@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, environment
+from ddp_manual import console, environment, rundir
 from ddp_manual.config import TrainConfig, WorldSpec, as_flags
 from ddp_manual.errors import DdpManualError
 from ddp_manual.rundir import RunPaths
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ddp_manual.training.data import Split
     from ddp_manual.training.engine import Metrics, Trainer
     from ddp_manual.training.evaluation import Evaluation
-    from ddp_manual.training.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +43,14 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         with rendezvous(
             spec,
             options=config.shared_options(),
-            run_dir=config.run_dir,
+            run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
             command=command_template(spec, config),
         ) as world:
+            assert world.run_dir is not None
             if world.rank == 0 and config.run_dir is None:
                 RunPaths(world.run_dir).create()
             train, test = _load(world, spec, config)
-            return _train(world, config, train, test)
+            return _train(world, RunPaths(world.run_dir), config, train, test)
     except DdpManualError:
         raise
     except Exception as error:
@@ -74,14 +74,15 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
     return train, test
 
 
-def _train(world: World, config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
+def _train(world: World, paths: RunPaths, config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
     from ddp_manual.training import models
     from ddp_manual.training.evaluation import evaluate
+    from ddp_manual.training.tracking import RunFiles, Tracker
 
     network = models.build(config.model, device=world.device, seed=config.seed, sync_bn=config.sync_bn)
     trainer = _trainer(world, config, models.wrap(network, world.device), train)
-    tracker = _tracker(world)
-    tracker.started(_described(world, config, trainer), train)
+    tracker = RunFiles(paths) if world.rank == 0 else Tracker()
+    tracker.started(_described(world, paths, config, trainer), train)
     logger.info(
         "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
         *(config.model, len(train), config.dataset, config.epochs, trainer.steps_per_epoch),
@@ -105,7 +106,7 @@ def _train(world: World, config: TrainConfig, train: Split, test: Split) -> dict
                 "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
                 *(epoch + 1, config.epochs, 100 * result.accuracy, result.loss, result.samples),
             )
-    summary = _summary(world, config, evaluations, train_seconds, trainer.samples_per_epoch)
+    summary = _summary(world, paths, config, evaluations, train_seconds, trainer.samples_per_epoch)
     tracker.finished(summary)
     return summary
 
@@ -134,17 +135,11 @@ def _trainer(world: World, config: TrainConfig, model: Any, train: Split) -> Tra
     )
 
 
-def _tracker(world: World) -> Tracker:
-    from ddp_manual.training.tracking import RunFiles, Tracker
-
-    return RunFiles(RunPaths(world.run_dir)) if world.rank == 0 else Tracker()
-
-
-def _described(world: World, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+def _described(world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """``config.json``: the options, and what followed from them."""
     return {
         **config.as_dict(),
-        "run_dir": str(world.run_dir),
+        "run_dir": str(paths.run_dir),
         "run_id": world.run_id,
         "world_size": world.world_size,
         "batch_size_per_rank": trainer.batch_size,
@@ -157,6 +152,7 @@ def _described(world: World, config: TrainConfig, trainer: Trainer) -> dict[str,
 
 def _summary(
     world: World,
+    paths: RunPaths,
     config: TrainConfig,
     evaluations: list[Evaluation],
     train_seconds: float,
@@ -166,7 +162,7 @@ def _summary(
 
     return {
         "run_id": world.run_id,
-        "run_dir": str(world.run_dir),
+        "run_dir": str(paths.run_dir),
         "world_size": world.world_size,
         "backend": world.backend,
         "device": world.device.type,
@@ -193,7 +189,7 @@ def _line(metrics: Metrics, steps: int, epochs: int) -> str:
 
 def command_template(spec: WorldSpec, config: TrainConfig) -> str:
     """The command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` for the numbers."""
-    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_dir"}
+    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_dir", "run_id"}
     program, arguments = environment.typed_command()
     if arguments[:1] == ["train"]:
         program.append("train")

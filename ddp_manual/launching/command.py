@@ -9,13 +9,16 @@ from ddp_manual.config import WorldSpec, option_fields
 from ddp_manual.errors import BadOption
 
 
-def rank_command(rank: int, world_size: int, port: int, run_dir: str, train_options: Sequence[str]) -> list[str]:
+def rank_command(
+    rank: int, world_size: int, port: int, run_id: str, run_dir: str, train_options: Sequence[str]
+) -> list[str]:
     """This Python, this package, this rank."""
     identity = {
         "world_size": world_size,
         "rank": rank,
         "master_addr": "127.0.0.1",
         "master_port": port,
+        "run_id": run_id,
         "run_dir": run_dir,
     }
     flags = [f"--{name}={value}" for name, value in identity.items()]
@@ -24,7 +27,7 @@ def rank_command(rank: int, world_size: int, port: int, run_dir: str, train_opti
 
 def check_train_options(train_options: Sequence[str]) -> None:
     """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence."""
-    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_dir"}
+    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
     known = {field.name for field in option_fields(WorldSpec)} | {"run_dir"}
     for option in train_options:
         name = option.removeprefix("--").split("=")[0].replace("-", "_")

@@ -55,12 +55,13 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None) 
             all ranks have ended.
     """
     check_train_options(train_options)
-    paths = RunPaths(Path(run_dir or default_run_dir(new_run_id()))).create()
+    run_id = new_run_id()
+    paths = RunPaths(Path(run_dir or default_run_dir(run_id))).create()
     ranks: list[Rank] = []
     with _reserved_port() as port:
         try:
             for number in range(nproc):
-                ranks.append(_start(number, nproc, port, paths, train_options))
+                ranks.append(_start(number, nproc, port, run_id, paths, train_options))
             return _wait(ranks)
         finally:
             _end(ranks)
@@ -76,9 +77,9 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _start(number: int, nproc: int, port: int, paths: RunPaths, train_options: Sequence[str]) -> Rank:
+def _start(number: int, nproc: int, port: int, run_id: str, paths: RunPaths, train_options: Sequence[str]) -> Rank:
     process = subprocess.Popen(
-        rank_command(number, nproc, port, str(paths.run_dir), train_options),
+        rank_command(number, nproc, port, run_id, str(paths.run_dir), train_options),
         env=environment.for_child(nproc),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

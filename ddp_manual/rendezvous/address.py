@@ -122,6 +122,14 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
+    if spec.master_port and probe(address, spec.master_port).answer is Answer.STORE:
+        return PortInUse(
+            f"another rank 0 is already running at {at(address, spec.master_port)}",
+            why=f"a TCPStore answers there, held by {_port_owner(spec.master_port)}; this process is "
+            f"{spec.named('rank')}",
+            next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
+            f"if it is another run, give all its ranks a port of its own: --master_port {spec.master_port + 1}",
+        )
     return PortInUse(
         f"rank 0 cannot listen at {at(address, spec.master_port)}: the port is in use",
         why=f"it is held by {_port_owner(spec.master_port)}",
@@ -136,8 +144,8 @@ def _port_owner(port: int) -> str:
         sockets = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
         return "a process that this user may not see"
-    for entry in sockets:
-        # Not only listeners: any connection out of this host may have been given the port, if it is above 32767.
+    # A listener if there is one; else a connection out of this host, which may be given any port above 32767.
+    for entry in sorted(sockets, key=lambda entry: entry.status != psutil.CONN_LISTEN):
         if entry.laddr and entry.laddr.port == port and entry.pid:
             try:
                 return f"pid {entry.pid} ({entry.status}): {' '.join(psutil.Process(entry.pid).cmdline())}"
@@ -172,8 +180,11 @@ def probe(address: str, port: int) -> Probe:
     return Probe(address, Answer.STRANGER, repr(reply.decode("ascii", "backslashreplace"))[1:-1])
 
 
-def wait_for_store(spec: WorldSpec, waiting: Waiting) -> str:
+def wait_for_store(spec: WorldSpec, waiting: Waiting, rank_0_command: str) -> str:
     """Block until a store answers at rank 0's address; returns the IP address that answered.
+
+    Args:
+        rank_0_command: what starts rank 0, for the advice.
 
     Raises:
         MasterUnresolvable, MasterNotAStore: at once; MasterRefused, MasterUnreachable: at the deadline.
@@ -196,8 +207,9 @@ def wait_for_store(spec: WorldSpec, waiting: Waiting) -> str:
             else f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
         )
         waiting.about(said)
+        waiting.advise([rank_0_command])
         if waiting.over:
-            raise _never_came(spec, where, probes, waiting, refused=refused)
+            raise _never_came(spec, where, probes, waiting, rank_0_command if refused else None)
         time.sleep(min(POLL_EVERY, waiting.remaining))
 
 
@@ -212,17 +224,17 @@ def _not_a_store(spec: WorldSpec, where: str, found: Probe) -> MasterNotAStore:
 
 
 def _never_came(
-    spec: WorldSpec, where: str, probes: list[Probe], waiting: Waiting, *, refused: bool
+    spec: WorldSpec, where: str, probes: list[Probe], waiting: Waiting, rank_0_command: str | None
 ) -> MasterAddressError:
     tried = "; ".join(
         f"{at(one.address, spec.master_port)}: {one.answer.value}{f' ({one.detail})' if one.detail else ''}"
         for one in probes
     )
-    if refused:
+    if rank_0_command:
         return MasterRefused(
             f"rank 0 did not start listening at {where} within {waiting.waited:.0f} s",
             why=f"rank {spec.rank} on {environment.host_name()} tried {tried}",
-            next="start rank 0 first or within --join_timeout, with the same --master_addr and --master_port",
+            next=f"{rank_0_command}\nthen start this rank again; if rank 0 does run, compare its port with this one's",
         )
     return MasterUnreachable(
         f"no answer from rank 0's address {where} within {waiting.waited:.0f} s",

@@ -34,7 +34,7 @@ class Meeting:
 
     Args:
         options: option -> (value, source), for all that the ranks must agree on.
-        run_dir: where rank 0 wants the files of the run.
+        run_dir: where rank 0 wants the files of the run, with ``{run_id}`` for its name; None for no files.
         command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
     """
 
@@ -49,7 +49,8 @@ class Meeting:
         command: str | None,
     ) -> None:
         self.spec = spec
-        self.run_dir = Path(run_dir) if run_dir else None
+        self.run_dir: Path | None = None
+        self._run_dir = run_dir
         self._device = device
         self._options = options
         self._command = command
@@ -67,7 +68,7 @@ class Meeting:
             self.spec = replace(self.spec, master_port=self.store.port)
             logger.info("listening at %s", addresses.at(self.store.address, self.store.port))
         else:
-            found = addresses.wait_for_store(self.spec, waiting)
+            found = addresses.wait_for_store(self.spec, waiting, self._command_template().replace("{rank}", "0"))
             self.store = RunStore.connect(found, self.spec.master_port, environment.restart_count())
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             waiting = Waiting(self.spec.join_timeout, logger)
@@ -107,14 +108,14 @@ class Meeting:
             while others and not self.store.have_left(others):
                 if waiting.over:
                     late = [str(rank) for rank in others if not self.store.have_left([rank])]
-                    logger.warning("rank 0 leaves, though it has not heard that rank %s did", ", ".join(late))
+                    logger.warning("not waiting longer for rank %s, which has not said that it left", ", ".join(late))
                     return
                 waiting.about("done; waiting for the other ranks to leave")
                 time.sleep(0.01)
 
     def _met(self, hello: Hello) -> None:
         # From here on a failure of this rank has a place on disk.
-        self.run_dir = Path(hello.run_dir)
+        self.run_dir = Path(hello.run_dir) if hello.run_dir else None
 
     def _entry(self) -> Entry:
         return Entry(
@@ -130,16 +131,19 @@ class Meeting:
         )
 
     def _hello(self, entry: Entry) -> Hello:
-        run_id = rundir.new_run_id()
-        command = self._command or _library_command(self.spec)
+        run_id = self.spec.run_id or rundir.new_run_id()
         return Hello(
             run_id=run_id,
-            run_dir=str(self.run_dir or rundir.default_run_dir(run_id)),
+            run_dir=self._run_dir.replace("{run_id}", run_id) if self._run_dir else None,
             world_size=self.spec.world_size,
             host=entry.host,
             pid=entry.pid,
-            command=command.replace("{master_port}", str(self.spec.master_port)),
+            command=self._command_template(),
         )
+
+    def _command_template(self) -> str:
+        command = self._command or _library_command(self.spec)
+        return command.replace("{master_port}", str(self.spec.master_port))
 
 
 def _rank_0_left(entry: Entry, error: BaseException) -> MasterLost:

@@ -38,6 +38,7 @@ from ddp_manual.rendezvous.waiting import Waiting
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 16
+MOST_COMMANDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Hello:
     """What run this is, as rank 0 opens the roll call."""
 
     run_id: str
-    run_dir: str
+    run_dir: str | None
     world_size: int
     host: str
     pid: int
@@ -335,13 +336,19 @@ def situation(news: Mapping[str, Any], world_size: int) -> str:
     return "; ".join(parts)
 
 
+def commands_for(ranges: Sequence[Sequence[int]], run: Hello) -> list[str]:
+    """A command for each missing rank, up to as many as a person would type."""
+    missing = [rank for first, last in ranges for rank in range(first, last + 1)]
+    return [run.command_for(rank) for rank in missing[:MOST_COMMANDS]]
+
+
 def missing_ranks_error(news: Mapping[str, Any], run: Hello, waited: float) -> RankMissing:
     ranges = news["missing"]
-    missing = [rank for first, last in ranges for rank in range(first, last + 1)]
+    missing = sum(last - first + 1 for first, last in ranges)
     tried = [*news["refused"], *news["gone"]]
     here = "rank" if news["here"] == 1 else "ranks"
     return RankMissing(
-        f"{len(missing)} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(ranges)}",
+        f"{missing} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(ranges)}",
         why="\n".join(
             [f"{here} {', '.join(news['named'])} {'is' if news['here'] == 1 else 'are'} here", *tried]
             if tried
@@ -350,7 +357,7 @@ def missing_ranks_error(news: Mapping[str, Any], run: Hello, waited: float) -> R
                 f"nothing has tried to join as {in_words(ranges)}"
             ]
         ),
-        next="\n".join(run.command_for(rank) for rank in missing[:MOST_NAMED]),
+        next="\n".join([*commands_for(ranges, run), "and start the others again: they have left too"]),
     )
 
 
@@ -394,11 +401,11 @@ def answer(
         except queue.Empty:
             if hello is None and waiting.waited > hello_timeout:
                 raise _no_roll_call(store, waiting) from None
-            waiting.about(
-                situation(news, entry.world_size)
-                if news
-                else f"rank 0 has not answered yet at {at(store.address, store.port)}"
-            )
+            if news and hello:
+                waiting.about(situation(news, entry.world_size))
+                waiting.advise(commands_for(news["missing"], hello))
+            else:
+                waiting.about(f"rank 0 has not answered yet at {at(store.address, store.port)}")
             if waiting.over and give_up:
                 give_up(waiting.waited)
             elif waiting.over:
@@ -407,8 +414,11 @@ def answer(
                     raise _no_roll_call(store, waiting) from None
                 raise missing_ranks_error(news, hello, waiting.waited) from None
             continue
-        except (KeyboardInterrupt, Stopped) as stop:
-            _withdraw(store, nonce, str(stop) or "Ctrl-C")
+        except Stopped as stop:
+            _withdraw(store, nonce, stop.what)
+            raise
+        except KeyboardInterrupt:
+            _withdraw(store, nonce, "stopped by Ctrl-C")
             raise
         if isinstance(update, DdpManualError):
             raise update

@@ -25,6 +25,7 @@ class Waiting:
         self._deadline = self._started + timeout
         self._next_line = self._started + FIRST_LINE
         self._said: str | None = None
+        self._advised = False
 
     @property
     def waited(self) -> float:
@@ -52,3 +53,10 @@ class Waiting:
         self._logger.info("%s (%.0f s of %.0f s)", text, self.waited, self._deadline - self._started)
         self._said = text
         self._next_line = now + LINE_EVERY
+
+    def advise(self, commands: list[str]) -> None:
+        """Say once, after the first line, what to type."""
+        if self._said is None or self._advised:
+            return
+        self._advised = True
+        self._logger.info("to start what is missing:\n%s", "\n".join(f"  {command}" for command in commands))

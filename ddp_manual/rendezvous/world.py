@@ -47,8 +47,8 @@ class World:
     backend: str
     host: str
     run_id: str
-    run_dir: Path
-    """The same on every rank; on disk only where rank 0 is, unless the hosts share it."""
+    run_dir: Path | None
+    """The same on every rank; on disk only where rank 0 is, unless the hosts share it. None: the run keeps no files."""
     rendezvous_seconds: float
     """From the call of ``rendezvous`` until the first collective was done."""
     host_leader: int
@@ -111,7 +111,7 @@ def rendezvous(
 
     Args:
         options: option -> (value, source), for what the ranks must have in common; rank 0 compares.
-        run_dir: where files of this run go; rank 0's counts.
+        run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files are written.
         command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
 
     Raises:
@@ -175,7 +175,7 @@ def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend:
         backend=backend,
         host=environment.host_name(),
         run_id=answered.hello.run_id,
-        run_dir=Path(answered.hello.run_dir),
+        run_dir=meeting.run_dir,
         rendezvous_seconds=time.monotonic() - started,
         host_leader=place.host_leader,
         _store=store,

@@ -10,6 +10,7 @@ import gzip
 import struct
 import tempfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,15 +199,16 @@ def _existing(raw: Path, name: str, dataset: str) -> Path:
 
 def data_missing(dataset: str, raw: Path, names: list[str], reason: str) -> DataMissing:
     return DataMissing(
-        f"{dataset} is not in {raw}",
-        why=f"looked for {', '.join(f'{name}[.gz]' for name in names)}; {reason}",
+        f"{dataset} is not in {raw.absolute()}",
+        why=f"looked for {', '.join(f'{name}[.gz]' for name in names)}\n{reason}",
         next="give the folder that has them as --data_dir, or use digits drawn in code: --dataset synthetic",
     )
 
 
 def _download(dataset: str, folder: str, data_dir: Path, raw: Path, missing: list[str]) -> None:
     with writing(data_dir, "--data_dir"):
-        data_dir.mkdir(parents=True, exist_ok=True)
+        # Not its parents: a folder whose parent is not there is more likely mistyped than wanted.
+        data_dir.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=data_dir).close()
     # torchvision takes 1.6 s to import and is needed for nothing else here.
     from torchvision import datasets
@@ -215,10 +217,11 @@ def _download(dataset: str, folder: str, data_dir: Path, raw: Path, missing: lis
     try:
         kind(root=str(data_dir), download=True)
     except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise data_missing(
-            dataset, raw, missing, f"downloading from {', '.join(kind.mirrors)} failed: {reason}"
-        ) from error
+        reason = "\n".join(line for line in str(error).splitlines() if line.strip())
+        for folder_made in (raw, raw.parent):
+            with suppress(OSError):
+                folder_made.rmdir()
+        raise data_missing(dataset, raw, missing, f"it could not be downloaded:\n{reason}") from error
 
 
 def _read_idx(path: Path, magic: int) -> Tensor:
@@ -270,7 +273,8 @@ def _draw_synthetic(data_dir: Path, part: str) -> None:
         return
     images, labels = synthetic.draw_digits(SYNTHETIC_COUNTS[part], seed=SYNTHETIC_SEEDS[part])
     with writing(data_dir, "--data_dir"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             torch.save({"images": images, "labels": labels}, file)
         Path(file.name).replace(path)
