@@ -160,7 +160,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script: like ``run``, then end the process."""
     status = run(arguments)
-    if status and "torch" in sys.modules:
+    if "torch" in sys.modules:
         from ddp_manual.rendezvous.watchdog import exit_now
 
         exit_now(status)

@@ -20,6 +20,8 @@ from ddp_manual.errors import BadOption
 T = TypeVar("T")
 
 MODELS = ("convnet", "mlp")
+# What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
+PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic")
 
 
@@ -175,6 +177,12 @@ class WorldSpec(Options):
                 "--master_addr is empty",
                 why=self.named("master_addr"),
                 next="give the host name or the IP address of rank 0's machine",
+            )
+        if self.master_addr in ("0.0.0.0", "::"):
+            raise BadOption(
+                f"--master_addr {self.master_addr} is no address that other ranks could connect to",
+                why=f"{self.named('master_addr')}: it stands for all addresses of a host",
+                next="give the host name or the IP address of rank 0's machine, the same on every rank",
             )
         self.check_bounds()
         if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):

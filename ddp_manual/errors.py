@@ -25,6 +25,7 @@
     |   `-- DataCorrupt
     |-- DeviceError                17   the device
     |   |-- DeviceMissing
+    |   |-- DeviceTaken                 two ranks on one GPU
     |   |-- BackendUnavailable
     |   `-- OutOfMemory
     |-- PeerUnreachable            18   the ranks met but cannot talk to each other
@@ -179,6 +180,10 @@ class DeviceError(DdpManualError):
 
 class DeviceMissing(DeviceError):
     identifier = "device-missing"
+
+
+class DeviceTaken(DeviceError):
+    identifier = "device-taken"
 
 
 class BackendUnavailable(DeviceError):

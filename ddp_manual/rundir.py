@@ -84,23 +84,28 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         DiskFull, BadOption: the folder cannot take the file.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path, "--run_dir"):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Like ``write_bytes``, with the operating system's own errors."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
-    write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_bytes(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def append_json_line(path: Path, content: Any) -> None:
     """One line of a ``.jsonl`` file, in a single write."""
     with writing(path, "--run_dir"), open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(content) + "\n")
+        file.write(json.dumps(content, allow_nan=False) + "\n")

@@ -6,13 +6,14 @@ The only file that knows both how ranks meet and what they do then.
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment, rundir
-from ddp_manual.config import TrainConfig, WorldSpec, as_flags
+from ddp_manual.config import PER_RANK_OPTIONS, TrainConfig, WorldSpec, as_flags
 from ddp_manual.errors import DdpManualError
 from ddp_manual.rundir import RunPaths
 
@@ -76,6 +77,7 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
 
 def _train(world: World, paths: RunPaths, config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
     from ddp_manual.training import models
+    from ddp_manual.training.engine import diverged
     from ddp_manual.training.evaluation import evaluate
     from ddp_manual.training.tracking import RunFiles, Tracker
 
@@ -100,6 +102,8 @@ def _train(world: World, paths: RunPaths, config: TrainConfig, train: Split, tes
             train_seconds += time.perf_counter() - began
             models.share_buffers(network)
             result = evaluate(network, test, trainer.normalise, rank=world.rank, world_size=world.world_size)
+            if not math.isfinite(result.loss):
+                raise diverged((epoch + 1) * trainer.steps_per_epoch, trainer.schedule.peak)
             evaluations.append(result)
             tracker.evaluated(epoch + 1, result, network)
             logger.info(
@@ -189,14 +193,13 @@ def _line(metrics: Metrics, steps: int, epochs: int) -> str:
 
 def command_template(spec: WorldSpec, config: TrainConfig) -> str:
     """The command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` for the numbers."""
-    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_dir", "run_id"}
     program, arguments = environment.typed_command()
     if arguments[:1] == ["train"]:
         program.append("train")
     identity = f"--world_size {spec.world_size} --rank {{rank}}"
     meeting = f"--master_addr {shlex.quote(spec.master_addr)} --master_port {{master_port}}"
     given = {**spec.given_options(), **config.given_options()}
-    rest = as_flags({name: value for name, value in given.items() if name not in own})
+    rest = as_flags({name: value for name, value in given.items() if name not in PER_RANK_OPTIONS})
     return " ".join(part for part in (shlex.join(program), identity, meeting, rest) if part)
 
 

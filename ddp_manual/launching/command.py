@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ddp_manual.config import WorldSpec, option_fields
+from ddp_manual.config import PER_RANK_OPTIONS
 from ddp_manual.errors import BadOption
 
 
@@ -27,11 +27,9 @@ def rank_command(
 
 def check_train_options(train_options: Sequence[str]) -> None:
     """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence."""
-    own = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
-    known = {field.name for field in option_fields(WorldSpec)} | {"run_dir"}
     for option in train_options:
         name = option.removeprefix("--").split("=")[0].replace("-", "_")
-        if option.startswith("--") and name in own & known:
+        if option.startswith("--") and name in PER_RANK_OPTIONS:
             raise BadOption(
                 f"--{name} cannot be passed on by launch",
                 why=f"launch gives each rank its own --{name}",

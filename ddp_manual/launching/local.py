@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
 from ddp_manual import console, environment
-from ddp_manual.errors import PeerGone
+from ddp_manual.errors import PeerGone, Stopped
 from ddp_manual.launching.command import check_train_options, rank_command
 from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
 
@@ -30,6 +30,7 @@ LEAVE_BY_THEMSELVES = 3.0
 TERM_GRACE = 3.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -40,6 +41,14 @@ class Rank:
     process: subprocess.Popen[bytes]
     log: BinaryIO
     copiers: list[threading.Thread] = field(default_factory=list)
+
+    def copy_output(self) -> None:
+        """Begin to read what the child says; after all children are started, since they are forked."""
+        for source, sink in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
+            assert source is not None
+            thread = threading.Thread(target=_copy_lines, args=(self, source, sink), daemon=True)
+            thread.start()
+            self.copiers.append(thread)
 
     def signal(self, number: int) -> None:
         """To the child and all it has started, if it still runs."""
@@ -62,9 +71,14 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None) 
         try:
             for number in range(nproc):
                 ranks.append(_start(number, nproc, port, run_id, paths, train_options))
+            for rank in ranks:
+                rank.copy_output()
             return _wait(ranks)
+        except Stopped as stop:
+            _end(ranks, signal.Signals(stop.exit_code - 128))
+            raise
         finally:
-            _end(ranks)
+            _end(ranks, signal.SIGTERM)
 
 
 @contextmanager
@@ -74,7 +88,11 @@ def _reserved_port() -> Iterator[int]:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
+        port = holder.getsockname()[1]
+        if sys.platform != "linux":
+            # Elsewhere a bound socket keeps others from listening there, SO_REUSEADDR or not.
+            holder.close()
+        yield port
 
 
 def _start(number: int, nproc: int, port: int, run_id: str, paths: RunPaths, train_options: Sequence[str]) -> Rank:
@@ -87,19 +105,13 @@ def _start(number: int, nproc: int, port: int, run_id: str, paths: RunPaths, tra
         start_new_session=True,
         preexec_fn=_die_with_parent,
     )
-    rank = Rank(number, process, paths.log(number).open("wb"))
-    for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-        assert source is not None
-        thread = threading.Thread(target=_copy_lines, args=(rank, source, sink), daemon=True)
-        thread.start()
-        rank.copiers.append(thread)
-    return rank
+    return Rank(number, process, paths.log(number).open("wb"))
 
 
 def _die_with_parent() -> None:
-    """Linux: have the kernel end this rank when the orchestrator is killed and cannot."""
+    """Linux: have the kernel end this rank when the orchestrator is killed and cannot. Runs in the forked child."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _copy_lines(rank: Rank, source: IO[bytes], sink: TextIO) -> None:
@@ -108,11 +120,14 @@ def _copy_lines(rank: Rank, source: IO[bytes], sink: TextIO) -> None:
     colour = sink.isatty() and environment.colour_allowed()
     shown_tag = f"\x1b[{COLOURS[rank.number % len(COLOURS)]}m{tag}\x1b[0m" if colour else tag
     for line in source:
-        rank.log.write(line)
-        rank.log.flush()
-        text = line.decode(errors="replace").removeprefix(tag + " ")
-        sink.write(f"{shown_tag} {text}")
-        sink.flush()
+        # Whatever becomes of the log or the terminal, the rank must not block on a pipe that nobody reads.
+        with suppress(OSError, ValueError):
+            rank.log.write(line)
+            rank.log.flush()
+        with suppress(OSError, ValueError):
+            text = line.decode(errors="replace").removeprefix(tag + " ")
+            sink.write(f"{shown_tag} {text}")
+            sink.flush()
 
 
 def _wait(ranks: Sequence[Rank]) -> int:
@@ -139,10 +154,12 @@ def _wait(ranks: Sequence[Rank]) -> int:
     return status
 
 
-def _end(ranks: Sequence[Rank]) -> None:
-    """Leave no process: TERM, then KILL; then let the copiers finish."""
+def _end(ranks: Sequence[Rank], number: signal.Signals) -> None:
+    """Leave no process: the signal, then KILL; then let the copiers finish. A second Ctrl-C does not cut this short."""
+    for impatient in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(impatient, signal.SIG_IGN)
     for rank in ranks:
-        rank.signal(signal.SIGTERM)
+        rank.signal(number)
     deadline = time.monotonic() + TERM_GRACE
     for rank in ranks:
         try:

@@ -107,7 +107,11 @@ def listen(spec: WorldSpec) -> socket.socket:
                     why=f"binding {at(address, port)} gave: {error.strerror}",
                     next="choose a --master_port above 1023, the same on every rank",
                 ) from None
-            raise
+            raise BadOption(
+                f"rank 0 cannot listen at {at(address, port)}",
+                why=f"{spec.named('master_addr')}; binding it gave: {error.strerror}",
+                next="give rank 0's IP address as --master_addr, the same on every rank",
+            ) from None
         return listener
     raise AddressNotLocal(
         f"rank 0 runs on {environment.host_name()}, but {spec.master_addr} is not an address of this host",
@@ -128,13 +132,17 @@ def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
             why=f"a TCPStore answers there, held by {_port_owner(spec.master_port)}; this process is "
             f"{spec.named('rank')}",
             next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
-            f"if it is another run, give all its ranks a port of its own: --master_port {spec.master_port + 1}",
+            f"if it is another run, give all its ranks a port of its own: --master_port {_another(spec.master_port)}",
         )
     return PortInUse(
         f"rank 0 cannot listen at {at(address, spec.master_port)}: the port is in use",
         why=f"it is held by {_port_owner(spec.master_port)}",
-        next=f"end that process, or give every rank another port: --master_port {spec.master_port + 1}",
+        next=f"end that process, or give every rank another port: --master_port {_another(spec.master_port)}",
     )
+
+
+def _another(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
 
 
 def _port_owner(port: int) -> str:

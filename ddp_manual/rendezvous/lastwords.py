@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import environment, rundir
+from ddp_manual.config import WorldSpec
 from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
@@ -23,7 +24,7 @@ from ddp_manual.errors import (
     Stopped,
     TrainingFailed,
 )
-from ddp_manual.rendezvous.group import is_broken_collective
+from ddp_manual.rendezvous.group import first_line, is_broken_collective
 from ddp_manual.rendezvous.store import RunStore
 
 # Seconds another rank's last words may take to arrive after a collective with it broke.
@@ -31,7 +32,7 @@ WORDS_TIMEOUT = 2.0
 TRACEBACK_FRAMES = 10
 
 
-def publish(store: RunStore, rank: int, error: BaseException, seen: DdpManualError | None) -> DdpManualError:
+def publish(store: RunStore, spec: WorldSpec, error: BaseException, seen: DdpManualError | None) -> DdpManualError:
     """Tell the run that ``error`` ends this rank; returns it as one of ours, its root cause if a peer is that.
 
     Args:
@@ -46,11 +47,12 @@ def publish(store: RunStore, rank: int, error: BaseException, seen: DdpManualErr
         words = _await_words(store) if broken else None
         if words is not None:
             return peer_failure(words)
-        ours = as_ours(rank, error)
-        store.publish_failure(_words(rank, ours))
+        early = [rank for rank in range(spec.world_size) if store.has_finished(rank)] if broken else []
+        ours = _finished_early(spec.rank, early) if early else as_ours(spec.rank, error)
+        store.publish_failure(_words(spec.rank, ours))
         return ours
     except MasterLost as lost:
-        return lost if broken else as_ours(rank, error)
+        return lost if broken else as_ours(spec.rank, error)
 
 
 def _await_words(store: RunStore) -> Any:
@@ -61,6 +63,15 @@ def _await_words(store: RunStore) -> Any:
             return words
         time.sleep(0.05)
     return None
+
+
+def _finished_early(rank: int, early: list[int]) -> PeerLost:
+    who = f"rank {early[0]}" if len(early) == 1 else f"ranks {', '.join(map(str, early))}"
+    return PeerLost(
+        f"{who} had finished while rank {rank} was still in a collective",
+        why="a collective needs every rank, and they did not make the same number of calls",
+        next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less",
+    )
 
 
 def as_ours(rank: int, error: BaseException) -> DdpManualError:
@@ -121,9 +132,3 @@ def write_failure(error: DdpManualError, rank: int, run_dir: Path | None) -> Non
 def print_error(error: DdpManualError) -> None:
     """The last thing on this rank's screen."""
     print(error.render(), file=sys.stderr, flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    """The gist of any exception on one line of at most 300 characters."""
-    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
-    return text.strip().splitlines()[0][:300]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shlex
@@ -16,16 +17,25 @@ from ddp_manual import environment, rundir
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import MasterLost, RankMissing
 from ddp_manual.rendezvous import address as addresses
-from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT, first_line
-from ddp_manual.rendezvous.rollcall import Answered, Entry, Hello, RollCall, answer
+from ddp_manual.rendezvous.answer import Answered, answer
+from ddp_manual.rendezvous.entries import Entry, Hello
+from ddp_manual.rendezvous.group import first_line
+from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT
+from ddp_manual.rendezvous.rollcall import RollCall
 from ddp_manual.rendezvous.store import RunStore
 from ddp_manual.rendezvous.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
+# A torchrun agent's store outlives a rendezvous; the next one of the same script must not find the last one's keys.
+_rendezvous_of_this_process = itertools.count()
+
 # Rank 0 opens the roll call as soon as its store answers, so a store without one is somebody else's.
 HELLO_TIMEOUT = 5.0
-# Seconds rank 0 keeps the store for the others at the end of a run.
+# Seconds within which ranks that did the same work have all done it. One that takes longer is waited for by rank 0
+# alone, with the store; one that is stuck in a collective has to see its peers go.
+FINISH_TOGETHER = 1.0
+# Seconds rank 0 keeps the store for ranks that still work by themselves.
 LEAVE_TIMEOUT = 60.0
 
 
@@ -69,7 +79,7 @@ class Meeting:
             logger.info("listening at %s", addresses.at(self.store.address, self.store.port))
         else:
             found = addresses.wait_for_store(self.spec, waiting, self._command_template().replace("{rank}", "0"))
-            self.store = RunStore.connect(found, self.spec.master_port, environment.restart_count())
+            self.store = RunStore.connect(found, self.spec.master_port, self._attempt())
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             waiting = Waiting(self.spec.join_timeout, logger)
         entry = self._entry()
@@ -91,6 +101,15 @@ class Meeting:
             self.leave(timeout=WORDS_TIMEOUT)
             raise
 
+    def all_finish_soon(self) -> bool:
+        """Say that this rank has done its work; whether the others have too, or do within ``FINISH_TOGETHER``."""
+        finished = self.store.set_finished(self.spec.rank)
+        deadline = time.monotonic() + FINISH_TOGETHER
+        while finished < self.spec.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            finished = self.store.count_finished()
+        return finished >= self.spec.world_size
+
     def leave(self, *, timeout: float) -> None:
         """Tell the others that this rank needs the store no more; rank 0 stays until all have said so.
 
@@ -110,8 +129,15 @@ class Meeting:
                     late = [str(rank) for rank in others if not self.store.have_left([rank])]
                     logger.warning("not waiting longer for rank %s, which has not said that it left", ", ".join(late))
                     return
-                waiting.about("done; waiting for the other ranks to leave")
+                if waiting.until_next_line == 0:
+                    late = [str(rank) for rank in others if not self.store.have_left([rank])]
+                    waiting.about(f"done; keeping the store for rank {', '.join(late)}, which has not finished")
                 time.sleep(0.01)
+
+    def _attempt(self) -> str:
+        if self.spec.agent_store:
+            return f"{environment.restart_count()}.{next(_rendezvous_of_this_process)}"
+        return "0"
 
     def _met(self, hello: Hello) -> None:
         # From here on a failure of this rank has a place on disk.

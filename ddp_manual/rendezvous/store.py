@@ -10,6 +10,7 @@ All keys begin with ``ddp_manual/<attempt>/``. What they hold is JSON, never pic
     roster            all ranks: rank, host, pid, device
     once/<host>/<job> the outcome of a job that one rank per host does for the others
     failure           the first failure of the run: whoever reads it leaves
+    finished/<rank>   this rank has done its work and takes part in no more collectives; ``finished`` counts them
     left/<rank>       this rank needs the store no more
     process_group/    torch's own keys
 """
@@ -49,7 +50,7 @@ class RunStore:
     Every method raises MasterLost when the store is gone.
     """
 
-    def __init__(self, client: TCPStore, address: str, port: int, attempt: int) -> None:
+    def __init__(self, client: TCPStore, address: str, port: int, attempt: str) -> None:
         self._client = client
         self.address = address
         self.port = port
@@ -58,16 +59,21 @@ class RunStore:
         """Whether a call has found the store gone; torch prints a page about each further one."""
 
     @classmethod
-    def host(cls, listener: socket.socket, attempt: int = 0) -> RunStore:
+    def host(cls, listener: socket.socket, attempt: str = "0") -> RunStore:
         """Serve a store on a listening socket (which it takes over), and connect to it."""
         address, port = listener.getsockname()[:2]
-        return cls(_client(address, port, listen_fd=listener.detach()), address, port, attempt)
+        with _torch_errors(address, port):
+            return cls(_client(address, port, listen_fd=listener.detach()), address, port, attempt)
 
     @classmethod
-    def connect(cls, address: str, port: int, attempt: int = 0) -> RunStore:
+    def connect(cls, address: str, port: int, attempt: str = "0") -> RunStore:
         """A client of the store at an IP address that was seen to answer."""
         with _torch_errors(address, port):
             return cls(_client(address, port), address, port, attempt)
+
+    def close(self) -> None:
+        """Let go of the client and, on rank 0, of the server and its port. No method works after this."""
+        del self._client
 
     def clone(self) -> RunStore:
         return RunStore.connect(self.address, self.port, self._attempt)
@@ -148,6 +154,20 @@ class RunStore:
         with self._errors():
             known = self._client.check([self._key("failure")])
         return self.failure() if known else None
+
+    def set_finished(self, rank: int) -> int:
+        """This rank has done its work; returns how many have."""
+        self._set(f"finished/{rank}", True)
+        with self._errors():
+            return int(self._client.add(self._key("finished"), 1))
+
+    def count_finished(self) -> int:
+        with self._errors():
+            return int(self._client.add(self._key("finished"), 0))
+
+    def has_finished(self, rank: int) -> bool:
+        with self._errors():
+            return self._client.check([self._key(f"finished/{rank}")])
 
     def set_left(self, rank: int) -> None:
         self._set(f"left/{rank}", True)

@@ -63,8 +63,10 @@ class Watchdog:
             except MasterLost as lost:
                 self._seen = self._seen or lost
             if not self._standing_down.wait(GRACE):
-                self._report(self._seen)
-                exit_now(self._seen.exit_code)
+                try:
+                    self._report(self._seen)
+                finally:
+                    exit_now(self._seen.exit_code)
             return
 
 
@@ -73,7 +75,9 @@ def exit_now(status: int) -> None:
 
     After a failure the teardown may block (a process group with a broken peer) or abort (a thread inside torch).
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment
 from ddp_manual.config import WorldSpec
-from ddp_manual.errors import DataMissing, DdpManualError, PeerGone, from_dict
+from ddp_manual.errors import DataMissing, DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, from_dict
 from ddp_manual.rendezvous import address as addresses
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords
+from ddp_manual.rendezvous.answer import Answered
 from ddp_manual.rendezvous.group import close_process_group, open_process_group
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
-from ddp_manual.rendezvous.rollcall import Answered
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Watchdog
@@ -111,7 +111,7 @@ def rendezvous(
 
     Args:
         options: option -> (value, source), for what the ranks must have in common; rank 0 compares.
-        run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files are written.
+        run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files.
         command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
 
     Raises:
@@ -130,6 +130,8 @@ def rendezvous(
     meeting = Meeting(spec, device, common, run_dir, command)
     try:
         answered = meeting.meet()
+    except (RankTaken, RanksDoNotBelongTogether):
+        raise  # this process is not a rank of the run, so it leaves nothing in the run's folder
     except DdpManualError as error:
         lastwords.write_failure(error, spec.rank, meeting.run_dir)
         raise
@@ -142,18 +144,26 @@ def rendezvous(
     watchdog.start()
     try:
         yield _open_world(meeting, answered, device, backend, started)
-        close_process_group()
+        close_process_group(all_finished=meeting.all_finish_soon())
         if spec.rank != 0:
-            watchdog.stand_down()
+            _stand_down(watchdog)
         meeting.leave(timeout=LEAVE_TIMEOUT)
-        watchdog.stand_down()
+        if spec.rank == 0:
+            _stand_down(watchdog)
+        meeting.store.close()
     except BaseException as error:
-        failure = lastwords.publish(meeting.store, spec.rank, error, watchdog.stand_down())
+        failure = lastwords.publish(meeting.store, spec, error, watchdog.stand_down())
         lastwords.write_failure(failure, spec.rank, meeting.run_dir)
         meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
         if isinstance(failure, PeerGone) and failure is not error:
             raise failure from error
         raise
+
+
+def _stand_down(watchdog: Watchdog) -> None:
+    seen = watchdog.stand_down()
+    if seen is not None:
+        raise seen
 
 
 def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend: str, started: float) -> World:

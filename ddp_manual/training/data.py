@@ -7,6 +7,7 @@ samples at once; nothing is decoded or transformed one sample at a time.
 from __future__ import annotations
 
 import gzip
+import io
 import struct
 import tempfile
 import zlib
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddp_manual import rundir
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, writing
 from ddp_manual.training import synthetic
 
@@ -101,14 +103,14 @@ def draw_shifts(count: int, most: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randint(-most, most + 1, (count, 2), generator=generator)
 
 
-def shifted(images: Tensor, shifts: Tensor) -> Tensor:
+def shifted(images: Tensor, shifts: Tensor, *, most: int) -> Tensor:
     """Each image moved by its own whole pixels; what comes in from outside is black.
 
     Args:
         images: uint8 [N, C, H, W].
-        shifts: int64 [N, 2], down and to the right.
+        shifts: int64 [N, 2], down and to the right, each -most to most. ``most`` is not read from them: that would
+            wait for the device at every step.
     """
-    most = int(shifts.abs().max())
     count, _, height, width = images.shape
     padded = F.pad(images, (most, most, most, most))
     rows = torch.arange(height, device=images.device) + most - shifts[:, :1]
@@ -233,11 +235,7 @@ def _read_idx(path: Path, magic: int) -> Tensor:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except PermissionError as error:
-        raise DataMissing(
-            f"{path} may not be read",
-            why=str(error),
-            next=f"make it readable for this user: chmod a+r {path}",
-        ) from error
+        raise _unreadable(path, error) from error
     except (OSError, EOFError, zlib.error) as error:
         raise _corrupt(path, str(error) or type(error).__name__) from error
     header = 4 + 4 * dimensions
@@ -252,6 +250,12 @@ def _read_idx(path: Path, magic: int) -> Tensor:
     if len(content) - header != size:
         raise _corrupt(path, f"it should hold {size} bytes after its header and holds {len(content) - header}")
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(shape)
+
+
+def _unreadable(path: Path, error: OSError) -> DataMissing:
+    return DataMissing(
+        f"{path} may not be read", why=str(error), next=f"make it readable for this user: chmod a+r {path}"
+    )
 
 
 def _corrupt(path: Path, reason: str) -> DataCorrupt:
@@ -275,9 +279,9 @@ def _draw_synthetic(data_dir: Path, part: str) -> None:
     with writing(data_dir, "--data_dir"):
         data_dir.mkdir(exist_ok=True)
         path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            torch.save({"images": images, "labels": labels}, file)
-        Path(file.name).replace(path)
+        content = io.BytesIO()
+        torch.save({"images": images, "labels": labels}, content)
+        rundir.replace_file(path, content.getvalue())
 
 
 def _load_synthetic(data_dir: Path, part: str) -> Split:
@@ -287,8 +291,14 @@ def _load_synthetic(data_dir: Path, part: str) -> Split:
     try:
         content = torch.load(path, weights_only=True)
         images, labels = content["images"], content["labels"]
-    except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
-        raise _corrupt(path, str(error).strip().splitlines()[0]) from error
+    except PermissionError as error:
+        raise _unreadable(path, error) from error
+    except Exception as error:  # a damaged file raises whatever its first wrong byte leads to
+        raise DataCorrupt(
+            f"{path} cannot be read as a data set",
+            why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            next=f"delete it, and the digits are drawn again: rm {path}",
+        ) from error
     return Split(images.unsqueeze(1), labels, DIGITS)
 
 

@@ -61,7 +61,7 @@ class Meter:
         elapsed, self._since = now - self._since, now
         if not torch.isfinite(self._totals[0]):
             dist.all_reduce(self._first_bad_step, op=dist.ReduceOp.MIN)
-            raise _diverged(int(self._first_bad_step), lr)
+            raise diverged(int(self._first_bad_step), lr)
         self._totals.zero_()
         return Metrics(
             step=step,
@@ -73,10 +73,11 @@ class Meter:
         )
 
 
-def _diverged(step: int, lr: float) -> TrainingFailed:
+def diverged(step: int, lr: float) -> TrainingFailed:
+    """The loss was not finite after ``step`` steps, with about this learning rate."""
     return TrainingFailed(
         f"the loss was not finite at step {step}: training has diverged",
-        why=f"the learning rate was {lr:g}; parameters that are not numbers do not recover, "
+        why=f"the learning rate was about {lr:g}; parameters that are not numbers do not recover, "
         "so training stopped and what was saved before is kept",
         next="try a smaller --lr, a longer --warmup_epochs, or --lr_scaling sqrt",
     )
@@ -173,7 +174,9 @@ class Trainer:
         for batch, samples in enumerate(order.split(self.batch_size)):
             step = epoch * self.steps_per_epoch + batch + 1
             lr = self.schedule.lr(step - 1)
-            images = shifted(self.train.images[samples], shifts[samples]) if self.shift else self.train.images[samples]
+            images = self.train.images[samples]
+            if self.shift:
+                images = shifted(images, shifts[samples], most=self.shift)
             labels = self.train.labels[samples]
             loss, scores = self._train_step(self.normalise(images), labels, lr)
             meter.add(step, loss, scores, labels)

@@ -70,7 +70,7 @@ def test_something_else_on_rank_0s_port_ends_the_wait_at_once() -> None:
     with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
         spec = WorldSpec(world_size=2, rank=1, master_port=other)
         with pytest.raises(MasterNotAStore) as caught:
-            address.wait_for_store(spec, Waiting(30, address.logger))
+            address.wait_for_store(spec, Waiting(30, address.logger), "train --rank 0")
     assert "HTTP/1.0 400 Bad Request" in caught.value.why
 
 

@@ -31,6 +31,7 @@ def test_every_identifier_belongs_to_its_family_exit_code() -> None:
         "data-missing": 16,
         "data-corrupt": 16,
         "device-missing": 17,
+        "device-taken": 17,
         "backend-unavailable": 17,
         "out-of-memory": 17,
         "peer-unreachable": 18,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_manual.rendezvous.rollcall import Entry, Hello, as_ranges, assign_places, in_words, missing_ranks_error
+from ddp_manual.rendezvous.entries import Entry, Hello, as_ranges, assign_places, in_words, missing_ranks_error
 
 RUN = Hello(run_id="r", run_dir="d", world_size=3, host="a", pid=1, command="train --rank {rank} --data '{x}'")
 
@@ -43,7 +43,8 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
     news = {"here": 1, "named": ["0 (a)"], "missing": [[1, 2]], "refused": [], "gone": []}
     error = missing_ranks_error(news, RUN, 15.0)
     assert error.what == "2 of 3 ranks never joined within 15 s: ranks 1-2"
-    assert error.next.splitlines() == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
+    assert error.next.splitlines()[:2] == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
+    assert "start the others again" in error.next
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,10 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
         {"rank": True},
         {"host": 5},
         {"options": []},
+        {"options": {"lr": 5}},
+        {"since": "noon"},
+        {"since": 1e300},
+        {"local_rank": "0"},
         {"unknown": 1},
     ],
 )

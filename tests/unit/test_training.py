@@ -39,11 +39,11 @@ def test_the_global_batch_is_the_same_whatever_the_world_size() -> None:
 def test_an_image_is_moved_by_its_own_shift_and_filled_with_black() -> None:
     images = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
     images[:, 0, 1, 1] = 9
-    moved = data.shifted(images, torch.tensor([[1, 0], [-1, 2]]))
+    moved = data.shifted(images, torch.tensor([[1, 0], [-1, 2]]), most=2)
     assert moved.shape == images.shape
     assert moved[0].nonzero().tolist() == [[0, 2, 1]]
     assert moved[1].nonzero().tolist() == [[0, 0, 3]]
-    assert torch.equal(data.shifted(images, torch.zeros(2, 2, dtype=torch.int64)), images)
+    assert torch.equal(data.shifted(images, torch.zeros(2, 2, dtype=torch.int64), most=1), images)
 
 
 def test_shifts_are_the_same_for_a_sample_on_any_rank_and_new_each_epoch() -> None:

@@ -94,6 +94,26 @@ def test_a_rank_that_ignores_the_request_to_end_is_killed(launch: Start) -> None
     assert gone(ranks, 0.5)
 
 
+def test_a_second_ctrl_c_leaves_no_rank_behind(launch: Start) -> None:
+    launcher = launch(2, "--epochs", 200)
+    launcher.wait_for("[rank 1] step 100/")
+    ranks = ranks_of(launcher)
+    for rank in ranks:
+        rank.suspend()
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # the moment between two presses
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait(6) == 130
+    assert gone(ranks, 0.5)
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_ranks(start: Start, small_data: Path, tmp_path: Path) -> None:
+    options = f"--dataset synthetic --data_dir {small_data} --model mlp --epochs 3 --log_every 1"
+    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
+    assert start("bash", "-c", f"{command} 2>&1 | head -n 3").wait() == 0
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 def test_ranks_do_not_outlive_an_orchestrator_that_is_killed(launch: Start) -> None:
     launcher = launch(2, "--epochs", 200)
     launcher.wait_for("[rank 1] step 100/")

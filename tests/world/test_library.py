@@ -61,7 +61,7 @@ def test_a_rank_that_raises_is_named_by_all_others_with_its_traceback(
         if number == failing:
             continue
         rank.wait(10)
-        assert time.monotonic() - ended < 2 + 1  # the others' interpreters may still have to end
+        assert time.monotonic() - ended < 5  # 2 s, and an interpreter's end on busy cores
         error = rank.err[rank.err.rindex("peer-failed") :] if "peer-failed" in rank.err else rank.err
         assert f"rank {failing} (" in error, rank.err
         assert "ValueError: no such thing" in error
@@ -70,13 +70,56 @@ def test_a_rank_that_raises_is_named_by_all_others_with_its_traceback(
 
 
 def test_a_rank_that_is_killed_ends_the_others(start: Start, port: int, tmp_path: Path) -> None:
-    ranks = start_world(start, port, tmp_path, 1, "time.sleep(1000)")
-    ranks[0].wait_for("in the world")
-    time.sleep(1)
+    failure = 'print("at step 50", file=sys.stderr, flush=True); time.sleep(1000)'
+    ranks = start_world(start, port, tmp_path, 1, failure)
+    ranks[1].wait_for("at step 50")
     ranks[1].process.send_signal(signal.SIGKILL)
-    for rank in (ranks[0], ranks[2]):
-        assert rank.wait(10) != 0
-        assert re.search("peer-lost|PeerLost|peer-failed|PeerFailed", rank.err)
+    for number in (0, 2):
+        assert ranks[number].wait(10) != 0
+        written = json.loads((tmp_path / "run" / f"failure-rank{number}.json").read_text())
+        assert written["identifier"] in ("peer-lost", "peer-failed")
+
+
+def test_a_rank_that_finishes_early_is_named_by_those_who_are_still_in_a_collective(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    ranks = start_world(start, port, tmp_path, 1, "break")
+    assert ranks[1].wait(30) == 0
+    assert ranks[0].wait(10) == 1
+    assert "rank 1 had finished while rank" in ranks[0].err
+
+
+def test_a_wrong_call_of_a_collective_is_the_users_own_error(start: Start, port: int, tmp_path: Path) -> None:
+    wrong = "dist.all_gather([torch.zeros(1)] * 3, torch.zeros(2))"
+    ranks = start_world(start, port, tmp_path, 1, wrong)
+    assert ranks[1].wait(30) == 1
+    written = json.loads((tmp_path / "run" / "failure-rank1.json").read_text())
+    assert written["identifier"] == "training-failed"
+    assert "all_gather" in written["why"]
+
+
+def test_two_rendezvous_after_one_another_in_one_process(start: Start, port: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch, torch.distributed as dist
+            from ddp_manual import WorldSpec
+            from ddp_manual.rendezvous import rendezvous
+
+            for _ in range(2):
+                with rendezvous(WorldSpec.from_environment()) as world:
+                    total = torch.ones(1)
+                    dist.all_reduce(total)
+                    print(total.item())
+            """
+        )
+    )
+    meeting = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert [rank.out for rank in ranks] == ["2.0\n2.0\n"] * 2
+    assert list(tmp_path.glob("**/failure-*")) == []
 
 
 def test_the_world_puts_its_identity_where_other_libraries_look(start: Start, port: int, tmp_path: Path) -> None:

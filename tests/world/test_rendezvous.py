@@ -27,8 +27,8 @@ def test_two_ranks_started_in_any_order_train_together(
     ranks = {}
     for rank in order:
         ranks[rank] = start_rank(rank, 2)
-        if rank == 1:
-            ranks[1].wait_for("is rank 0 started?") if order == (1, 0) else None
+        if len(ranks) == 1:
+            ranks[rank].wait_for("is rank 0 started?" if rank == 1 else "waiting for rank 1; 1 of 2 here")
     assert [ranks[rank].wait() for rank in (0, 1)] == [0, 0]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [entry["rank"] for entry in summary["roster"]] == [0, 1]
@@ -39,14 +39,9 @@ def test_every_waiting_rank_names_the_missing_one_and_its_command_works(start_ra
     waiting = [start_rank(0, 3), start_rank(2, 3)]
     for rank in waiting:
         assert rank.wait_for("waiting for rank 1; 2 of 3 here: 0 (") < 10
-    again = [start_rank(0, 3, "--master_port", 0, "--join_timeout", 3)]
-    assert again[0].wait() == 10
-    command = last_error(again[0].err).partition("next: ")[2].splitlines()[0]
-    here = shlex.split(command)
-    port = waiting[0].arguments[waiting[0].arguments.index("--master_port") + 1]
-    here[here.index("--master_port") + 1] = port
-    here[here.index("--join_timeout") : here.index("--join_timeout") + 2] = []
-    missing = start(*here)
+        rank.wait_for("to start what is missing:")
+    command = waiting[1].err.partition("to start what is missing:\n")[2].splitlines()[0]
+    missing = start(*shlex.split(command))
     assert [rank.wait() for rank in (*waiting, missing)] == [0, 0, 0]
 
 
@@ -60,13 +55,13 @@ def test_at_the_join_timeout_all_who_waited_leave_with_the_command_for_the_missi
         assert error.startswith("error[rank-missing]: 1 of 3 ranks never joined within 6 s: rank 1\n")
         assert "ranks 0 (" in error
         assert "nothing has tried to join as rank 1" in error
-        command = error.partition("next: ")[2].strip()
+        command = error.partition("next: ")[2].splitlines()[0]
         assert f"run_multi_gpu_train.py --world_size 3 --rank 1 --master_addr 127.0.0.1 --master_port {port}" in command
         failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
         assert (failure["identifier"], failure["exit_code"], failure["rank"]) == ("rank-missing", 10, rank)
 
 
-def test_a_second_rank_1_is_turned_away_and_the_others_wait_on(start_rank: Start) -> None:
+def test_a_second_rank_1_is_turned_away_and_the_others_wait_on(start_rank: Start, tmp_path: Path) -> None:
     ranks = [start_rank(rank, 3) for rank in (0, 1)]
     ranks[0].wait_for("waiting for rank 2; 2 of 3 here")
     second = start_rank(1, 3)
@@ -78,6 +73,7 @@ def test_a_second_rank_1_is_turned_away_and_the_others_wait_on(start_rank: Start
         rank.wait_for("was refused: rank-taken")
     ranks.append(start_rank(2, 3))
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert list((tmp_path / "run").glob("failure-*")) == []
 
 
 def test_a_rank_that_expects_another_world_size_is_turned_away(start_rank: Start) -> None:
@@ -135,7 +131,19 @@ def test_something_else_on_the_port_is_named(start_rank: Start, port: int) -> No
         assert "220 mail.example ESMTP" in lost.err
         second_rank_0 = start_rank(0, 2)
         assert second_rank_0.wait(30) == 11
-        assert last_error(second_rank_0.err).startswith("error[port-in-use]")
+        assert last_error(second_rank_0.err).startswith("error[port-in-use]: rank 0 cannot listen at 127.0.0.1:")
+
+
+def test_a_second_rank_0_is_told_that_there_is_one(start_rank: Start) -> None:
+    first = start_rank(0, 2)
+    first.wait_for("waiting for rank 1")
+    second = start_rank(0, 2, "--run_id", "second")
+    assert second.wait(30) == 11
+    error = last_error(second.err)
+    assert error.startswith("error[port-in-use]: another rank 0 is already running at 127.0.0.1:")
+    assert f"pid {first.process.pid} (LISTEN)" in error
+    assert "--rank 1" in error
+    assert [start_rank(1, 2).wait(), first.wait()] == [0, 0]
 
 
 def test_a_store_without_our_roll_call_is_not_waited_for(start_rank: Start, start: Start, port: int) -> None:
@@ -194,7 +202,7 @@ def test_garbage_in_the_roll_call_does_not_disturb_the_run(start_rank: Start, st
         "-c",
         "import torch.distributed as dist\n"
         f"store = dist.TCPStore('127.0.0.1', {port}, None, False, wait_for_workers=False)\n"
-        "for text in ('', 'no json', '[]', '{}', '{\"nonce\": 1, \"rank\": \"x\"}'):\n"
+        "for text in ('', 'no json', '[]', '\"stop\"', '[' * 100000, '{}', '{\"nonce\": 1, \"rank\": \"x\"}'):\n"
         "    store.queue_push('ddp_manual/0/arrivals', text)",
     )
     assert stranger.wait() == 0
