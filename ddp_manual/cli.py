@@ -18,8 +18,9 @@ from typing import Any, NoReturn, get_type_hints
 import click
 
 from ddp_manual import environment
-from ddp_manual.config import TrainConfig, WorldSpec, option_fields
+from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped
+from ddp_manual.options import option_fields
 
 GROUPS = ("identity", "rendezvous", "training", "data", "output")
 

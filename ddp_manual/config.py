@@ -1,7 +1,6 @@
 """What a run is, as frozen values that are valid from the moment they exist.
 
-Each field is one option of the command line: its name, default, bounds and help stand here and nowhere else, and
-``cli`` makes the flags from them. A value that cannot work raises BadOption before torch is imported.
+Each field is one option of the command line. A value that cannot work raises BadOption before torch is imported.
 """
 
 from __future__ import annotations
@@ -9,109 +8,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ddp_manual import environment
 from ddp_manual.errors import BadOption
-
-T = TypeVar("T")
+from ddp_manual.options import Options, option, option_fields
 
 MODELS = ("convnet", "mlp")
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic")
-
-
-def option(
-    default: T,
-    help: str,
-    *,
-    group: str,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    shared: bool = True,
-) -> T:
-    """A dataclass field that is also a command-line option.
-
-    Args:
-        minimum: smallest value allowed; ``above``: every value must be greater; ``maximum``: largest value allowed.
-        shared: the ranks of a run must agree on it.
-    """
-    return dataclasses.field(
-        default=default,
-        metadata={
-            "help": help,
-            "group": group,
-            "minimum": minimum,
-            "above": above,
-            "maximum": maximum,
-            "choices": choices,
-            "shared": shared,
-        },
-    )
-
-
-class Options:
-    """What WorldSpec and TrainConfig have in common: validation and the memory of where values came from."""
-
-    sources: Mapping[str, str]
-
-    def source(self, name: str) -> str:
-        return self.sources.get(name, "default")
-
-    def named(self, name: str) -> str:
-        """``rank 4 (from RANK)``"""
-        return f"{name} {getattr(self, name)} ({self.source(name)})"
-
-    def given_options(self) -> dict[str, Any]:
-        """The options that were not left at their defaults."""
-        return {name: getattr(self, name) for name in self.sources if getattr(self, name) is not None}
-
-    def check_bounds(self) -> None:
-        for field in option_fields(type(self)):
-            value = getattr(self, field.name)
-            complaint = _complaint(value, field.metadata) if value is not None else None
-            if complaint:
-                raise BadOption(
-                    f"--{field.name} {value} {complaint}",
-                    why=f"{self.named(field.name)}: {field.metadata['help']}",
-                    next=f"choose a --{field.name} that {_wanted(field.metadata)}",
-                )
-
-
-def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
-    if limits["choices"] is not None and value not in limits["choices"]:
-        return "is not known"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "is not a finite number"
-    if limits["minimum"] is not None and value < limits["minimum"]:
-        return f"is below {limits['minimum']}"
-    if limits["above"] is not None and value <= limits["above"]:
-        return f"is not above {limits['above']}"
-    if limits["maximum"] is not None and value > limits["maximum"]:
-        return f"is above {limits['maximum']}"
-    return None
-
-
-def _wanted(limits: Mapping[str, Any]) -> str:
-    if limits["choices"] is not None:
-        return f"is one of {', '.join(limits['choices'])}"
-    bounds = [
-        f"is {word} {limits[name]}"
-        for name, word in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
-        if limits[name] is not None
-    ]
-    return " and ".join(bounds) or "is a finite number"
-
-
-def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
-    """The fields of a dataclass that are command-line options, in order."""
-    return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,14 +263,3 @@ class TrainConfig(Options):
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
-
-
-def as_flags(options: Mapping[str, Any]) -> str:
-    """``--epochs 2 --sync_bn``, quoted for a shell."""
-    words: list[str] = []
-    for name, value in options.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif value is not False and value is not None:
-            words += [f"--{name}", f"{value:g}" if isinstance(value, float) and value == int(value) else str(value)]
-    return shlex.join(words)

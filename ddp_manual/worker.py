@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment, rundir
-from ddp_manual.config import PER_RANK_OPTIONS, TrainConfig, WorldSpec, as_flags
+from ddp_manual.config import PER_RANK_OPTIONS, TrainConfig, WorldSpec
 from ddp_manual.errors import DdpManualError
+from ddp_manual.options import as_flags
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:

@@ -6,11 +6,8 @@ samples at once; nothing is decoded or transformed one sample at a time.
 
 from __future__ import annotations
 
-import gzip
 import io
-import struct
 import tempfile
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from torch import Tensor
 from ddp_manual import rundir
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, writing
 from ddp_manual.training import synthetic
+from ddp_manual.training.idx import IMAGES_MAGIC, LABELS_MAGIC, read_idx, unreadable
 
 DIGITS = tuple("0123456789")
 
@@ -57,7 +55,6 @@ SOURCES = {
 PARTS = {"train": "train", "test": "t10k"}
 SYNTHETIC_COUNTS = {"train": 60_000, "test": 10_000}
 SYNTHETIC_SEEDS = {"train": 1, "test": 2}
-IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +138,8 @@ def load(dataset: str, data_dir: Path, part: str) -> Split:
     if source.folder is None:
         return _load_synthetic(data_dir, part)
     raw = data_dir / source.folder / "raw"
-    images = _read_idx(_existing(raw, f"{PARTS[part]}-images-idx3-ubyte", dataset), IMAGES_MAGIC)
-    labels = _read_idx(_existing(raw, f"{PARTS[part]}-labels-idx1-ubyte", dataset), LABELS_MAGIC)
+    images = read_idx(_existing(raw, f"{PARTS[part]}-images-idx3-ubyte", dataset), IMAGES_MAGIC)
+    labels = read_idx(_existing(raw, f"{PARTS[part]}-labels-idx1-ubyte", dataset), LABELS_MAGIC)
     if len(images) != len(labels) or len(images) == 0:
         raise DataCorrupt(
             f"the {part} part of {dataset} has {len(images)} images and {len(labels)} labels",
@@ -226,46 +223,6 @@ def _download(dataset: str, folder: str, data_dir: Path, raw: Path, missing: lis
         raise data_missing(dataset, raw, missing, f"it could not be downloaded:\n{reason}") from error
 
 
-def _read_idx(path: Path, magic: int) -> Tensor:
-    """A file of the MNIST family as uint8: [N, H, W] images or [N] labels.
-
-    The format: magic number, one big-endian length per dimension, then the bytes (http://yann.lecun.com/exdb/mnist/).
-    """
-    dimensions = magic & 0xFF
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except PermissionError as error:
-        raise _unreadable(path, error) from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise _corrupt(path, str(error) or type(error).__name__) from error
-    header = 4 + 4 * dimensions
-    if len(content) < header:
-        raise _corrupt(path, f"it ends after {len(content)} bytes, inside its header of {header}")
-    found, *shape = struct.unpack(f">I{dimensions}I", content[:header])
-    if found != magic:
-        raise _corrupt(path, f"it begins with the number {found}, not {magic}")
-    size = 1
-    for length in shape:
-        size *= length
-    if len(content) - header != size:
-        raise _corrupt(path, f"it should hold {size} bytes after its header and holds {len(content) - header}")
-    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(shape)
-
-
-def _unreadable(path: Path, error: OSError) -> DataMissing:
-    return DataMissing(
-        f"{path} may not be read", why=str(error), next=f"make it readable for this user: chmod a+r {path}"
-    )
-
-
-def _corrupt(path: Path, reason: str) -> DataCorrupt:
-    return DataCorrupt(
-        f"{path} cannot be read as a data set",
-        why=reason,
-        next="delete that file and start again with a network, to download it anew",
-    )
-
-
 def _synthetic_file(data_dir: Path, part: str) -> Path:
     name = f"{part}-{SYNTHETIC_COUNTS[part]}-v{synthetic.DRAWING_VERSION}.pt"
     return data_dir / "synthetic" / name
@@ -292,7 +249,7 @@ def _load_synthetic(data_dir: Path, part: str) -> Split:
         content = torch.load(path, weights_only=True)
         images, labels = content["images"], content["labels"]
     except PermissionError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except Exception as error:  # a damaged file raises whatever its first wrong byte leads to
         raise DataCorrupt(
             f"{path} cannot be read as a data set",

@@ -14,7 +14,7 @@ import ddp_manual
 
 PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-BOTTOM = {"config", "environment", "errors", "rundir", "console"}
+BOTTOM = {"config", "environment", "errors", "options", "rundir", "console"}
 MAY_IMPORT = {
     "rendezvous": {"rendezvous", *BOTTOM},
     "training": {"training", *BOTTOM},

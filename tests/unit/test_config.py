@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from ddp_manual.config import TrainConfig, WorldSpec, as_flags
+from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BadOption
+from ddp_manual.options import as_flags
 
 
 @pytest.fixture(autouse=True)

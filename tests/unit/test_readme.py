@@ -22,9 +22,8 @@ def test_the_script_in_the_readme_is_the_example() -> None:
 
 def test_every_option_the_readme_names_exists() -> None:
     from ddp_manual import config
+    from ddp_manual.options import option_fields
 
-    options = {
-        f"--{field.name}" for kind in (config.WorldSpec, config.TrainConfig) for field in config.option_fields(kind)
-    }
+    options = {f"--{field.name}" for kind in (config.WorldSpec, config.TrainConfig) for field in option_fields(kind)}
     named = set(re.findall(r"(?<!\S)--[a-z_]+(?:-[a-z]+)*", (REPOSITORY / "README.md").read_text()))
     assert named - options <= {"--nproc", "--nproc-per-node", "--help"}

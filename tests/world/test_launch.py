@@ -83,26 +83,16 @@ def test_ctrl_c_ends_every_rank_within_5_seconds(launch: Start, number: int, mom
     assert gone(ranks, 0.5)
 
 
-def test_a_rank_that_ignores_the_request_to_end_is_killed(launch: Start) -> None:
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_rank_that_does_not_end_at_ctrl_c_is_killed(launch: Start, presses: int) -> None:
     launcher = launch(2, "--epochs", 200)
     launcher.wait_for("[rank 1] step 100/")
     ranks = ranks_of(launcher)
     for rank in ranks:
         rank.suspend()
-    launcher.process.send_signal(signal.SIGINT)
-    assert launcher.wait(6) == 130
-    assert gone(ranks, 0.5)
-
-
-def test_a_second_ctrl_c_leaves_no_rank_behind(launch: Start) -> None:
-    launcher = launch(2, "--epochs", 200)
-    launcher.wait_for("[rank 1] step 100/")
-    ranks = ranks_of(launcher)
-    for rank in ranks:
-        rank.suspend()
-    launcher.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # the moment between two presses
-    launcher.process.send_signal(signal.SIGINT)
+    for _ in range(presses):
+        launcher.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # the moment between two presses
     assert launcher.wait(6) == 130
     assert gone(ranks, 0.5)
 

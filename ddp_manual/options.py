@@ -1,0 +1,113 @@
+"""Options as fields of a dataclass: name, default, bounds and help in one place, from which ``cli`` makes the flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from ddp_manual.errors import BadOption
+
+T = TypeVar("T")
+
+
+def option(
+    default: T,
+    help: str,
+    *,
+    group: str,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    shared: bool = True,
+) -> T:
+    """A dataclass field that is also a command-line option.
+
+    Args:
+        minimum: smallest value allowed; ``above``: every value must be greater; ``maximum``: largest value allowed.
+        shared: the ranks of a run must agree on it.
+    """
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": help,
+            "group": group,
+            "minimum": minimum,
+            "above": above,
+            "maximum": maximum,
+            "choices": choices,
+            "shared": shared,
+        },
+    )
+
+
+class Options:
+    """What WorldSpec and TrainConfig have in common: validation and the memory of where values came from."""
+
+    sources: Mapping[str, str]
+
+    def source(self, name: str) -> str:
+        return self.sources.get(name, "default")
+
+    def named(self, name: str) -> str:
+        """``rank 4 (from RANK)``"""
+        return f"{name} {getattr(self, name)} ({self.source(name)})"
+
+    def given_options(self) -> dict[str, Any]:
+        """The options that were not left at their defaults."""
+        return {name: getattr(self, name) for name in self.sources if getattr(self, name) is not None}
+
+    def check_bounds(self) -> None:
+        for field in option_fields(type(self)):
+            value = getattr(self, field.name)
+            complaint = _complaint(value, field.metadata) if value is not None else None
+            if complaint:
+                raise BadOption(
+                    f"--{field.name} {value} {complaint}",
+                    why=f"{self.named(field.name)}: {field.metadata['help']}",
+                    next=f"choose a --{field.name} that {_wanted(field.metadata)}",
+                )
+
+
+def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
+    if limits["choices"] is not None and value not in limits["choices"]:
+        return "is not known"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not a finite number"
+    if limits["minimum"] is not None and value < limits["minimum"]:
+        return f"is below {limits['minimum']}"
+    if limits["above"] is not None and value <= limits["above"]:
+        return f"is not above {limits['above']}"
+    if limits["maximum"] is not None and value > limits["maximum"]:
+        return f"is above {limits['maximum']}"
+    return None
+
+
+def _wanted(limits: Mapping[str, Any]) -> str:
+    if limits["choices"] is not None:
+        return f"is one of {', '.join(limits['choices'])}"
+    bounds = [
+        f"is {word} {limits[name]}"
+        for name, word in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
+        if limits[name] is not None
+    ]
+    return " and ".join(bounds) or "is a finite number"
+
+
+def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
+    """The fields of a dataclass that are command-line options, in order."""
+    return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
+
+
+def as_flags(options: Mapping[str, Any]) -> str:
+    """``--epochs 2 --sync_bn``, quoted for a shell."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False and value is not None:
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) and value == int(value) else str(value)]
+    return shlex.join(words)
