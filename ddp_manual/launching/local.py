@@ -69,8 +69,9 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None) 
     ranks: list[Rank] = []
     with _reserved_port() as port:
         try:
-            for number in range(nproc):
-                ranks.append(_start(number, nproc, port, run_id, paths, train_options))
+            with _signals_deferred():
+                for number in range(nproc):
+                    ranks.append(_start(number, nproc, port, run_id, paths, train_options))
             for rank in ranks:
                 rank.copy_output()
             return _wait(ranks)
@@ -93,6 +94,21 @@ def _reserved_port() -> Iterator[int]:
             # Elsewhere a bound socket keeps others from listening there, SO_REUSEADDR or not.
             holder.close()
         yield port
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until the body is done: a rank that is just being started is in no list yet."""
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if arrived:
+        raise Stopped(arrived[0])
 
 
 def _start(number: int, nproc: int, port: int, run_id: str, paths: RunPaths, train_options: Sequence[str]) -> Rank:
