@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_type_hints
 
 import click
 
-from ddp_manual import environment
+from ddp_manual import console, environment
 from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped
 from ddp_manual.options import option_fields
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _print(error: DdpManualError) -> int:
-    print(error.render(), file=sys.stderr, flush=True)
+    console.print_error(error)
     return error.exit_code
 
 

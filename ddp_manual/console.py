@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ddp_manual.errors import DdpManualError
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -41,6 +43,11 @@ def log_to_stderr(rank: int) -> None:
         LOGGER.propagate = False
     handler.setFormatter(logging.Formatter(f"{tag(rank)} %(message)s"))
     LOGGER.setLevel(logging.INFO)
+
+
+def print_error(error: DdpManualError) -> None:
+    """The last thing on this rank's screen."""
+    print(error.render(), file=sys.stderr, flush=True)
 
 
 class Progress:

@@ -6,7 +6,6 @@ Nothing here needs torch: a store is recognised by two messages of its protocol,
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import socket
@@ -272,7 +271,3 @@ def route_to(address: str) -> tuple[str, str | None]:
         asking.connect((address, 9))
         own = str(asking.getsockname()[0])
     return own, interface_addresses().get(own.split("%")[0])
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback

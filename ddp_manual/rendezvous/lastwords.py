@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -127,8 +126,3 @@ def write_failure(error: DdpManualError, rank: int, run_dir: Path | None) -> Non
     with suppress(DdpManualError, OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         rundir.write_json(rundir.RunPaths(run_dir).failure(rank), {**_words(rank, error), "exit_code": error.exit_code})
-
-
-def print_error(error: DdpManualError) -> None:
-    """The last thing on this rank's screen."""
-    print(error.render(), file=sys.stderr, flush=True)

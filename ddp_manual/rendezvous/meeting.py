@@ -125,13 +125,12 @@ class Meeting:
             others = [rank for rank in self._roll_call.stop() if rank != 0]
             waiting = Waiting(timeout, logger)
             while others and not self.store.have_left(others):
-                if waiting.over:
-                    late = [str(rank) for rank in others if not self.store.have_left([rank])]
-                    logger.warning("not waiting longer for rank %s, which has not said that it left", ", ".join(late))
-                    return
                 if waiting.until_next_line == 0:
-                    late = [str(rank) for rank in others if not self.store.have_left([rank])]
-                    waiting.about(f"done; keeping the store for rank {', '.join(late)}, which has not finished")
+                    late = ", ".join(str(rank) for rank in others if not self.store.have_left([rank]))
+                    if waiting.over:
+                        logger.warning("not waiting longer for rank %s, which has not said that it left", late)
+                        return
+                    waiting.about(f"done; keeping the store for rank {late}, which has not finished")
                 time.sleep(0.01)
 
     def _attempt(self) -> str:

@@ -88,9 +88,7 @@ class RunStore:
 
     def say_hello(self, hello: dict[str, Any]) -> bool:
         """Open the roll call; False if another rank 0 has (possible only in an agent's store)."""
-        text = json.dumps(hello)
-        with self._errors():
-            return bool(self._client.compare_set(self._key("hello"), "", text) == text.encode())
+        return self._set_once("hello", hello)
 
     def hello(self) -> Any:
         return self._get("hello")
@@ -140,11 +138,9 @@ class RunStore:
     def outcome(self, host: int, job: str) -> Any:
         return self._get(f"once/{host}/{job}")
 
-    def publish_failure(self, failure: dict[str, Any]) -> bool:
-        """Make this the run's failure, unless there is one already; tells whether it was the first."""
-        text = json.dumps(failure)
-        with self._errors():
-            return bool(self._client.compare_set(self._key("failure"), "", text) == text.encode())
+    def publish_failure(self, failure: dict[str, Any]) -> None:
+        """Make this the run's failure, unless there is one already."""
+        self._set_once("failure", failure)
 
     def failure(self) -> Any:
         return self._get("failure")
@@ -186,6 +182,12 @@ class RunStore:
         with self._errors():
             self._client.set(self._key(name), json.dumps(value))
 
+    def _set_once(self, name: str, value: Any) -> bool:
+        """Set a key that has no value yet; False if it has another one."""
+        text = json.dumps(value)
+        with self._errors():
+            return bool(self._client.compare_set(self._key(name), "", text) == text.encode())
+
     def _get(self, name: str) -> Any:
         with self._errors():
             return decode(self._client.get(self._key(name)))
@@ -211,7 +213,7 @@ def decode(message: bytes) -> Any:
     return json.loads(message)
 
 
-def interruptibly(call: Callable[[], T], waiting: Waiting | None = None, about: str = "") -> T:
+def interruptibly(call: Callable[[], T], waiting: Waiting, about: str) -> T:
     """Run ``call`` in a thread and wait for it: Ctrl-C reaches Python code, but not a blocked call into torch.
 
     Args:
@@ -233,8 +235,7 @@ def interruptibly(call: Callable[[], T], waiting: Waiting | None = None, about: 
             done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while not done.wait(waiting.until_next_line if waiting else None):
-        assert waiting is not None
+    while not done.wait(waiting.until_next_line):
         if waiting.over:
             raise TimeoutError(about)
         waiting.about(about)

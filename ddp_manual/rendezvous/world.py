@@ -138,7 +138,7 @@ def rendezvous(
 
     def report(error: DdpManualError) -> None:
         lastwords.write_failure(error, spec.rank, meeting.run_dir)
-        lastwords.print_error(error)
+        console.print_error(error)
 
     watchdog = Watchdog(meeting.store.clone(), spec.rank, report)
     watchdog.start()

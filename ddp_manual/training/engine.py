@@ -83,6 +83,11 @@ def diverged(step: int, lr: float) -> TrainingFailed:
     )
 
 
+def count_steps(count: int, world_size: int, batch_size: int) -> int:
+    """Steps in which ``world_size`` ranks go through ``count`` samples, ``batch_size`` per rank and step."""
+    return math.ceil(math.ceil(count / world_size) / batch_size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     """What stays the same over a run; ``train_epoch`` is what happens.
@@ -124,7 +129,7 @@ class Trainer:
         """
         batch_size = config.batch_size_per_rank(world_size)
         check_batch_fits(len(train), batch_size, world_size)
-        steps_per_epoch = math.ceil(math.ceil(len(train) / world_size) / batch_size)
+        steps_per_epoch = count_steps(len(train), world_size, batch_size)
         total_steps = config.epochs * steps_per_epoch
         return cls(
             model=model,
@@ -157,7 +162,7 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.samples_per_rank / self.batch_size)
+        return count_steps(len(self.train), self.world_size, self.batch_size)
 
     def train_epoch(self, epoch: int, *, on_step: Callable[[], None]) -> Iterator[Metrics]:
         """Train for one epoch, counted from 0; yields the metrics over all ranks every ``log_every`` steps.
