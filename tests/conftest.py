@@ -124,14 +124,23 @@ def port() -> int:
 
 
 @pytest.fixture
-def start_rank(start: Start, port: int, small_data: Path, tmp_path: Path) -> Start:
-    """Start one rank the way a user does; a short training unless told otherwise."""
+def rank_command(port: int, small_data: Path, tmp_path: Path) -> Callable[..., list[object]]:
+    """The words a user starts one rank with; a short training unless told otherwise."""
 
-    def start_rank(rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
+    def rank_command(rank: int, world_size: int, *options: object) -> list[object]:
         identity = ["--world_size", world_size, "--rank", rank, "--master_port", port]
         short = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 1]
-        run_dir = ["--run_dir", tmp_path / "run"]
-        return start(sys.executable, "run_multi_gpu_train.py", *identity, *short, *run_dir, *options, **env)
+        return [sys.executable, "run_multi_gpu_train.py", *identity, *short, "--run_dir", tmp_path / "run", *options]
+
+    return rank_command
+
+
+@pytest.fixture
+def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start:
+    """Start one rank the way a user does."""
+
+    def start_rank(rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
+        return start(*rank_command(rank, world_size, *options), **env)
 
     return start_rank
 

@@ -1,0 +1,255 @@
+"""Hosts as network namespaces: each with its name, address, hosts file, resolver and firewall; files are shared by all.
+
+The machine's own network is not touched: the switch that connects the hosts is a bridge in a namespace too. So every
+network may have the same names and addresses, and whatever happens ends with its namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tests.conftest import RankProcess, Start
+
+RankCommand = Callable[..., list[object]]
+
+PREFIX = "ddp-manual-test-"
+ETC = Path("/etc/netns")
+# Applied by sh in place, so that the process keeps its id and its group from ip to the command.
+_NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
+_SYN = "tcp flags & (syn | ack) == syn"
+
+
+class CommandFailed(Exception):
+    """A set-up command ended with an error; says which and what it printed."""
+
+
+def run(
+    *arguments: object, check: bool = True, stdin: str = "", timeout: float = 30
+) -> subprocess.CompletedProcess[str]:
+    """The finished command with its output as text.
+
+    Raises:
+        CommandFailed: its exit code is not 0, and ``check`` is set.
+    """
+    words = [str(argument) for argument in arguments]
+    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout)
+    if check and done.returncode:
+        raise CommandFailed(f"{' '.join(words)} gave {done.returncode}:\n{stdin}{done.stdout}{done.stderr}")
+    return done
+
+
+def why_not() -> str | None:
+    """What keeps this process from making hosts, if anything does."""
+    missing = [tool for tool in ("ip", "nft", "unshare") if not shutil.which(tool)]
+    if missing:
+        return f"{' and '.join(missing)} not found; on Debian and Ubuntu: apt-get install iproute2 nftables util-linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    trial = Namespace(f"{PREFIX}{os.getpid()}-trial")
+    try:
+        trial.add()
+        trial.execute("nft", "list", "ruleset")
+    except CommandFailed as error:
+        return str(error)
+    finally:
+        trial.remove()
+    return None
+
+
+def remove_leftovers() -> None:
+    """The namespaces of test processes that were killed; each name carries the process's id."""
+    found = {path.name for folder in (Path("/run/netns"), ETC) if folder.is_dir() for path in folder.iterdir()}
+    for name in sorted(found):
+        pid = name.removeprefix(PREFIX).partition("-")[0]
+        if name.startswith(PREFIX) and not Path(f"/proc/{pid}").exists():
+            Namespace(name).remove()
+
+
+class Namespace:
+    """A named network namespace and its files in /etc/netns, which ip puts in the place of those in /etc."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.etc = ETC / name
+
+    def add(self) -> None:
+        run("ip", "netns", "add", self.name)
+        self.execute("ip", "link", "set", "lo", "up")
+
+    def execute(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return run("ip", "netns", "exec", self.name, *arguments, check=check, stdin=stdin)
+
+    def remove(self) -> None:
+        """With every process in it, also one that has left its process group."""
+        deadline = time.monotonic() + 10
+        while pids := run("ip", "netns", "pids", self.name, check=False).stdout.split():
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"killed, but still in {self.name}: {' '.join(pids)}")
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.01)
+        if Path("/run/netns", self.name).exists():
+            run("ip", "netns", "delete", self.name)
+        shutil.rmtree(self.etc, ignore_errors=True)
+
+
+class Host:
+    """One host of a network. What is named ``other`` is another host of the same network.
+
+    Attributes:
+        name: its host name, ``hostA`` for the first.
+        ipv4, ipv6: its addresses on the network; None where the network has none of that family.
+        network: with ``hosts`` (all of them) and ``silent`` (an address where every packet is dropped).
+    """
+
+    def __init__(self, network: Network, position: int) -> None:
+        self.name = f"host{chr(ord('A') + position)}"
+        self.network = network
+        self.namespace = Namespace(f"{network.name}-{self.name}")
+        self.ipv4 = f"{network.ipv4}.{position + 1}" if network.ipv4 else None
+        self.ipv6 = f"{network.ipv6}::{position + 1}" if network.ipv6 else None
+        self._names: dict[str, tuple[str, ...]] = {"localhost": ("127.0.0.1", "::1")}
+
+    @property
+    def address(self) -> str:
+        """Its IPv4 address; on a network without, its IPv6 address."""
+        address = self.ipv4 or self.ipv6
+        assert address
+        return address
+
+    # -- commands -----------------------------------------------------------------------------------------------
+
+    def start(self, *arguments: object, **env: str) -> RankProcess:
+        """Any command, like the fixture ``start``."""
+        return self.network.start("ip", "netns", "exec", self.namespace.name, *_NAMED, self.name, *arguments, **env)
+
+    def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
+        """A rank that is told the first host's address, unless ``options`` say another; else like ``start_rank``."""
+        master = ["--master_addr", self.network.hosts[0].address]
+        return self.start(*self.network.rank_command(rank, world_size, *master, *options), **env)
+
+    def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """A command to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
+        return self.namespace.execute(*_NAMED, self.name, *arguments, check=check, stdin=stdin)
+
+    # -- names --------------------------------------------------------------------------------------------------
+
+    def resolve(self, name: str, *addresses: str) -> None:
+        """From now on this host's hosts file has these addresses for a name; none: the name is not in it."""
+        self._names[name] = addresses
+        lines = [f"{address} {name}\n" for name, addresses in self._names.items() for address in addresses]
+        # Written in place: the processes that run already have this very file mounted.
+        (self.namespace.etc / "hosts").write_text("".join(lines))
+
+    def resolver(self, address: str | None) -> None:
+        """Ask the name server at ``address``, such as ``network.silent``; None: there is none, and look-ups fail."""
+        text = f"nameserver {address}\n" if address else ""
+        (self.namespace.etc / "resolv.conf").write_text(text)
+
+    # -- the firewall and the cable -----------------------------------------------------------------------------
+
+    def nft(self, rules: str) -> None:
+        """Load nftables commands; there is a table ``inet filter`` with the chains ``input`` and ``output``."""
+        table = "add table inet filter\n" + "".join(
+            f"add chain inet filter {hook} {{ type filter hook {hook} priority 0; policy accept; }}\n"
+            for hook in ("input", "output")
+        )
+        self.namespace.execute("nft", "-f", "-", stdin=f"{table}{rules}\n")
+
+    def drop_from(self, other: Host, port: int | None = None) -> None:
+        """Leave connections from ``other`` unanswered; those that it has already, and those to it, go on."""
+        self._on_connection_from(other, port, "drop")
+
+    def reject_from(self, other: Host, port: int | None = None) -> None:
+        """Answer connections from ``other`` as if nothing listened."""
+        self._on_connection_from(other, port, "reject with tcp reset")
+
+    def only_port_open(self, port: int) -> None:
+        """Leave connections from any other host to any other port unanswered."""
+        self.nft(f'add rule inet filter input iifname != "lo" tcp dport != {port} {_SYN} drop')
+
+    def open_all(self) -> None:
+        """Take all firewall rules back."""
+        self.nft("flush table inet filter")
+
+    def disconnect(self) -> None:
+        """Pull the cable out of the switch: no other host gets a word of it, and addresses and routes stay."""
+        self.network.switch.execute("ip", "link", "set", self.name, "down")
+
+    def reconnect(self) -> None:
+        self.network.switch.execute("ip", "link", "set", self.name, "up")
+
+    def _on_connection_from(self, other: Host, port: int | None, verdict: str) -> None:
+        to_port = f"tcp dport {port} " if port else ""
+        sources = [f"ip saddr {other.ipv4}"] if other.ipv4 else []
+        sources += [f"ip6 saddr {other.ipv6}"] if other.ipv6 else []
+        self.nft("\n".join(f"add rule inet filter input {source} {to_port}{_SYN} {verdict}" for source in sources))
+
+    # -- made and connected by the network ----------------------------------------------------------------------
+
+    def add(self) -> None:
+        self.namespace.etc.mkdir(parents=True)
+        if Path("/etc/nsswitch.conf").exists():
+            # A resolver daemon that the machine may have answers on a Unix socket, for which a namespace is no limit.
+            (self.namespace.etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
+        self.resolver(None)
+        # As Debian's installer does it; this is what sends bare torch to the wrong interface.
+        self.resolve(self.name, "127.0.1.1")
+        self.namespace.add()
+
+    def connect(self) -> None:
+        """Plug into the switch, and know the others by name."""
+        port = ["type", "veth", "peer", "name", "eth0", "netns", self.namespace.name]
+        self.network.switch.execute("ip", "link", "add", self.name, *port)
+        self.network.switch.execute("ip", "link", "set", self.name, "master", "bridge", "up")
+        commands = [f"address add {self.ipv4}/24 dev eth0"] if self.ipv4 else []
+        commands += [f"address add {self.ipv6}/64 dev eth0 nodad"] if self.ipv6 else []
+        self.namespace.execute("ip", "-batch", "-", stdin="\n".join([*commands, "link set eth0 up"]) + "\n")
+        for other in self.network.hosts:
+            if other is not self:
+                self.resolve(other.name, *(address for address in (other.ipv4, other.ipv6) if address))
+
+
+class Network:
+    """``count`` hosts on one switch, and a machine that drops every packet."""
+
+    def __init__(
+        self, number: int, count: int, *, ipv4: bool, ipv6: bool, start: Start, rank_command: RankCommand
+    ) -> None:
+        assert ipv4 or ipv6
+        self.name = f"{PREFIX}{os.getpid()}-{number}"
+        self.ipv4 = f"10.77.{number}" if ipv4 else None
+        self.ipv6 = f"fd00:77:0:{number:x}" if ipv6 else None
+        self.silent = f"{self.ipv4}.250" if ipv4 else f"{self.ipv6}::250"
+        self.start, self.rank_command = start, rank_command
+        self.switch = Namespace(f"{self.name}-switch")
+        self.hosts = [Host(self, position) for position in range(count)]
+
+    def add(self) -> None:
+        self.switch.add()
+        self.switch.execute("ip", "link", "add", "bridge", "type", "bridge", "mcast_snooping", 0)
+        self.switch.execute("ip", "link", "set", "bridge", "up")
+        length = ["/24"] if self.ipv4 else ["/64", "nodad"]
+        self.switch.execute("ip", "address", "add", self.silent + length[0], *length[1:], "dev", "bridge")
+        # Neighbours are still found, or the sender would be told after 3 s that there is no such host.
+        self.switch.execute(
+            "nft",
+            "add table inet filter; add chain inet filter input { type filter hook input priority 0; policy drop; }; "
+            "add rule inet filter input icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept",
+        )
+        for host in self.hosts:
+            host.add()
+        for host in self.hosts:
+            host.connect()
+
+    def remove(self) -> None:
+        for namespace in (*(host.namespace for host in self.hosts), self.switch):
+            namespace.remove()
