@@ -76,6 +76,18 @@ class WorldSpec(Options):
         above=0,
         shared=False,
     )
+    token_file: str | None = option(
+        None,
+        "A file that holds the run's token, the same on every rank (or the variable DDP_MANUAL_TOKEN has it).",
+        group="rendezvous",
+        shared=False,
+    )
+    allow_mismatch: bool = option(
+        False,
+        "Go on, with a warning, where code or versions differ between ranks.",
+        group="rendezvous",
+        shared=False,
+    )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     """Option -> "flag" or "from VARIABLE"; what is not in it is a default."""
 
@@ -132,6 +144,11 @@ class WorldSpec(Options):
             raise TypeError(f"WorldSpec has no option {', '.join(flags)}")
         values: dict[str, Any] = {name: setting.value for name, setting in found.items()}
         return cls(**values, sources={name: setting.source for name, setting in found.items()})
+
+    @property
+    def from_variables(self) -> list[str]:
+        """The options whose values a launcher's variables gave, each with its source."""
+        return [self.named(name) for name, source in self.sources.items() if source.startswith("from ")]
 
     @property
     def agent_store(self) -> bool:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from ddp_manual.errors import BadOption
@@ -42,6 +43,10 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",
 )
+
+
+TOKEN_VARIABLE = "DDP_MANUAL_TOKEN"
+LONGEST_TOKEN = 4096
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,65 @@ def restart_count() -> int:
     return int(text) if text.isdigit() else 0
 
 
+def launcher_hosts(world_size: int) -> str | None:
+    """What a launcher's variables say if they tell of more than one host, such as ``SLURM_STEP_NUM_NODES=2``.
+
+    A batch system's variables for the whole job are not read: inside one, a run on a single host is still common.
+    """
+    for variable in ("SLURM_STEP_NUM_NODES", "GROUP_WORLD_SIZE"):
+        if os.environ.get(variable, "").isdigit() and int(os.environ[variable]) > 1:
+            return f"{variable}={os.environ[variable]}"
+    for local, total in (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
+        here, all_ranks = os.environ.get(local, ""), os.environ.get(total, "")
+        if here.isdigit() and all_ranks == str(world_size) and int(here) < world_size:
+            return f"{local}={here} of {total}={all_ranks}"
+    return None
+
+
+def agent_variables() -> str:
+    """The variables that make a rank believe in an agent's store, as they are set here."""
+    names = ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def token(token_file: str | None) -> bytes | None:
+    """The run's token: the content of ``token_file``, else of DDP_MANUAL_TOKEN, else None.
+
+    Raises:
+        BadOption: the file cannot be read, or the token is empty or longer than 4 KiB.
+    """
+    if token_file is not None:
+        where = f"--token_file {token_file}"
+        try:
+            with open(token_file, "rb") as file:
+                found = file.read(LONGEST_TOKEN + 1).strip()
+        except OSError as error:
+            raise BadOption(
+                f"{where} cannot be read",
+                why=f"{error.strerror}: {error.filename}",
+                next="give a file that this user may read, with the same content on every host",
+            ) from None
+    elif TOKEN_VARIABLE in os.environ:
+        where = TOKEN_VARIABLE
+        found = os.environb[TOKEN_VARIABLE.encode()].strip()
+    else:
+        return None
+    if not 0 < len(found) <= LONGEST_TOKEN:
+        raise BadOption(
+            f"{where} holds no token",
+            why="it is empty" if not found else f"it is longer than {LONGEST_TOKEN} bytes",
+            next="make one: openssl rand -hex 32",
+        )
+    return found
+
+
+def network_variables() -> dict[str, str]:
+    """What is set of the variables that steer gloo, NCCL and torch's store; for ``check`` to show."""
+    prefixes = ("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "TORCHELASTIC_", "TP_SOCKET_")
+    names = ("MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RES_OPTIONS")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes) or name in names}
+
+
 def legacy_store_requested() -> bool:
     """torch hosts the store without libuv where USE_LIBUV=0; that backend has no queues."""
     return os.environ.get("USE_LIBUV") == "0"
@@ -131,6 +195,13 @@ def choose_interface(interface: str) -> None:
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def chosen_interfaces(backend: str) -> tuple[list[str], str]:
+    """The interfaces the user has chosen for a backend, and the variable that says so; NCCL's ``^`` excludes some."""
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    value = os.environ.get(variable, "")
+    return (value.lstrip("=").split(",") if value and not value.startswith("^") else [], variable)
 
 
 def bound_reverse_lookups() -> None:
@@ -177,6 +248,12 @@ def for_child(threads_shared_by: int, inherited: Mapping[str, str] | None = None
 def colour_allowed() -> bool:
     """False where the user asks for plain text (https://no-color.org) or the terminal can do no better."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def program_file() -> Path | None:
+    """The Python file that was started, if it is one: not a notebook, an interactive session or a console script."""
+    path = Path(sys.argv[0])
+    return path if path.suffix == ".py" and path.is_file() else None
 
 
 def typed_command() -> tuple[list[str], list[str]]:

@@ -10,10 +10,13 @@
     |   |-- MasterUnreachable           no answer: dropped, or no route
     |   |-- MasterNotAStore             something else listens there
     |   |-- PortInUse                   rank 0 cannot listen: the port is taken
-    |   `-- AddressNotLocal             rank 0 was started on another host
+    |   |-- AddressNotLocal             rank 0 was started on another host
+    |   `-- LoopbackMaster              it is this host's own loopback, and there are other hosts
     |-- RanksDoNotBelongTogether   12   the ranks were started differently
     |   |-- WorldSizeMismatch
-    |   `-- ConfigMismatch
+    |   |-- ConfigMismatch              other options, or other code
+    |   |-- VersionMismatch             another torch, Python, CUDA or NCCL
+    |   `-- TokenMismatch               no token, or another one
     |-- RankTaken                  13   this rank is held by another process
     |-- PeerGone                   14   a peer is gone
     |   |-- PeerFailed                  it raised, and left last words
@@ -22,7 +25,8 @@
     |-- DiskFull                   15   a file of the run could not be written
     |-- DataError                  16   the data set
     |   |-- DataMissing
-    |   `-- DataCorrupt
+    |   |-- DataCorrupt
+    |   `-- DataDiffers                 between ranks
     |-- DeviceError                17   the device
     |   |-- DeviceMissing
     |   |-- DeviceTaken                 two ranks on one GPU
@@ -126,6 +130,10 @@ class AddressNotLocal(MasterAddressError):
     identifier = "address-not-local"
 
 
+class LoopbackMaster(MasterAddressError):
+    identifier = "loopback-master"
+
+
 class RanksDoNotBelongTogether(DdpManualError):
     exit_code = 12
 
@@ -136,6 +144,14 @@ class WorldSizeMismatch(RanksDoNotBelongTogether):
 
 class ConfigMismatch(RanksDoNotBelongTogether):
     identifier = "config-mismatch"
+
+
+class VersionMismatch(RanksDoNotBelongTogether):
+    identifier = "version-mismatch"
+
+
+class TokenMismatch(RanksDoNotBelongTogether):
+    identifier = "token-mismatch"
 
 
 class RankTaken(DdpManualError):
@@ -172,6 +188,10 @@ class DataMissing(DataError):
 
 class DataCorrupt(DataError):
     identifier = "data-corrupt"
+
+
+class DataDiffers(DataError):
+    identifier = "data-differs"
 
 
 class DeviceError(DdpManualError):

@@ -62,6 +62,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
 def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Split]:
     """The training and the test set, on the rank's device."""
     from ddp_manual.training import data
+    from ddp_manual.training.agreement import compare_data
 
     data_dir = Path(config.data_dir)
     verb = "draw" if config.dataset == "synthetic" else "download"
@@ -71,9 +72,12 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
             logger.info("%sing %s into %s", verb, config.dataset, data_dir)
             data.prepare(config.dataset, data_dir)
 
+    world.progress.phase = "loading"
     world.once_per_host(f"{verb} {config.dataset}", prepare, timeout=spec.join_timeout)
-    train, test = (data.load(config.dataset, data_dir, part).to(world.device) for part in ("train", "test"))
-    return train, test
+    train, test = (data.load(config.dataset, data_dir, part) for part in ("train", "test"))
+    parts = {"train": train, "test": test}
+    compare_data(parts, world.device, hosts=lambda: [line["host"] for line in world.roster()])
+    return train.to(world.device), test.to(world.device)
 
 
 def _train(world: World, paths: RunPaths, config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
@@ -94,18 +98,28 @@ def _train(world: World, paths: RunPaths, config: TrainConfig, train: Split, tes
     evaluations: list[Evaluation] = []
     train_seconds = 0.0
     steps = config.epochs * trainer.steps_per_epoch
+    progress = world.progress
     with console.progress(steps, bar=world.rank == 0 and console.on_a_terminal()) as bar:
+
+        def step_done() -> None:
+            progress.step += 1
+            bar.advance()
+
         for epoch in range(config.epochs):
             began = time.perf_counter()
-            for metrics in trainer.train_epoch(epoch, on_step=bar.advance):
+            progress.phase, progress.epoch = "training", epoch + 1
+            for metrics in trainer.train_epoch(epoch, on_step=step_done):
+                progress.samples_per_second = metrics.samples_per_second
                 tracker.trained(metrics)
                 bar.say(_line(metrics, steps, config.epochs))
             train_seconds += time.perf_counter() - began
+            progress.phase = "evaluating"
             models.share_buffers(network)
             result = evaluate(network, test, trainer.normalise, rank=world.rank, world_size=world.world_size)
             if not math.isfinite(result.loss):
                 raise diverged((epoch + 1) * trainer.steps_per_epoch, trainer.schedule.peak)
             evaluations.append(result)
+            progress.phase = "saving"
             tracker.evaluated(epoch + 1, result, network)
             logger.info(
                 "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",

@@ -6,14 +6,16 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddp_manual.errors import DdpManualError, MasterLost, MasterNotAStore, Stopped, from_dict
+from ddp_manual.errors import DdpManualError, MasterLost, MasterNotAStore, Stopped, TokenMismatch, from_dict
 from ddp_manual.rendezvous.address import at
-from ddp_manual.rendezvous.entries import Entry, Hello, Place, commands_for, missing_ranks_error, situation
+from ddp_manual.rendezvous.entries import Entry, Hello, Place, advice_for, missing_ranks_error, situation
+from ddp_manual.rendezvous.seal import Seal, Unsealed
 from ddp_manual.rendezvous.store import RunStore
 from ddp_manual.rendezvous.waiting import Waiting
 
@@ -28,49 +30,45 @@ class Answered:
     place: Place
 
 
-def answer(
-    store: RunStore,
-    entry: Entry,
-    waiting: Waiting,
-    *,
-    met: Callable[[Hello], None],
-    hello_timeout: float,
-    give_up: Callable[[float], None] | None = None,
-) -> Answered:
-    """Ask to be a rank and block until all ranks are here, saying meanwhile who is missing.
+@dataclass(frozen=True)
+class Answering:
+    """How a rank answers the roll call.
 
     Args:
         met: told what run this is, as soon as it is known.
-        hello_timeout: seconds rank 0 has to open the roll call.
+        hello_first: wait for rank 0 to open the roll call before asking, as where an agent hosts the store.
+        hello_timeout: seconds rank 0 has to answer.
         give_up: what rank 0 does when the time is up: close the roll call, which then ends this wait too.
+    """
+
+    seal: Seal
+    met: Callable[[Hello], None]
+    hello_first: bool
+    hello_timeout: float
+    give_up: Callable[[float], None] | None = None
+
+
+def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> Answered:
+    """Ask to be a rank and block until all ranks are here, saying meanwhile who is missing.
 
     Raises:
-        RankTaken, WorldSizeMismatch, ConfigMismatch: refused. RankMissing: not everybody came in time.
+        RankTaken, RanksDoNotBelongTogether, DeviceError: refused. RankMissing: not everybody came in time.
         MasterLost: the store is gone. MasterNotAStore: nobody has opened a roll call there.
     """
-    nonce = secrets.token_hex(8)
+    asking = _Asking(store, entry, how)
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    request = {**asdict(entry), "nonce": nonce}
-    threading.Thread(target=_follow, args=(store, request, updates), daemon=True).start()
+    threading.Thread(target=asking.follow, args=(updates,), daemon=True).start()
     try:
-        return _await_the_others(store, entry, nonce, updates, waiting, met, hello_timeout, give_up)
+        return _await_the_others(asking, updates, waiting)
     except (Stopped, KeyboardInterrupt) as stop:
-        _withdraw(store, nonce, stop.what if isinstance(stop, Stopped) else "stopped by Ctrl-C")
+        asking.withdraw(stop.what if isinstance(stop, Stopped) else "stopped by Ctrl-C")
         raise
 
 
-def _await_the_others(
-    store: RunStore,
-    entry: Entry,
-    nonce: str,
-    updates: queue.SimpleQueue[Any],
-    waiting: Waiting,
-    met: Callable[[Hello], None],
-    hello_timeout: float,
-    give_up: Callable[[float], None] | None,
-) -> Answered:
+def _await_the_others(asking: _Asking, updates: queue.SimpleQueue[Any], waiting: Waiting) -> Answered:
     hello: Hello | None = None
     news: Mapping[str, Any] | None = None
+    store, how = asking.store, asking.how
     while True:
         try:
             update = updates.get(timeout=max(0.05, waiting.until_next_line))
@@ -80,74 +78,122 @@ def _await_the_others(
             raise update
         if isinstance(update, Hello):
             hello = update
-            met(hello)
+            how.met(hello)
         elif isinstance(update, Place):
             assert hello is not None
             return Answered(hello, update)
         elif update is not None:
             news = update
-            waiting.about(situation(update, entry.world_size))
-        elif hello is None and waiting.waited > hello_timeout:
-            raise _no_roll_call(store, waiting)
+            waiting.about(situation(update, asking.entry.world_size))
+        elif hello is None and waiting.waited > how.hello_timeout:
+            raise _no_answer(store, waiting)
         elif news is None or hello is None:
             waiting.about(f"rank 0 has not answered yet at {at(store.address, store.port)}")
         else:
-            waiting.about(situation(news, entry.world_size))
-            waiting.advise(commands_for(news["missing"], hello))
+            waiting.about(situation(news, asking.entry.world_size))
+            waiting.advise(advice_for(news["missing"], hello))
         if waiting.over and update is None:
-            if give_up:
-                give_up(waiting.waited)
+            if how.give_up:
+                how.give_up(waiting.waited)
                 continue
-            _withdraw(store, nonce, "its --join_timeout was over")
+            asking.withdraw("its --join_timeout was over")
             if news is None or hello is None:
-                raise _no_roll_call(store, waiting)
+                raise _no_answer(store, waiting)
             raise missing_ranks_error(news, hello, waiting.waited)
 
 
-def _withdraw(store: RunStore, nonce: str, reason: str) -> None:
-    """Give the rank back, so that the others see it missing again. The client is a new one: ``store``'s is blocked."""
-    with suppress(MasterLost):
-        store.clone().arrive({"nonce": nonce, "withdraw": reason})
-
-
-def _no_roll_call(store: RunStore, waiting: Waiting) -> MasterNotAStore:
-    return MasterNotAStore(
-        f"the store at {at(store.address, store.port)} has no roll call",
-        why=f"a TCPStore answers there, but no rank 0 of this program used it within {waiting.waited:.0f} s",
-        next="start rank 0 with this program, or choose another --master_port",
+def _no_answer(store: RunStore, waiting: Waiting) -> DdpManualError:
+    where = at(store.address, store.port)
+    hello = store.clone().hello_if_any()  # the other client is blocked
+    if hello is None:
+        return MasterNotAStore(
+            f"the store at {where} has no roll call",
+            why=f"a TCPStore answers there, but no rank 0 of this program used it within {waiting.waited:.0f} s",
+            next="start rank 0 with this program, or choose another --master_port",
+        )
+    return MasterLost(
+        f"rank 0 ({hello.get('host')}, pid {hello.get('pid')}) does not answer",
+        why=f"it opened a roll call at {where}, but did not judge this rank's request within {waiting.waited:.0f} s",
+        next="look whether rank 0 is stopped or frozen, then start all ranks again",
     )
 
 
-def _follow(store: RunStore, request: dict[str, Any], updates: queue.SimpleQueue[Any]) -> None:
-    try:
-        for update in _updates(store, request):
-            updates.put(update)
-    except DdpManualError as error:
-        updates.put(error)
-    except (ValueError, TypeError, KeyError) as error:
-        updates.put(
-            MasterNotAStore(
-                f"the store at {at(store.address, store.port)} holds something else than our roll call",
-                why=f"reading it gave {type(error).__name__}: {error}",
-                next="start all ranks with the same version of this program, or choose another --master_port",
+class _Asking:
+    """One request to be a rank, and all that follows from it, read by a thread of its own."""
+
+    def __init__(self, store: RunStore, entry: Entry, how: Answering) -> None:
+        self.store = store
+        self.entry = entry
+        self.how = how
+        self._nonce = secrets.token_hex(8)
+        self._run: str | None = None
+        self._asked = False
+
+    def withdraw(self, reason: str) -> None:
+        """Give the rank back, so that the others see it missing again. The client is a new one: ours is blocked."""
+        if self._asked:
+            with suppress(MasterLost):
+                self._send(self.store.clone(), {"withdraw": reason})
+
+    def follow(self, updates: queue.SimpleQueue[Any]) -> None:
+        """Put all there is to know into a queue: a Hello, news, at the end a Place or an error."""
+        where = at(self.store.address, self.store.port)
+        try:
+            for update in self._updates():
+                updates.put(update)
+        except DdpManualError as error:
+            updates.put(error)
+        except Unsealed as reason:
+            updates.put(
+                TokenMismatch(
+                    f"rank 0 at {where} does not have this rank's token",
+                    why=f"of its answer to {self.entry.who()}: {reason}",
+                    next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
+                    "if they have, something else poses as rank 0",
+                )
             )
-        )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            updates.put(
+                MasterNotAStore(
+                    f"the store at {where} holds something else than our roll call",
+                    why=f"reading it gave {type(error).__name__}: {error}",
+                    next="start all ranks with the same version of this program, or choose another --master_port",
+                )
+            )
 
+    def _updates(self) -> Iterator[Any]:
+        store, seal = self.store, self.how.seal
+        if seal or self.how.hello_first:
+            opened = Hello(**store.hello())
+            if seal and opened.challenge is None:
+                raise Unsealed(f"rank 0 ({opened.host}, pid {opened.pid}) has no token at all")
+            self._run = f"{opened.run_id} {opened.challenge}"
+        self._send(store, {**asdict(self.entry), "since": time.time()})
+        self._asked = True
+        verdict = seal.open(f"verdict {self._nonce}", store.verdict(self._nonce))
+        if verdict["error"]:
+            raise from_dict(verdict["error"])
+        hello = Hello(**verdict["hello"])
+        self._run = f"{hello.run_id} {hello.challenge}"
+        yield hello
+        news, version, place = verdict["news"], int(verdict["version"]), verdict["place"]
+        while not place:
+            for warning in news["warnings"]:
+                logger.debug("%s", warning)
+            yield news
+            if self._nonce in news["prove"]:
+                self._send(store, {"alive": True})
+            version += 1
+            news = seal.open(f"{self._run} news {version}", store.news(version))
+            if news["error"]:
+                raise from_dict(news["error"])
+            if news["complete"]:
+                stands = seal.open(f"place {self._nonce}", store.place(self._nonce))
+                if stands["error"]:
+                    raise from_dict(stands["error"])
+                place = stands["place"]
+        yield Place(**place)
 
-def _updates(store: RunStore, request: dict[str, Any]) -> Iterator[Any]:
-    hello = Hello(**store.hello())
-    yield hello
-    store.arrive(request)
-    verdict = store.verdict(request["nonce"])
-    if "identifier" in verdict:
-        raise from_dict(verdict)
-    version = int(verdict["version"])
-    while True:
-        version += 1
-        news = store.news(version)
-        if news["error"]:
-            raise from_dict(news["error"])
-        if news["complete"]:
-            yield Place(**store.place(request["rank"]))
-            return
-        yield news
+    def _send(self, store: RunStore, content: Mapping[str, Any]) -> None:
+        message = {**content, "nonce": self._nonce}
+        store.arrive(self.how.seal.close(f"{self._run} request", message))

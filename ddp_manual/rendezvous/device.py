@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 
-def choose(spec: WorldSpec) -> tuple[str, str]:
-    """The kind of device (``cpu`` or ``cuda``) and the backend (``gloo`` or ``nccl``).
+def choose(spec: WorldSpec) -> tuple[str, str, int]:
+    """The kind of device (``cpu`` or ``cuda``), the backend (``gloo`` or ``nccl``), and how many GPUs can be used.
 
     Raises:
         DeviceMissing: cuda was asked for and there is none. BackendUnavailable: nccl without cuda, or not built in.
@@ -45,7 +45,7 @@ def choose(spec: WorldSpec) -> tuple[str, str]:
         )
     if device == "cuda" and spec.local_rank is not None and spec.local_rank >= gpus:
         raise no_such_gpu(spec.rank, spec.local_rank, gpus)
-    return device, backend
+    return device, backend, gpus
 
 
 def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:

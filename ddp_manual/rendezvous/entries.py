@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,26 @@ class Entry:
 
     rank: int
     world_size: int
+    world_size_source: str
     host: str
     host_id: str
     """Differs between hosts, also where their names do not: see ``environment.host_id``."""
     pid: int
     since: float
     """Seconds since the epoch, by the process's own clock."""
+    address: str
+    """Its IP address on the way to rank 0, which its peers are told to connect to."""
+    probe_port: int
+    """Where it answers, at that address, for as long as it waits: see ``reachability.py``."""
     device: str
     local_rank: int | None
+    gpus: Sequence[str]
+    """The UUID of each GPU it could use, by index."""
+    versions: Mapping[str, str | None]
+    """torch, python, cuda, nccl."""
+    code: Mapping[str, str]
+    """Part of the program -> digest of its source."""
+    allow_mismatch: bool
     options: Mapping[str, Sequence[Any]]
     """Option -> [value, source], for all that the ranks must agree on."""
 
@@ -37,22 +50,36 @@ class Entry:
             TypeError: fields are missing, unknown or of the wrong type.
         """
         entry = cls(**request)
-        numbers = [entry.rank, entry.world_size, entry.pid, *([] if entry.local_rank is None else [entry.local_rank])]
-        names = [entry.host, entry.host_id, entry.device]
-        if not all(type(number) is int for number in numbers) or not all(type(name) is str for name in names):
-            raise TypeError("an entry with a field of the wrong type")
-        if type(entry.since) not in (int, float) or not 0 <= entry.since < 1e11:
-            raise TypeError("an entry without a time")
+        for name, kind in _FIELD_TYPES.items():
+            value = getattr(entry, name)
+            # bool is an int to Python, and a rank called True is nobody's.
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"an entry whose {name} is {type(value).__name__}")
+        if entry.local_rank is not None and (type(entry.local_rank) is not int or entry.local_rank < 0):
+            raise TypeError("an entry whose local_rank is no index")
+        if not 0 <= entry.since < 1e11 or not 0 <= entry.probe_port < 65536:
+            raise TypeError("an entry with a time or a port that cannot be")
         if not 0 <= entry.rank < entry.world_size:
             raise TypeError("an entry that cannot be a rank's")
-        if not isinstance(entry.options, dict) or not all(
-            isinstance(option, list) and len(option) == 2 for option in entry.options.values()
-        ):
+        texts = [*entry.gpus, *entry.code.values(), *(version for version in entry.versions.values() if version)]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("an entry whose gpus, versions or code are not text")
+        if not all(isinstance(option, list) and len(option) == 2 for option in entry.options.values()):
             raise TypeError("an entry whose options are not pairs of value and source")
         return entry
 
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+_FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("rank", "world_size", "pid", "probe_port"), int),
+    **dict.fromkeys(("world_size_source", "host", "host_id", "address", "device"), str),
+    **dict.fromkeys(("versions", "code", "options"), dict),
+    "since": (int, float),
+    "gpus": list,
+    "allow_mismatch": bool,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +104,22 @@ class Hello:
     world_size: int
     host: str
     pid: int
+    address: str
+    """The IP address rank 0 listens on."""
+    since: float
+    """Seconds since the epoch, by rank 0's clock."""
+    challenge: str | None
+    """What a process has to sign to be believed; None if this run has no token."""
     command: str
     """The command that starts a rank of this run, with ``{rank}`` in the place of its number."""
 
     def command_for(self, rank: int) -> str:
         return self.command.replace("{rank}", str(rank))
+
+    @property
+    def only_on_its_host(self) -> bool:
+        """Whether rank 0 listens on loopback, which no other host reaches."""
+        return ipaddress.ip_address(self.address).is_loopback
 
 
 def assign_places(entries: Sequence[Entry]) -> dict[int, Place]:
@@ -130,26 +168,25 @@ def situation(news: Mapping[str, Any], world_size: int) -> str:
     return "; ".join(parts)
 
 
-def commands_for(ranges: Sequence[Sequence[int]], run: Hello) -> list[str]:
-    """A command for each missing rank, up to as many as a person would type."""
+def advice_for(ranges: Sequence[Sequence[int]], run: Hello) -> list[str]:
+    """A command for each missing rank, up to as many as a person would type, and what else may keep them away."""
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
-    return [run.command_for(rank) for rank in missing[:MOST_COMMANDS]]
+    commands = [run.command_for(rank) for rank in missing[:MOST_COMMANDS]]
+    if run.only_on_its_host:
+        commands.append(
+            f"(only {run.host} itself reaches {run.address}: for ranks elsewhere give all its real --master_addr)"
+        )
+    return commands
 
 
 def missing_ranks_error(news: Mapping[str, Any], run: Hello, waited: float) -> RankMissing:
     ranges = news["missing"]
     missing = sum(last - first + 1 for first, last in ranges)
+    one = news["here"] == 1
+    here = f"{'rank' if one else 'ranks'} {', '.join(news['named'])} {'is' if one else 'are'} here"
     tried = [*news["refused"], *news["gone"]]
-    here = "rank" if news["here"] == 1 else "ranks"
     return RankMissing(
         f"{missing} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(ranges)}",
-        why="\n".join(
-            [f"{here} {', '.join(news['named'])} {'is' if news['here'] == 1 else 'are'} here", *tried]
-            if tried
-            else [
-                f"{here} {', '.join(news['named'])} {'is' if news['here'] == 1 else 'are'} here; "
-                f"nothing has tried to join as {in_words(ranges)}"
-            ]
-        ),
-        next="\n".join([*commands_for(ranges, run), "and start the others again: they have left too"]),
+        why="\n".join([here, *tried] if tried else [f"{here}; nothing has tried to join as {in_words(ranges)}"]),
+        next="\n".join([*advice_for(ranges, run), "and start the others again: they have left too"]),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
+import secrets
 import shlex
 import time
 from collections.abc import Mapping
@@ -17,11 +17,17 @@ from ddp_manual import environment, rundir
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import MasterLost, RankMissing
 from ddp_manual.rendezvous import address as addresses
-from ddp_manual.rendezvous.answer import Answered, answer
+from ddp_manual.rendezvous.answer import Answered, Answering, answer
 from ddp_manual.rendezvous.entries import Entry, Hello
 from ddp_manual.rendezvous.group import first_line
+from ddp_manual.rendezvous.introduction import OwnAddress, introduce
 from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT
+from ddp_manual.rendezvous.listening import listen
+from ddp_manual.rendezvous.probing import wait_for_store
+from ddp_manual.rendezvous.reachability import Answerer, check_pairs
 from ddp_manual.rendezvous.rollcall import RollCall
+from ddp_manual.rendezvous.seal import Seal
+from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore
 from ddp_manual.rendezvous.waiting import Waiting
 
@@ -43,62 +49,105 @@ class Meeting:
     """One rank's part in the roll call: a client of the store and, on rank 0, the roll call itself.
 
     Args:
+        device, backend: as ``device.choose`` found them.
         options: option -> (value, source), for all that the ranks must agree on.
         run_dir: where rank 0 wants the files of the run, with ``{run_id}`` for its name; None for no files.
-        command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
+        command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers; None where a
+            user's own script was started.
+        steps: told what is done.
     """
 
     store: RunStore
+    own: OwnAddress
 
     def __init__(
         self,
         spec: WorldSpec,
+        *,
         device: str,
+        backend: str,
         options: Mapping[str, tuple[Any, str]],
         run_dir: str | None,
         command: str | None,
+        steps: Steps,
     ) -> None:
         self.spec = spec
         self.run_dir: Path | None = None
         self._run_dir = run_dir
         self._device = device
+        self._backend = backend
         self._options = options
         self._command = command
+        self._steps = steps
+        self._seal = Seal(environment.token(spec.token_file))
         self._roll_call: RollCall | None = None
 
     def meet(self) -> Answered:
-        """Block until every rank has joined.
+        """Block until every rank has joined, and those of different hosts can connect to each other.
 
         Raises:
             DdpManualError: the ranks do not come together.
         """
         waiting = Waiting(self.spec.join_timeout, logger)
-        if self.spec.rank == 0 and not self.spec.agent_store:
-            self.store = RunStore.host(addresses.listen(self.spec))
-            self.spec = replace(self.spec, master_port=self.store.port)
-            logger.info("listening at %s", addresses.at(self.store.address, self.store.port))
-        else:
-            found = addresses.wait_for_store(self.spec, waiting, self._command_template().replace("{rank}", "0"))
-            self.store = RunStore.connect(found, self.spec.master_port, self._attempt())
+        with self._steps.step("address") as step:
+            found = addresses.resolve(self.spec.master_addr)
+            step.detail = f"{self.spec.named('master_addr')} is {', '.join(found)}"
+            addresses.refuse_loopback(self.spec, found)
+        self._open_store(found, waiting)
+        if self.spec.rank != 0 or self.spec.agent_store:
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             waiting = Waiting(self.spec.join_timeout, logger)
-        entry = self._entry()
-        if self.spec.rank == 0:
-            self._roll_call = RollCall(self.store, self._hello(entry), entry)
-            self._roll_call.open()
+        with self._steps.step("interface") as step:
+            self.own = OwnAddress(self.store.address, self._backend)
+            step.detail = f"{self.own.address} on {self.own.source}"
+        answerer = Answerer(self.own.address)
         try:
-            return answer(
-                self.store.clone(),
-                entry,
-                waiting,
-                met=self._met,
-                hello_timeout=self.spec.join_timeout if self.spec.agent_store else HELLO_TIMEOUT,
-                give_up=self._roll_call.give_up if self._roll_call else None,
-            )
+            with self._steps.step("roll call") as step:
+                answered = self._answer_roll_call(answerer.port, waiting)
+                step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
+            with self._steps.step("reachability") as step:
+                place = answered.place
+                check_pairs(self.store, self.spec.rank, place.node, place.nodes, place.host_leader)
+                step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts can connect to each other"
+            return answered
+        except BaseException:
+            self.leave(timeout=WORDS_TIMEOUT)
+            raise
+        finally:
+            answerer.close()
+
+    def _open_store(self, found: list[str], waiting: Waiting) -> None:
+        if self.spec.rank == 0 and not self.spec.agent_store:
+            with self._steps.step("listen") as step:
+                self.store = RunStore.host(listen(self.spec, found))
+                self.spec = replace(self.spec, master_port=self.store.port)
+                step.detail = addresses.at(self.store.address, self.store.port)
+                logger.info("listening at %s", step.detail)
+            return
+        with self._steps.step("rank 0's store") as step:
+            rank_0_command = self._command_template().replace("{rank}", "0")
+            address = wait_for_store(self.spec, found, waiting, rank_0_command)
+            self.store = RunStore.connect(address, self.spec.master_port, self._attempt())
+            step.detail = f"a store answers at {addresses.at(address, self.spec.master_port)}"
+
+    def _answer_roll_call(self, probe_port: int, waiting: Waiting) -> Answered:
+        script = self._command is None
+        entry = introduce(self.spec, self._device, self._options, self.own, probe_port, script=script)
+        if self.spec.rank == 0:
+            self._roll_call = RollCall(self.store, self._hello(entry), entry, self._seal)
+            self._roll_call.open()
+        how = Answering(
+            seal=self._seal,
+            met=self._met,
+            hello_first=self.spec.agent_store,
+            hello_timeout=self.spec.join_timeout if self.spec.agent_store else HELLO_TIMEOUT,
+            give_up=self._roll_call.give_up if self._roll_call else None,
+        )
+        try:
+            return answer(self.store.clone(), entry, waiting, how)
         except BaseException as error:
             if self._roll_call and not isinstance(error, RankMissing):
                 self._roll_call.abandon(_rank_0_left(entry, error))
-            self.leave(timeout=WORDS_TIMEOUT)
             raise
 
     def all_finish_soon(self) -> bool:
@@ -142,19 +191,6 @@ class Meeting:
         # From here on a failure of this rank has a place on disk.
         self.run_dir = Path(hello.run_dir) if hello.run_dir else None
 
-    def _entry(self) -> Entry:
-        return Entry(
-            rank=self.spec.rank,
-            world_size=self.spec.world_size,
-            host=environment.host_name(),
-            host_id=environment.host_id(),
-            pid=os.getpid(),
-            since=time.time(),
-            device=self._device,
-            local_rank=self.spec.local_rank,
-            options=self._options,
-        )
-
     def _hello(self, entry: Entry) -> Hello:
         run_id = self.spec.run_id or rundir.new_run_id()
         return Hello(
@@ -163,6 +199,9 @@ class Meeting:
             world_size=self.spec.world_size,
             host=entry.host,
             pid=entry.pid,
+            address=self.store.address,
+            since=entry.since,
+            challenge=secrets.token_hex(16) if self._seal else None,
             command=self._command_template(),
         )
 

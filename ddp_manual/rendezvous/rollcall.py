@@ -1,9 +1,9 @@
 """Rank 0's side of the roll call: each process asks to be a rank and is admitted or refused; everybody sees who is
 missing. The other side is ``answer.py``; every rank has that one, rank 0 too.
 
-Requests go through one queue, so there is a first and a second claim to each rank without any lock in the store. A
-rank costs the store a request, a verdict, a place, and one message for each change it is shown; changes are bundled
-when many ranks come at once, so the whole roll call is O(world_size) operations.
+Requests go through one queue, so there is a first and a second claim to each rank without any lock in the store. When
+all come at once a rank costs the store its request and one answer. Whoever waits longer is told of changes, and those
+are bundled, the more the more ranks there are: the whole roll call is O(world_size) operations.
 
 torch's own ``wait_for_workers`` is not used: it counts connections, and a rank that was started twice fills two.
 """
@@ -11,39 +11,75 @@ torch's own ``wait_for_workers`` is not used: it counts connections, and a rank 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from ddp_manual.errors import ConfigMismatch, DdpManualError, MasterLost, RankTaken, WorldSizeMismatch
+from ddp_manual.errors import DdpManualError, MasterLost, RankTaken, TokenMismatch, VersionMismatch
+from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import (
     MOST_NAMED,
     Entry,
     Hello,
-    Place,
     as_ranges,
     assign_places,
     missing_ranks_error,
 )
-from ddp_manual.rendezvous.store import RunStore, decode
+from ddp_manual.rendezvous.progress import Progress
+from ddp_manual.rendezvous.reachability import answers
+from ddp_manual.rendezvous.seal import Seal, Unsealed, claimed
+from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
 
 logger = logging.getLogger(__name__)
+
+# Seconds in which a process that holds a rank must show that it lives, when another one asks for the same rank. A
+# refusal has to come within 2 s of the request.
+PROVE_WITHIN = 1.2
+# Seconds to bundle what comes in a rush before anybody is told, for each rank that is here: the store then serves at
+# most 2,000 readers a second.
+BUNDLE = 1 / 2000
+SHORTEST_BUNDLE = 0.05
+POLL_EVERY = 0.005
+
+
+@dataclass
+class Seat:
+    """An admitted rank."""
+
+    nonce: str
+    entry: Entry
+    told: bool = False
+
+
+@dataclass
+class Claim:
+    """A second process asks for a rank, and its holder has not yet shown that it lives."""
+
+    nonce: str
+    entry: Entry
+    until: float
 
 
 class RollCall:
     """Rank 0's side. It goes on refusing late-comers after all ranks are here."""
 
-    def __init__(self, store: RunStore, hello: Hello, rank_0: Entry) -> None:
+    def __init__(self, store: RunStore, hello: Hello, rank_0: Entry, seal: Seal) -> None:
         self._store = store
         self._hello = hello
         self._rank_0 = rank_0
-        self._seats: dict[int, tuple[str, Entry]] = {}
+        self._seal = seal
+        self._seats: dict[int, Seat] = {}
+        self._claims: list[Claim] = []
+        self._nonces: set[str] = set()
         self._refused: list[str] = []
         self._gone: list[str] = []
+        self._warnings: list[str] = []
         self._version = 0
+        self._publish_at: float | None = None
         self._complete = False
         self._closed_by: DdpManualError | None = None
         self._lock = threading.Lock()
@@ -62,6 +98,7 @@ class RollCall:
                 why=f"{first.host} (pid {first.pid}) opened this roll call as rank 0",
                 next="start this process as another rank, or end the other one first",
             )
+        self._store.set_summary(self._summary(None))
         self._judge_thread.start()
 
     def give_up(self, waited: float) -> None:
@@ -81,24 +118,24 @@ class RollCall:
 
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
-        self._store.arrive({"stop": True})
+        self._store.arrive(self._seal.close("stop", {"stop": True}))
         self._judge_thread.join(timeout=5)
         return sorted(self._seats)
+
+    # -- judging ------------------------------------------------------------------------------------------------
 
     def _judge_all(self, store: RunStore) -> None:
         try:
             while True:
-                request = store.next_arrival(block=True)
-                if len(self._seats) + 1 < self._hello.world_size:
-                    # Bundle what comes in a rush: few messages per waiting rank and second, however many ranks.
-                    time.sleep(min(1.0, len(self._seats) / 2000))
+                message = store.next_arrival(block=self._next_due() is None)
                 with self._lock:
-                    while request is not None:
-                        if not self._judge(request):
-                            return
-                        request = store.next_arrival(block=False)
-                    if not self._complete and not self._closed_by:
+                    if message is not None and not self._judge(message):
+                        return
+                    self._decide_claims()
+                    if self._all_are_here() or (self._publish_at is not None and time.monotonic() >= self._publish_at):
                         self._publish()
+                if message is None:
+                    time.sleep(POLL_EVERY)
         except MasterLost as error:
             logger.debug("the roll call's store is gone: %s", error.what)
         except Exception as error:  # nobody would be judged any more, so nobody may go on waiting
@@ -110,121 +147,274 @@ class RollCall:
                 )
             )
 
+    def _next_due(self) -> float | None:
+        """When there is something to do even if nobody comes."""
+        due = [claim.until for claim in self._claims]
+        if self._publish_at is not None:
+            due.append(self._publish_at)
+        return min(due, default=None)
+
+    def _all_are_here(self) -> bool:
+        return (
+            len(self._seats) == self._hello.world_size
+            and not self._claims
+            and not self._complete
+            and not self._closed_by
+        )
+
     def _judge(self, message: bytes) -> bool:
-        """Answer one request; False if it asks the judge to stop."""
+        """Answer one message; False if it asks the judge to stop."""
         try:
-            request = decode(message)
-            if not isinstance(request, dict):
-                raise TypeError("not an object")
-            if "stop" in request:
+            if len(message) > LARGEST_REQUEST:
+                raise ValueError(f"a message of {len(message)} bytes")
+            envelope = decode(message)
+            says = claimed(envelope)
+            if "stop" in says:
+                self._seal.open("stop", envelope)
                 return False
-            nonce = str(request.pop("nonce"))
-            if "withdraw" in request:
-                self._withdraw(nonce, str(request["withdraw"]))
+            nonce = str(says["nonce"])
+            if not re.fullmatch("[0-9a-f]{16}", nonce):
+                raise ValueError("a nonce that is none")
+            try:
+                request = dict(self._seal.open(f"{self._run()} request", envelope))
+            except Unsealed as reason:
+                self._turn_stranger_away(nonce, says, reason, sealed="sealed" in envelope)
                 return True
-            entry = Entry.from_request(request)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            del request["nonce"]
+            if "withdraw" in request:
+                self._withdraw(nonce, str(request["withdraw"])[:200])
+            elif "alive" in request:
+                self._refuse_claims_on(nonce)
+            else:
+                self._judge_request(nonce, request)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsealed) as error:
             logger.warning("a stranger put something unreadable into the roll call: %s", error)
-            return True
-        refusal = self._refusal(entry)
-        if refusal is None:
-            self._seats[entry.rank] = (nonce, entry)
-            self._store.set_verdict(nonce, {"version": self._version})
-        else:
-            self._refused.append(f"{entry.who()} was refused: {refusal.identifier}")
-            self._store.set_verdict(nonce, refusal.as_dict())
         return True
 
+    def _run(self) -> str:
+        return f"{self._hello.run_id} {self._hello.challenge}"
+
+    def _turn_stranger_away(self, nonce: str, says: Mapping[str, Any], reason: Unsealed, *, sealed: bool) -> None:
+        if nonce in self._nonces:
+            logger.warning("a message that was recorded or altered came to the roll call: %s", reason)
+            return
+        who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
+        self._refuse(
+            nonce,
+            who,
+            TokenMismatch(
+                f"{who} does not have rank 0's token",
+                why=f"rank 0 on {self._hello.host} (pid {self._hello.pid}) says of its request: {reason}",
+                next="give every rank the same DDP_MANUAL_TOKEN or --token_file",
+            ),
+            # Whoever has no token reads it as it is; whoever has another one sees that it is signed with another.
+            sealed=sealed,
+        )
+
+    def _judge_request(self, nonce: str, request: dict[str, Any]) -> None:
+        if nonce in self._nonces:
+            logger.warning("a request came twice to the roll call: it was recorded, and is ignored")
+            return
+        try:
+            entry = Entry.from_request(request)
+        except TypeError as error:
+            who = f"a process on {request.get('host')!r:.60}"
+            self._refuse(
+                nonce,
+                who,
+                VersionMismatch(
+                    f"{who} was started with another version of ddp_manual than rank 0",
+                    why=f"rank 0 on {self._hello.host} cannot read its request: {error}",
+                    next="install the same version on every host",
+                ),
+            )
+            return
+        refusal, warnings = unlike(entry, self._rank_0, self._hello, time.time())
+        refusal = self._closed_by or refusal
+        holder = self._seats.get(entry.rank)
+        if refusal is None and holder is not None:
+            if self._complete or entry.rank == 0:
+                refusal = self._taken(entry, holder.entry)
+            else:
+                self._claims.append(Claim(nonce, entry, time.monotonic() + PROVE_WITHIN))
+                self._nonces.add(nonce)
+                self._publish()
+                return
+        if refusal is None:
+            refusal = shared_gpu([self._rank_0, *self._others(), entry])
+        if refusal is not None:
+            self._refuse(nonce, entry.who(), refusal)
+            return
+        self._admit(nonce, entry)
+        for warning in warnings:
+            logger.warning("%s", warning)
+        self._warnings += warnings
+
+    def _others(self) -> list[Entry]:
+        return [seat.entry for rank, seat in self._seats.items() if rank != 0]
+
+    def _admit(self, nonce: str, entry: Entry) -> None:
+        self._nonces.add(nonce)
+        self._seats[entry.rank] = Seat(nonce, entry)
+        self._changed()
+
+    def _refuse(self, nonce: str, who: str, error: DdpManualError, *, sealed: bool = True) -> None:
+        self._nonces.add(nonce)
+        self._refused.append(f"{who} was refused: {error.identifier}")
+        self._set_verdict(nonce, {"error": error.as_dict()}, sealed=sealed)
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._publish_at is None:
+            self._publish_at = time.monotonic() + max(SHORTEST_BUNDLE, len(self._seats) * BUNDLE)
+
     def _withdraw(self, nonce: str, reason: str) -> None:
-        for rank, (seat_nonce, entry) in list(self._seats.items()):
-            if seat_nonce == nonce and not self._complete:
+        for rank, seat in list(self._seats.items()):
+            if seat.nonce == nonce and not self._complete:
                 del self._seats[rank]
-                self._gone.append(f"{entry.who()} left again: {reason}")
+                self._gone.append(f"{seat.entry.who()} left again: {reason}")
+                self._changed()
 
-    def _refusal(self, entry: Entry) -> DdpManualError | None:
-        run = self._hello
-        if self._closed_by:
-            return self._closed_by
-        if entry.world_size != run.world_size:
-            return WorldSizeMismatch(
-                f"{entry.who()} expects {entry.world_size} ranks, rank 0 expects {run.world_size}",
-                why=f"rank 0 runs on {run.host} (pid {run.pid}) with world_size {run.world_size}",
-                next=self._free_rank_command(entry.rank),
-            )
-        if entry.rank in self._seats:
-            holder = self._seats[entry.rank][1]
-            since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
-            return RankTaken(
-                f"rank {entry.rank} is taken by {holder.host} (pid {holder.pid})",
-                why=f"that process has held it since {since}; this one is {entry.host} (pid {entry.pid})",
-                next=self._free_rank_command(entry.rank),
-            )
-        return _options_refusal(entry, self._rank_0, run)
+    # -- two processes for one rank -----------------------------------------------------------------------------
 
-    def _free_rank_command(self, rank: int) -> str:
+    def _refuse_claims_on(self, holder_nonce: str) -> None:
+        """The holder has shown that it lives."""
+        for claim in list(self._claims):
+            holder = self._seats.get(claim.entry.rank)
+            if holder is not None and holder.nonce == holder_nonce:
+                self._claims.remove(claim)
+                self._refuse(claim.nonce, claim.entry.who(), self._taken(claim.entry, holder.entry))
+
+    def _decide_claims(self) -> None:
+        """A holder that has not answered through the store, and whose port is closed too, is gone."""
+        for claim in list(self._claims):
+            holder = self._seats.get(claim.entry.rank)
+            if holder is not None and time.monotonic() < claim.until:
+                continue
+            self._claims.remove(claim)
+            if holder is not None and answers(holder.entry.address, holder.entry.probe_port):
+                error = self._taken(claim.entry, holder.entry, frozen=True)
+                self._refuse(claim.nonce, claim.entry.who(), error)
+                continue
+            if holder is not None:
+                self._gone.append(f"{holder.entry.who()} is gone; pid {claim.entry.pid} has taken its place")
+                self._set_place(holder.nonce, {"error": self._taken(holder.entry, claim.entry).as_dict()})
+            self._admit(claim.nonce, claim.entry)
+
+    def _taken(self, entry: Entry, holder: Entry, *, frozen: bool = False) -> RankTaken:
+        since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
+        odd = "; it does not answer, but its port is open: it is frozen" if frozen else ""
         free = sorted(set(range(self._hello.world_size)) - set(self._seats))
-        if free:
-            return self._hello.command_for(free[0])
-        return f"all ranks are here; to replace rank {rank}, end that process and start all ranks again"
+        if frozen:
+            next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
+        elif free:
+            next = self._hello.command_for(free[0])
+        else:
+            next = f"all ranks are here; to replace rank {entry.rank}, end that process and start all ranks again"
+        return RankTaken(
+            f"rank {entry.rank} is taken by {holder.host} (pid {holder.pid})",
+            why=f"that process has held it since {since}; this one is {entry.host} (pid {entry.pid}){odd}",
+            next=next,
+        )
+
+    # -- telling ------------------------------------------------------------------------------------------------
 
     def _close(self, error: DdpManualError) -> None:
         self._closed_by = error
         self._publish()
 
     def _publish(self) -> None:
-        if len(self._seats) == self._hello.world_size and not self._closed_by:
-            self._complete = True
-            places = assign_places([entry for _, (_, entry) in sorted(self._seats.items())])
-            self._store.set_places({rank: asdict(place) for rank, place in places.items()}, self._roster(places))
+        """Tell everybody who waits how it stands; when all are here, where each of them stands."""
+        self._publish_at = None
+        if self._complete:
+            return
+        places: dict[int, dict[str, Any]] = {}
+        if self._all_are_here():
+            entries = [seat.entry for _, seat in sorted(self._seats.items())]
+            assigned = assign_places(entries)
+            self._closed_by = shared_gpu(entries, assigned)
+            if self._closed_by is None:
+                self._complete = True
+                places = {rank: asdict(place) for rank, place in assigned.items()}
         self._version += 1
         error = self._closed_by.as_dict() if self._closed_by else None
-        self._store.publish_news(self._version, {**self._news(), "complete": self._complete, "error": error})
+        news = {**self._news(), "complete": self._complete, "error": error}
+        summary = self._summary(error)
+        hello = asdict(self._hello)
+        # Before anybody is let go, so that whoever is can read it.
+        self._store.set_summary(summary)
+        if places:
+            self._store.set_hosts(_host_leaders(places, self._seats))
+            self._store.start_beats(self._hello.world_size, Progress().beat(0))
+        for rank, seat in self._seats.items():
+            place = {"place": places.get(rank), "error": error}
+            if not seat.told:
+                seat.told = True
+                self._set_verdict(seat.nonce, {"hello": hello, "version": self._version, "news": news, **place})
+            elif places:
+                self._set_place(seat.nonce, place)
+        self._store.publish_news(self._version, self._seal.close(f"{self._run()} news {self._version}", news))
 
-    def _roster(self, places: Mapping[int, Place]) -> list[dict[str, Any]]:
-        return [
-            {
-                "rank": rank,
-                "host": entry.host,
-                "pid": entry.pid,
-                "device": f"cuda:{places[rank].local_rank}" if entry.device == "cuda" else entry.device,
-            }
-            for rank, (_, entry) in sorted(self._seats.items())
-        ]
+    def _set_verdict(self, nonce: str, verdict: dict[str, Any], *, sealed: bool = True) -> None:
+        self._store.set_verdict(nonce, self._seal.close(f"verdict {nonce}", verdict) if sealed else verdict)
+
+    def _set_place(self, nonce: str, place: dict[str, Any]) -> None:
+        self._store.set_place(nonce, self._seal.close(f"place {nonce}", place))
 
     def _news(self) -> dict[str, Any]:
-        here = [f"{rank} ({entry.host})" for rank, (_, entry) in sorted(self._seats.items())]
+        """What those who wait are shown: short also where thousands are missing."""
+        here = [f"{rank} ({seat.entry.host})" for rank, seat in sorted(self._seats.items())[:MOST_NAMED]]
+        holders = [self._seats[claim.entry.rank].nonce for claim in self._claims if claim.entry.rank in self._seats]
         return {
-            "here": len(here),
-            "named": here[:MOST_NAMED],
+            "here": len(self._seats),
+            "named": here,
             "missing": as_ranges(sorted(set(range(self._hello.world_size)) - set(self._seats))),
             "refused": self._refused[-MOST_NAMED:],
             "gone": self._gone[-MOST_NAMED:],
+            "warnings": self._warnings[-MOST_NAMED:],
+            "prove": holders,
         }
 
+    def _summary(self, error: dict[str, str] | None) -> dict[str, Any]:
+        """What a third terminal is shown: all that is known of each rank."""
+        return {
+            **self._news(),
+            "complete": self._complete,
+            "error": error,
+            "ranks": [_roster_line(seat.entry, assigned_gpu) for seat, assigned_gpu in self._with_gpus()],
+        }
 
-def _options_refusal(entry: Entry, rank_0: Entry, run: Hello) -> ConfigMismatch | None:
-    differing = [
-        name
-        for name in sorted({*rank_0.options, *entry.options})
-        if list(rank_0.options.get(name, ()))[:1] != list(entry.options.get(name, ()))[:1]
+    def _with_gpus(self) -> list[tuple[Seat, int | None]]:
+        seats = [seat for _, seat in sorted(self._seats.items())]
+        if not self._complete:
+            return [(seat, seat.entry.local_rank) for seat in seats]
+        places = assign_places([seat.entry for seat in seats])
+        return [(seat, places[seat.entry.rank].local_rank) for seat in seats]
+
+
+def _roster_line(entry: Entry, gpu: int | None) -> dict[str, Any]:
+    known = gpu is not None and gpu < len(entry.gpus)
+    return {
+        "rank": entry.rank,
+        "host": entry.host,
+        "pid": entry.pid,
+        "device": f"cuda:{gpu}" if entry.device == "cuda" and gpu is not None else entry.device,
+        **({"gpu": entry.gpus[gpu]} if known and gpu is not None else {}),
+        "address": entry.address,
+        "since": round(entry.since, 1),
+        "versions": " ".join(f"{name} {version}" for name, version in entry.versions.items() if version),
+    }
+
+
+def _host_leaders(places: Mapping[int, Mapping[str, Any]], seats: Mapping[int, Seat]) -> list[dict[str, Any]]:
+    """By node: the rank that speaks for each host, and where it answers."""
+    leaders = sorted({(place["node"], place["host_leader"]) for place in places.values()})
+    return [
+        {
+            "rank": leader,
+            "host": seats[leader].entry.host,
+            "address": seats[leader].entry.address,
+            "port": seats[leader].entry.probe_port,
+        }
+        for _, leader in leaders
     ]
-    if not differing:
-        return None
-    lines = [
-        f"{name}: rank 0 has {_shown(rank_0.options.get(name))}, "
-        f"rank {entry.rank} has {_shown(entry.options.get(name))}"
-        for name in differing
-    ]
-    next = run.command_for(entry.rank)
-    if {"device", "backend"} & set(differing):
-        # Left to themselves the two hosts chose differently, and would again.
-        next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"
-    return ConfigMismatch(
-        f"{entry.who()} was started with other options than rank 0: {', '.join(differing)}",
-        why="\n".join(lines),
-        next=next,
-    )
-
-
-def _shown(option: Sequence[Any] | None) -> str:
-    return f"{option[0]} ({option[1]})" if option else "no such option"

@@ -1,13 +1,17 @@
 """The TCPStore of a run: who hosts it, who connects, and every key in it.
 
-All keys begin with ``ddp_manual/<attempt>/``. What they hold is JSON, never pickle.
+All keys but ``ddp_manual/current``, which says the last attempt, begin with ``ddp_manual/<attempt>/``. What they hold
+is JSON, never pickle.
 
     hello             what run this is (rank 0 writes it once, before anybody can ask)
-    arrivals          queue: each process's request to be a rank, or to be taken off again
+    arrivals          queue: each process's request to be a rank, to be taken off again, or that it lives
     verdict/<nonce>   rank 0's answer to one request
     news/<version>    the roll call so far, one version per change; waiting ranks block on the next one
-    place/<rank>      an admitted rank's place among the others, once all are here
-    roster            all ranks: rank, host, pid, device
+    place/<nonce>     where a rank that has waited stands, once all are here
+    summary           the roll call so far with all that is known of each rank, for whoever only looks
+    hosts             by node: the rank that speaks for a host, and the address and port where it answers
+    reach/<node>      the hosts which that one could not reach; ``unreachable`` has all failing pairs
+    progress          what each rank does, and how long ago it was heard; beat/<rank> is what it said itself
     once/<host>/<job> the outcome of a job that one rank per host does for the others
     failure           the first failure of the run: whoever reads it leaves
     finished/<rank>   this rank has done its work and takes part in no more collectives; ``finished`` counts them
@@ -20,7 +24,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,8 +43,11 @@ T = TypeVar("T")
 UNBOUNDED = timedelta(days=365)
 # For an address that was just seen to answer as a store.
 CONNECT_TIMEOUT = timedelta(seconds=30)
-# What a peer may put in the store for us to read; an entry with every option takes 2 KB.
-LARGEST_MESSAGE = 1 << 20
+CURRENT_ATTEMPT = "ddp_manual/current"
+# Bytes. What a process may say of itself: with every option and digest it takes 3 KB.
+LARGEST_REQUEST = 1 << 16
+# Whatever else is read from the store; the summary of 4,096 ranks takes 0.8 MB.
+LARGEST_MESSAGE = 1 << 22
 
 
 class RunStore:
@@ -88,12 +95,23 @@ class RunStore:
 
     def say_hello(self, hello: dict[str, Any]) -> bool:
         """Open the roll call; False if another rank 0 has (possible only in an agent's store)."""
+        with self._errors():
+            self._client.set(CURRENT_ATTEMPT, self._attempt)
         return self._set_once("hello", hello)
+
+    def join_attempt(self) -> None:
+        """Read the roll call that was opened last, for whoever does not know which that is."""
+        with self._errors():
+            if self._client.check([CURRENT_ATTEMPT]):
+                self._attempt = self._client.get(CURRENT_ATTEMPT).decode(errors="replace")
 
     def hello(self) -> Any:
         return self._get("hello")
 
-    def arrive(self, request: dict[str, Any]) -> None:
+    def hello_if_any(self) -> Any:
+        return self.hello() if self._known("hello") else None
+
+    def arrive(self, request: Mapping[str, Any]) -> None:
         with self._errors():
             self._client.queue_push(self._key("arrivals"), json.dumps(request))
 
@@ -107,28 +125,52 @@ class RunStore:
             except QueueEmptyError:
                 return None
 
-    def set_verdict(self, nonce: str, verdict: dict[str, Any]) -> None:
+    def set_verdict(self, nonce: str, verdict: Mapping[str, Any]) -> None:
         self._set(f"verdict/{nonce}", verdict)
 
     def verdict(self, nonce: str) -> Any:
         return self._get(f"verdict/{nonce}")
 
-    def publish_news(self, version: int, news: dict[str, Any]) -> None:
+    def publish_news(self, version: int, news: Mapping[str, Any]) -> None:
         self._set(f"news/{version}", news)
 
     def news(self, version: int) -> Any:
         return self._get(f"news/{version}")
 
-    def set_places(self, places: dict[int, dict[str, Any]], roster: list[dict[str, Any]]) -> None:
-        self._set("roster", roster)
-        for rank, place in places.items():
-            self._set(f"place/{rank}", place)
+    def set_place(self, nonce: str, place: Mapping[str, Any]) -> None:
+        self._set(f"place/{nonce}", place)
 
-    def place(self, rank: int) -> Any:
-        return self._get(f"place/{rank}")
+    def place(self, nonce: str) -> Any:
+        return self._get(f"place/{nonce}")
 
-    def roster(self) -> Any:
-        return self._get("roster")
+    def set_summary(self, summary: Mapping[str, Any]) -> None:
+        self._set("summary", summary)
+
+    def summary(self) -> Any:
+        return self._get("summary")
+
+    # -- between hosts --------------------------------------------------------------------------------------------
+
+    def set_hosts(self, hosts: list[dict[str, Any]]) -> None:
+        self._set("hosts", hosts)
+
+    def hosts(self) -> Any:
+        return self._get("hosts")
+
+    def report_reach(self, node: int, failures: list[list[Any]]) -> None:
+        self._set(f"reach/{node}", failures)
+
+    def have_reported_reach(self, nodes: Iterable[int]) -> bool:
+        return self._known(*(f"reach/{node}" for node in nodes))
+
+    def reach(self, node: int) -> Any:
+        return self._get(f"reach/{node}")
+
+    def set_unreachable(self, pairs: list[dict[str, Any]]) -> None:
+        self._set("unreachable", pairs)
+
+    def unreachable(self) -> Any:
+        return self._get("unreachable")
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -137,6 +179,25 @@ class RunStore:
 
     def outcome(self, host: int, job: str) -> Any:
         return self._get(f"once/{host}/{job}")
+
+    def start_beats(self, world_size: int, beat: Sequence[Any]) -> None:
+        """A first beat for every rank, so that reading all of them never blocks."""
+        for rank in range(world_size):
+            self.set_beat(rank, beat)
+
+    def set_beat(self, rank: int, beat: Sequence[Any]) -> None:
+        self._set(f"beat/{rank}", beat)
+
+    def beats(self, world_size: int) -> list[Any]:
+        with self._errors():
+            found = self._client.multi_get([self._key(f"beat/{rank}") for rank in range(world_size)])
+        return [decode(beat) for beat in found]
+
+    def set_progress(self, progress: Sequence[Any]) -> None:
+        self._set("progress", progress)
+
+    def progress_if_any(self) -> Any:
+        return self._get("progress") if self._known("progress") else None
 
     def publish_failure(self, failure: dict[str, Any]) -> None:
         """Make this the run's failure, unless there is one already."""
@@ -147,9 +208,7 @@ class RunStore:
 
     def failure_if_any(self) -> Any:
         """The run's failure, or None; does not block."""
-        with self._errors():
-            known = self._client.check([self._key("failure")])
-        return self.failure() if known else None
+        return self.failure() if self._known("failure") else None
 
     def set_finished(self, rank: int) -> int:
         """This rank has done its work; returns how many have."""
@@ -162,16 +221,14 @@ class RunStore:
             return int(self._client.add(self._key("finished"), 0))
 
     def has_finished(self, rank: int) -> bool:
-        with self._errors():
-            return self._client.check([self._key(f"finished/{rank}")])
+        return self._known(f"finished/{rank}")
 
     def set_left(self, rank: int) -> None:
         self._set(f"left/{rank}", True)
 
     def have_left(self, ranks: Sequence[int]) -> bool:
         """Whether all of these ranks need the store no more."""
-        with self._errors():
-            return self._client.check([self._key(f"left/{rank}") for rank in ranks])
+        return self._known(*(f"left/{rank}" for rank in ranks))
 
     # -- below ---------------------------------------------------------------------------------------------------
 
@@ -187,6 +244,11 @@ class RunStore:
         text = json.dumps(value)
         with self._errors():
             return bool(self._client.compare_set(self._key(name), "", text) == text.encode())
+
+    def _known(self, *names: str) -> bool:
+        """Whether all of these keys are set; does not block."""
+        with self._errors():
+            return self._client.check([self._key(name) for name in names])
 
     def _get(self, name: str) -> Any:
         with self._errors():

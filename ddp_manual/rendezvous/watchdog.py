@@ -1,9 +1,9 @@
 """The first failure of a run reaches every rank, even one that is blocked inside a collective.
 
-A thread in each rank looks for the run's failure in the store, with a client of its own. When another rank has
-failed, the main thread gets a moment to notice by itself (its collective breaks, or it fails in the same way); then
-the thread prints the cause and ends the process. ``os._exit`` is the only way out of a blocked gloo call: aborting the
-group does nothing there, and ``sys.exit`` in a thread ends the thread alone.
+A thread in each rank says in the store what the rank does and looks for the run's failure, with a client of its own.
+When another rank has failed, the main thread gets a moment to notice by itself (its collective breaks, or it fails in
+the same way); then the thread prints the cause and ends the process. ``os._exit`` is the only way out of a blocked gloo
+call: aborting the group does nothing there, and ``sys.exit`` in a thread ends the thread alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from ddp_manual.errors import DdpManualError, MasterLost
 from ddp_manual.rendezvous.lastwords import peer_failure
+from ddp_manual.rendezvous.progress import Heartbeat
 from ddp_manual.rendezvous.store import RunStore
 
 # Seconds. Together below the 2 s in which every rank has to be gone.
@@ -28,12 +29,16 @@ class Watchdog:
 
     Args:
         store: a client for this thread alone.
+        heartbeat: over the same client.
         report: told the error before the process ends.
     """
 
-    def __init__(self, store: RunStore, rank: int, report: Callable[[DdpManualError], None]) -> None:
+    def __init__(
+        self, store: RunStore, rank: int, heartbeat: Heartbeat, report: Callable[[DdpManualError], None]
+    ) -> None:
         self._store = store
         self._rank = rank
+        self._heartbeat = heartbeat
         self._report = report
         self._standing_down = threading.Event()
         self._seen: DdpManualError | None = None
@@ -54,6 +59,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._standing_down.wait(LOOK_EVERY):
             try:
+                self._heartbeat.beat_if_due()
                 failure = self._store.failure_if_any()
                 if failure is None:
                     continue

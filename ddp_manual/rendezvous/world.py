@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ddp_manual import console, environment
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import DataMissing, DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, from_dict
-from ddp_manual.rendezvous import address as addresses
 from ddp_manual.rendezvous import device as devices
-from ddp_manual.rendezvous import lastwords
+from ddp_manual.rendezvous import lastwords, preflight
 from ddp_manual.rendezvous.answer import Answered
 from ddp_manual.rendezvous.group import close_process_group, open_process_group
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
+from ddp_manual.rendezvous.progress import Heartbeat, Progress
+from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Watchdog
@@ -53,11 +54,13 @@ class World:
     """From the call of ``rendezvous`` until the first collective was done."""
     host_leader: int
     """The first rank of this rank's host."""
+    progress: Progress
+    """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
     _store: RunStore = field(repr=False)
 
     def roster(self) -> list[dict[str, Any]]:
-        """All ranks: ``rank``, ``host``, ``pid``, ``device``."""
-        roster: list[dict[str, Any]] = self._store.roster()
+        """All ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, a GPU's UUID."""
+        roster: list[dict[str, Any]] = self._store.summary()["ranks"]
         return roster
 
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
@@ -104,6 +107,7 @@ def rendezvous(
     options: Mapping[str, tuple[Any, str]] | None = None,
     run_dir: str | None = None,
     command: str | None = None,
+    steps: Steps | None = None,
 ) -> Iterator[World]:
     """Meet the other ranks, run the body as one of them, and leave in order.
 
@@ -112,7 +116,9 @@ def rendezvous(
     Args:
         options: option -> (value, source), for what the ranks must have in common; rank 0 compares.
         run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files.
-        command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers.
+        command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers; None if it is a
+            script of the user's own, which then has to be the same on every rank.
+        steps: filled with what is done, and how long each step takes.
 
     Raises:
         DdpManualError: the ranks do not come together, or a peer has ended the run. Else what the body raises.
@@ -121,13 +127,23 @@ def rendezvous(
     console.log_to_stderr(spec.rank)
     environment.bound_reverse_lookups()
     environment.quiet_torch_warnings()
-    device, backend = devices.choose(spec)
-    common = {
-        **(options or {}),
-        "device": (device, spec.source("device")),
-        "backend": (backend, spec.source("backend")),
-    }
-    meeting = Meeting(spec, device, common, run_dir, command)
+    if spec.from_variables:
+        logger.info("%s", ", ".join(spec.from_variables))
+    steps = Steps() if steps is None else steps
+    device, backend = preflight.before_joining(spec, steps)
+    meeting = Meeting(
+        spec,
+        device=device,
+        backend=backend,
+        options={
+            **(options or {}),
+            "device": (device, spec.source("device")),
+            "backend": (backend, spec.source("backend")),
+        },
+        run_dir=run_dir,
+        command=command,
+        steps=steps,
+    )
     try:
         answered = meeting.meet()
     except (RankTaken, RanksDoNotBelongTogether):
@@ -140,10 +156,17 @@ def rendezvous(
         lastwords.write_failure(error, spec.rank, meeting.run_dir)
         console.print_error(error)
 
-    watchdog = Watchdog(meeting.store.clone(), spec.rank, report)
+    progress = Progress()
+    of_the_watchdog = meeting.store.clone()
+    heartbeat = Heartbeat(of_the_watchdog, spec.rank, spec.world_size, progress)
+    watchdog = Watchdog(of_the_watchdog, spec.rank, heartbeat, report)
     watchdog.start()
     try:
-        yield _open_world(meeting, answered, device, backend, started)
+        with steps.step("process group") as step:
+            world = _open_world(meeting, answered, device, backend, progress, started)
+            step.detail = f"{world.backend} on {world.device}"
+        yield world
+        progress.phase = "leaving"
         close_process_group(all_finished=meeting.all_finish_soon())
         if spec.rank != 0:
             _stand_down(watchdog)
@@ -166,11 +189,12 @@ def _stand_down(watchdog: Watchdog) -> None:
         raise seen
 
 
-def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend: str, started: float) -> World:
+def _open_world(
+    meeting: Meeting, answered: Answered, device_type: str, backend: str, progress: Progress, started: float
+) -> World:
     spec, place, store = meeting.spec, answered.place, meeting.store
-    _, interface = addresses.route_to(store.address)
-    if interface:
-        environment.choose_interface(interface)
+    if meeting.own.interface:
+        environment.choose_interface(meeting.own.interface)
     environment.export_identity(spec.world_size, spec.rank, place.local_rank, spec.master_addr, spec.master_port)
     device = devices.pin(spec.rank, device_type, place.local_rank, place.local_world_size)
     open_process_group(store, spec.rank, spec.world_size, backend, device)
@@ -188,6 +212,7 @@ def _open_world(meeting: Meeting, answered: Answered, device_type: str, backend:
         run_dir=meeting.run_dir,
         rendezvous_seconds=time.monotonic() - started,
         host_leader=place.host_leader,
+        progress=progress,
         _store=store,
     )
     logger.info(

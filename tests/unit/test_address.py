@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from ddp_manual.config import WorldSpec
-from ddp_manual.errors import AddressNotLocal, MasterNotAStore, MasterUnresolvable, PortInUse
+from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
 from ddp_manual.rendezvous import address
-from ddp_manual.rendezvous.address import Answer
+from ddp_manual.rendezvous.listening import listen
+from ddp_manual.rendezvous.probing import Answer, probe, wait_for_store
 from ddp_manual.rendezvous.waiting import Waiting
 
 
@@ -44,15 +45,15 @@ def server(serve: Callable[[socket.socket], None]) -> Iterator[int]:
 @pytest.mark.parametrize("use_libuv", [True, False])
 def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False, use_libuv=use_libuv)
-    assert address.probe("127.0.0.1", store.port).answer is Answer.STORE
+    assert probe("127.0.0.1", store.port).answer is Answer.STORE
     store.set("key", "value")
     assert store.get("key") == b"value"
 
 
 def test_nothing_listening_is_told_from_something_else_listening(port: int) -> None:
-    assert address.probe("127.0.0.1", port).answer is Answer.REFUSED
+    assert probe("127.0.0.1", port).answer is Answer.REFUSED
     with server(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as other:
-        found = address.probe("127.0.0.1", other)
+        found = probe("127.0.0.1", other)
     assert found.answer is Answer.STRANGER
     assert "SSH-2.0-OpenSSH_9.2" in found.detail
 
@@ -61,7 +62,7 @@ def test_a_server_that_says_nothing_is_found_out_within_5_seconds(monkeypatch: p
     release = threading.Event()
     started = time.monotonic()
     with server(lambda connection: release.wait(10) and None) as mute:
-        assert address.probe("127.0.0.1", mute).answer is Answer.MUTE
+        assert probe("127.0.0.1", mute).answer is Answer.MUTE
         release.set()
     assert time.monotonic() - started < 5
 
@@ -70,7 +71,7 @@ def test_something_else_on_rank_0s_port_ends_the_wait_at_once() -> None:
     with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
         spec = WorldSpec(world_size=2, rank=1, master_port=other)
         with pytest.raises(MasterNotAStore) as caught:
-            address.wait_for_store(spec, Waiting(30, address.logger), "train --rank 0")
+            wait_for_store(spec, ["127.0.0.1"], Waiting(30, address.logger), "train --rank 0")
     assert "HTTP/1.0 400 Bad Request" in caught.value.why
 
 
@@ -79,8 +80,40 @@ def test_a_name_without_an_address_is_refused_at_once() -> None:
         address.resolve("no.such.host.invalid")
 
 
+def test_a_server_that_waits_for_a_line_is_given_one_and_named() -> None:
+    def serve(connection: socket.socket) -> None:
+        with connection.makefile("rb") as lines:
+            lines.readline()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+    with server(serve) as other:
+        found = probe("127.0.0.1", other)
+    assert found.answer is Answer.STRANGER
+    assert found.detail.startswith("HTTP/1.1 400 Bad Request")
+
+
+def test_a_name_of_digits_that_reads_as_an_impossible_address_is_refused_at_once() -> None:
+    with pytest.raises(MasterUnresolvable, match=r"all digits, and is read as the IP address 0\.0\.104\.103"):
+        address.resolve("26727")
+
+
+def test_a_name_of_digits_that_reads_as_an_address_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    assert address.resolve("2130706433") == ["127.0.0.1"]
+    assert "is all digits: it is read as the IP address 127.0.0.1" in caplog.text
+
+
+def test_a_loopback_address_is_refused_where_the_launcher_tells_of_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = WorldSpec(world_size=4, rank=2, master_addr="localhost")
+    address.refuse_loopback(spec, ["127.0.0.1"])
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    address.refuse_loopback(spec, ["10.0.0.1"])
+    with pytest.raises(LoopbackMaster, match="this host's own loopback") as caught:
+        address.refuse_loopback(spec, ["::1", "127.0.0.1"])
+    assert "SLURM_STEP_NUM_NODES=2" in caught.value.why
+
+
 def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
-    with address.listen(WorldSpec(world_size=2, master_port=port)) as listener:
+    with listen(WorldSpec(world_size=2, master_port=port), ["127.0.0.1"]) as listener:
         assert listener.getsockname() == ("127.0.0.1", port)
         with socket.socket() as other:
             other.bind(("127.0.0.2", port))
@@ -88,19 +121,19 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
 
 def test_rank_0_does_not_listen_at_an_address_of_another_host(port: int) -> None:
     with pytest.raises(AddressNotLocal) as caught:
-        address.listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port))
+        listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
     assert "192.0.2.1" in caught.value.why
     assert "127.0.0.1" in caught.value.why
 
 
 def test_a_port_in_use_names_the_process_that_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortInUse) as caught:
-        address.listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]))
+        listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]), ["127.0.0.1"])
     assert "pytest" in caught.value.why
 
 
 def test_a_world_of_one_takes_any_free_port() -> None:
-    with address.listen(WorldSpec()) as first, address.listen(WorldSpec()) as second:
+    with listen(WorldSpec(), ["127.0.0.1"]) as first, listen(WorldSpec(), ["127.0.0.1"]) as second:
         assert first.getsockname()[1] != second.getsockname()[1]
 
 

@@ -1,28 +1,59 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from ddp_manual.errors import (
+    ConfigMismatch,
+    DdpManualError,
+    DeviceMissing,
+    DeviceTaken,
+    LoopbackMaster,
+    VersionMismatch,
+)
+from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import Entry, Hello, as_ranges, assign_places, in_words, missing_ranks_error
+from ddp_manual.rendezvous.reachability import targets
 
-RUN = Hello(run_id="r", run_dir="d", world_size=3, host="a", pid=1, command="train --rank {rank} --data '{x}'")
+RUN = Hello(
+    run_id="r",
+    run_dir="d",
+    world_size=3,
+    host="a",
+    pid=1,
+    address="10.0.0.1",
+    since=0.0,
+    challenge=None,
+    command="train --rank {rank} --data '{x}'",
+)
 
 
-def entry(rank: int, host_id: str, local_rank: int | None = None) -> Entry:
-    return Entry(
-        rank=rank,
-        world_size=4,
-        host=host_id,
-        host_id=host_id,
-        pid=1,
-        since=0.0,
-        device="cpu",
-        local_rank=local_rank,
-        options={},
-    )
+def entry(rank: int, host_id: str, local_rank: int | None = None, **other: Any) -> Entry:
+    fields: dict[str, Any] = {
+        "rank": rank,
+        "world_size": 3,
+        "world_size_source": "flag",
+        "host": host_id,
+        "host_id": host_id,
+        "pid": 1,
+        "since": 0.0,
+        "address": "10.0.0.1",
+        "probe_port": 1,
+        "device": "cpu",
+        "local_rank": local_rank,
+        "gpus": [],
+        "versions": {"torch": "2.15.0+cu132", "python": "3.11", "cuda": "13.2", "nccl": "2.30.7"},
+        "code": {"ddp_manual/training": "aa"},
+        "allow_mismatch": False,
+        "options": {"backend": ["gloo", "default"]},
+    }
+    return Entry(**{**fields, **other})
 
 
 def test_local_rank_is_the_position_among_the_ranks_of_the_same_host() -> None:
-    places = assign_places([entry(0, "a"), entry(1, "b"), entry(2, "a"), entry(3, "b")])
+    places = assign_places([entry(rank, host) for rank, host in enumerate("abab")])
     assert [place.local_rank for place in places.values()] == [0, 0, 1, 1]
     assert [place.node for place in places.values()] == [0, 1, 0, 1]
     assert [place.host_leader for place in places.values()] == [0, 1, 0, 1]
@@ -57,6 +88,11 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
         {"host": 5},
         {"options": []},
         {"options": {"lr": 5}},
+        {"gpus": [1]},
+        {"versions": {"torch": 2}},
+        {"code": "all of it"},
+        {"probe_port": 70_000},
+        {"allow_mismatch": 1},
         {"since": "noon"},
         {"since": 1e300},
         {"local_rank": "0"},
@@ -67,3 +103,108 @@ def test_an_entry_that_cannot_be_a_ranks_is_not_believed(wrong: dict[str, object
     request = {**vars(entry(0, "a")), **wrong}
     with pytest.raises(TypeError):
         Entry.from_request(request)
+
+
+NCCL = {"options": {"backend": ["nccl", "default"]}, "device": "cuda"}
+
+
+def refused(theirs: Entry, ours: Entry, run: Hello = RUN) -> DdpManualError | None:
+    return unlike(theirs, ours, run, now=0.0)[0]
+
+
+def test_a_rank_like_rank_0_belongs_with_it() -> None:
+    assert unlike(entry(1, "b"), entry(0, "a"), RUN, now=0.0) == (None, [])
+
+
+def test_another_torch_is_named_with_the_command_that_mends_it_and_may_be_allowed() -> None:
+    other = entry(1, "b", versions={"torch": "2.11.0", "python": "3.11", "cuda": "12.8", "nccl": None})
+    error = refused(other, entry(0, "a"))
+    assert isinstance(error, VersionMismatch)
+    assert error.why == "torch: rank 0 (a) has 2.15.0+cu132, rank 1 has 2.11.0"
+    assert "pip install torch==2.15.0\n" in error.next
+    for pair in ((replace(other, allow_mismatch=True), entry(0, "a")), (other, entry(0, "a", allow_mismatch=True))):
+        assert unlike(*pair, RUN, now=0.0) == (
+            None,
+            ["rank 1 (b, pid 1) has other versions than rank 0: torch (allowed)"],
+        )
+
+
+def test_cuda_and_nccl_versions_count_where_nccl_is_used() -> None:
+    other = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}
+    assert refused(entry(1, "b", versions=other), entry(0, "a")) is None
+    error = refused(entry(1, "b", versions=other, **NCCL), entry(0, "a", **NCCL))
+    assert isinstance(error, VersionMismatch)
+    assert "nccl: rank 0 (a) has 2.30.7, rank 1 has none" in error.why
+
+
+def test_other_code_is_named_by_the_part_that_differs() -> None:
+    error = refused(entry(1, "b", code={"ddp_manual/training": "bb"}), entry(0, "a"))
+    assert isinstance(error, ConfigMismatch)
+    assert error.what == "rank 1 (b, pid 1) runs other code than rank 0: ddp_manual/training"
+
+
+def test_a_host_without_a_gpu_is_named_whichever_rank_it_has() -> None:
+    for without, having in ((1, 0), (0, 1)):
+        entries = {rank: entry(rank, "ab"[rank], device="cuda" if rank == having else "cpu") for rank in (0, 1)}
+        error = refused(entries[1], entries[0])
+        assert isinstance(error, DeviceMissing)
+        assert error.what.startswith(f"rank {without} ({'ab'[without]}, pid 1) has no GPU")
+
+
+def test_another_address_family_is_refused() -> None:
+    families = [{"address_family": [family, "eth0, from GLOO_SOCKET_IFNAME"]} for family in ("IPv4", "IPv6")]
+    error = refused(entry(1, "b", options=families[1]), entry(0, "a", options=families[0]))
+    assert isinstance(error, ConfigMismatch)
+    assert "address_family: rank 0 has IPv4 (eth0, from GLOO_SOCKET_IFNAME), rank 1 has IPv6" in error.why
+
+
+def test_a_rank_that_came_through_a_tunnel_to_loopback_is_refused() -> None:
+    run = replace(RUN, address="127.0.0.1")
+    assert refused(entry(1, "a"), entry(0, "a"), run) is None
+    assert isinstance(refused(entry(1, "b"), entry(0, "a"), run), LoopbackMaster)
+
+
+def test_a_clock_that_is_far_off_is_warned_about() -> None:
+    assert unlike(entry(1, "b", since=3600.0), entry(0, "a"), RUN, now=0.0)[1] == [
+        "the clock of b is 3600 s ahead of a's"
+    ]
+
+
+# A second GPU cannot be had where the tests run, so what the processes say of their GPUs is made up here.
+def test_two_ranks_on_one_gpu_are_named_with_its_uuid() -> None:
+    ranks = [entry(0, "a", gpus=["GPU-1", "GPU-2"], **NCCL), entry(1, "a", gpus=["GPU-1", "GPU-2"], **NCCL)]
+    assert shared_gpu(ranks, assign_places(ranks)) is None
+    ranks[1] = replace(ranks[1], local_rank=0)
+    assert shared_gpu(ranks) is None  # rank 0 has not been given its GPU yet
+    error = shared_gpu(ranks, assign_places(ranks))
+    assert isinstance(error, DeviceTaken)
+    assert error.what == "rank 0 (a, pid 1) and rank 1 (a, pid 1) would share one GPU"
+    assert "GPU-1" in error.why
+    ranks[0] = replace(ranks[0], local_rank=0)
+    assert isinstance(shared_gpu(ranks), DeviceTaken)
+
+
+def test_two_containers_that_see_the_same_gpu_share_it() -> None:
+    ranks = [entry(rank, host, gpus=["GPU-1"], **NCCL) for rank, host in enumerate("ab")]
+    assert isinstance(shared_gpu(ranks, assign_places(ranks)), DeviceTaken)
+
+
+def test_more_ranks_on_a_host_than_gpus_is_a_missing_device() -> None:
+    ranks = [entry(rank, "a", gpus=["GPU-1"], **NCCL) for rank in range(2)]
+    error = shared_gpu(ranks, assign_places(ranks))
+    assert isinstance(error, DeviceMissing)
+    assert error.what == "rank 1 (a, pid 1) wants cuda:1, which does not exist"
+
+
+def test_gloo_ranks_may_share_a_gpu() -> None:
+    ranks = [replace(entry(rank, "a", gpus=["GPU-1"]), device="cuda", local_rank=0) for rank in range(2)]
+    assert shared_gpu(ranks, assign_places(ranks)) is None
+
+
+def test_beyond_32_hosts_every_host_is_still_tried_in_both_directions() -> None:
+    assert targets(1, 3) == [0, 2]
+    for nodes in (33, 64, 100):
+        tried = {(node, other) for node in range(nodes) for other in targets(node, nodes)}
+        assert len(tried) < nodes * 8
+        assert {start for start, _ in tried} == {end for _, end in tried} == set(range(nodes))
+        assert all(start != end for start, end in tried)

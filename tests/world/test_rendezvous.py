@@ -105,7 +105,9 @@ def test_without_rank_0_the_others_ask_for_it_and_give_up_at_the_timeout(start_r
     alone = start_rank(1, 2, "--join_timeout", 4)
     alone.wait_for("is rank 0 started?")
     assert alone.wait(30) == 11
-    assert last_error(alone.err).startswith("error[master-refused]: rank 0 did not start listening at 127.0.0.1:")
+    assert last_error(alone.err).startswith(
+        "error[master-refused]: nothing has listened at rank 0's address 127.0.0.1:"
+    )
 
 
 def test_a_name_that_does_not_resolve_ends_the_rank_at_once(start_rank: Start) -> None:

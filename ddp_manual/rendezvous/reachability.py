@@ -1,0 +1,178 @@
+"""Whether ranks on different hosts can connect to each other, tried before anything waits for it.
+
+While it meets the others, each process answers at a port of its own. When all are here the first rank of each host
+connects to those of the other hosts, and rank 0 tells everybody which pairs failed, in which direction, and what the
+network answered. On one host there is nothing to try.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from ddp_manual.errors import PeerUnreachable
+from ddp_manual.rendezvous.address import at, family
+from ddp_manual.rendezvous.store import RunStore
+
+# All pairs are tried up to this many hosts; beyond it a host tries those 1, 2, 4, 8, ... further on in rank order, so
+# that every host is still tried in both directions.
+ALL_PAIRS_UP_TO = 32
+# Seconds. Failing pairs have to be known within 10 s of the roll call.
+CONNECT_TIMEOUT = 3.0
+REPORT_TIMEOUT = 8.0
+ALIVE_TIMEOUT = 0.3
+# More than one packet: where large ones are dropped, small ones still connect.
+GREETING_BYTES = 16_384
+
+
+class Answerer:
+    """Answers at a port of its own for as long as it is open, to prove that this host can be reached.
+
+    Args:
+        address: this host's IP address on the interface that the ranks will use.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.socket(family(address), socket.SOCK_STREAM)
+        self._listener.bind((address, 0))
+        self._listener.listen(256)
+        self.port = int(self._listener.getsockname()[1])
+        self._greeting = greeting(self.port)
+        self._thread = threading.Thread(target=self._answer, name="answerer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        # Closing alone would leave the thread in accept.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(CONNECT_TIMEOUT)
+                connection.sendall(self._greeting)
+
+
+def greeting(port: int) -> bytes:
+    """What an Answerer sends: tells it from something else that listens there."""
+    return f"ddp_manual {port}\n".encode().ljust(GREETING_BYTES, b".")
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether anything accepts connections there: the kernel does so even for a process that is frozen."""
+    try:
+        with socket.create_connection((address, port), ALIVE_TIMEOUT):
+            return True
+    except OSError:
+        return False
+
+
+def try_to_reach(address: str, port: int) -> str | None:
+    """None if an Answerer answers there, else what the network answered."""
+    expected = greeting(port)
+    received = b""
+    try:
+        with socket.create_connection((address, port), CONNECT_TIMEOUT) as connection:
+            connection.settimeout(CONNECT_TIMEOUT)
+            while len(received) < len(expected):
+                piece = connection.recv(65536)
+                if not piece:
+                    break
+                received += piece
+    except ConnectionRefusedError:
+        return "connection refused"
+    except TimeoutError:
+        if received:
+            return f"connected, but only {len(received)} of {len(expected)} bytes came through (packet size?)"
+        return f"no answer within {CONNECT_TIMEOUT:.0f} s: dropped"
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    return None if received == expected else "something else answers there"
+
+
+def targets(node: int, nodes: int) -> list[int]:
+    """The hosts that host ``node`` tries: all others, or beyond ALL_PAIRS_UP_TO hosts those 1, 2, 4, ... further on."""
+    if nodes <= ALL_PAIRS_UP_TO:
+        return [other for other in range(nodes) if other != node]
+    return [(node + (1 << power)) % nodes for power in range((nodes - 1).bit_length())]
+
+
+def check_pairs(store: RunStore, rank: int, node: int, nodes: int, host_leader: int) -> None:
+    """Have the hosts try to reach each other; every rank learns the outcome.
+
+    Raises:
+        PeerUnreachable: pairs that failed.
+    """
+    if nodes == 1:
+        return
+    if rank == host_leader:
+        hosts = store.hosts()
+        with ThreadPoolExecutor(max_workers=ALL_PAIRS_UP_TO) as pool:
+            tried = targets(node, nodes)
+            outcomes = pool.map(lambda other: try_to_reach(hosts[other]["address"], hosts[other]["port"]), tried)
+            failures = [[other, outcome] for other, outcome in zip(tried, outcomes, strict=True) if outcome]
+        store.report_reach(node, failures)
+        if rank == 0:
+            store.set_unreachable(_failing_pairs(_gathered(store, nodes), hosts))
+    failing = store.unreachable()
+    if failing:
+        raise _unreachable(failing)
+
+
+def _gathered(store: RunStore, nodes: int) -> dict[int, list[list[Any]] | None]:
+    """What each host reported, None for one that has not in time."""
+    deadline = time.monotonic() + REPORT_TIMEOUT
+    while time.monotonic() < deadline and not store.have_reported_reach(range(nodes)):
+        time.sleep(0.02)
+    return {node: store.reach(node) if store.have_reported_reach([node]) else None for node in range(nodes)}
+
+
+def _failing_pairs(
+    reports: Mapping[int, Sequence[Sequence[Any]] | None], hosts: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    pairs = []
+    for node, failures in reports.items():
+        if failures is None:
+            pairs.append({"from": hosts[node], "to": None, "answer": f"said nothing for {REPORT_TIMEOUT:.0f} s"})
+            continue
+        pairs += [{"from": hosts[node], "to": hosts[other], "answer": answer} for other, answer in failures]
+    return pairs
+
+
+MOST_SHOWN = 16
+
+
+def _unreachable(failing: Sequence[Mapping[str, Any]]) -> PeerUnreachable:
+    named = ", ".join(_arrow(pair) for pair in failing[:MOST_SHOWN]) + (", ..." if len(failing) > MOST_SHOWN else "")
+    lines = []
+    for pair in failing[:MOST_SHOWN]:
+        start, end = pair["from"], pair["to"]
+        tried = f" to {at(end['address'], end['port'])} (rank {end['rank']} on {end['host']})" if end else ""
+        lines.append(f"from {start['address']} (rank {start['rank']} on {start['host']}){tried}: {pair['answer']}")
+    first = failing[0]
+    opened = (
+        f"from {first['from']['address']} to {first['to']['address']}"
+        if first["to"]
+        else f"between {first['from']['host']} and the others"
+    )
+    return PeerUnreachable(
+        f"{len(failing)} of the connections between hosts cannot be made: {named}",
+        why="\n".join(lines),
+        next=f"open all TCP ports {opened}, such as: iptables -I INPUT -p tcp -s {first['from']['address']} -j ACCEPT\n"
+        "or name an interface that connects the hosts: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+    )
+
+
+def _arrow(pair: Mapping[str, Any]) -> str:
+    return f"{pair['from']['host']} -> {pair['to']['host']}" if pair["to"] else f"{pair['from']['host']} is silent"
