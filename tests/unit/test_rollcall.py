@@ -145,7 +145,10 @@ def test_other_code_is_named_by_the_part_that_differs() -> None:
 
 def test_a_host_without_a_gpu_is_named_whichever_rank_it_has() -> None:
     for without, having in ((1, 0), (0, 1)):
-        entries = {rank: entry(rank, "ab"[rank], device="cuda" if rank == having else "cpu") for rank in (0, 1)}
+        kinds = {having: "cuda", without: "cpu"}
+        entries = [
+            entry(rank, "ab"[rank], device=kinds[rank], options={"device": [kinds[rank], "default"]}) for rank in (0, 1)
+        ]
         error = refused(entries[1], entries[0])
         assert isinstance(error, DeviceMissing)
         assert error.what.startswith(f"rank {without} ({'ab'[without]}, pid 1) has no GPU")

@@ -1,0 +1,47 @@
+"""The table of provoked faults in docs/faults.md: each test that provokes one records what was seen.
+
+DDP_MANUAL_FAULT_TABLE=faults.jsonl ./scripts/test tests/hosts tests/world && python -m tests.catalogue faults.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def record(
+    fault: str, identifier: str, named: str, *, seconds: float, within: float, codes: Sequence[int], row: int
+) -> None:
+    """Hold a fault to its deadline, and keep it for the table if one is being made.
+
+    Args:
+        fault: what was provoked, in a few words.
+        identifier: of the error or, where nothing has to leave, of the line that told it.
+        named: what the text named (rank, host, address, ...), in a few words; the test has asserted it.
+        seconds: from the moment the fact could be known until it was told.
+        within: what is promised.
+        codes: the exit code of every rank, in rank order, then of those turned away.
+        row: orders the table.
+    """
+    assert seconds <= within, f"{fault}: told after {seconds:.1f} s, not {within} s"
+    table = os.environ.get("DDP_MANUAL_FAULT_TABLE")
+    if table:
+        line = {"row": row, "fault": fault, "identifier": identifier, "named": named, "seconds": round(seconds, 1)}
+        with open(table, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, "within": within, "codes": list(codes)}) + "\n")
+
+
+def main(table: str) -> None:
+    lines = [json.loads(line) for line in Path(table).read_text(encoding="utf-8").splitlines()]
+    print("| provoked | identifier | named | seconds (promised) | exit codes |\n|---|---|---|---|---|")
+    for line in sorted(lines, key=lambda line: (line["row"], line["fault"])):
+        codes = ", ".join(map(str, line["codes"]))
+        seconds = f"{line['seconds']} ({line['within']:g})"
+        print(f"| {line['fault']} | {line['identifier']} | {line['named']} | {seconds} | {codes} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
