@@ -7,6 +7,7 @@ about a flag answer at once.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import signal
 import sys
@@ -22,6 +23,7 @@ from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped
 from ddp_manual.options import option_fields
 
+FOUND_A_PROBLEM = 3
 GROUPS = ("identity", "rendezvous", "training", "data", "output")
 
 
@@ -56,12 +58,12 @@ class GroupedOption(click.Option):
         )
 
 
-def options_of(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each option of a dataclass. A flag that is not given arrives as None."""
+def options_of(kind: type, only: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for each option of a dataclass, or for some. A flag that is not given arrives as None."""
     hints = get_type_hints(kind)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        fields = list(option_fields(kind))
+        fields = [field for field in option_fields(kind) if only is None or field.name in only]
         parameters = [GroupedOption(field, _value_type(hints[field.name])) for field in fields]
         known = getattr(function, "__click_params__", [])
         function.__click_params__ = [*known, *reversed(parameters)]  # type: ignore[attr-defined]
@@ -79,8 +81,8 @@ def _value_type(hint: Any) -> type:
 
 def _given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
     """Those of a dataclass's options that were typed; 0 was, False is a switch that was not."""
-    names = [field.name for field in option_fields(kind)]
-    return {name: flags[name] for name in names if flags[name] is not None and flags[name] is not False}
+    given = {field.name: flags.get(field.name) for field in option_fields(kind)}
+    return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 # Underscores are how PyTorch users type options; dashes mean the same.
@@ -115,6 +117,44 @@ def train(**flags: Any) -> None:
     summary = worker.run(spec, config)
     if spec.rank == 0:
         click.echo(worker.result_text(summary))
+
+
+@ddp_manual.command(cls=GroupedCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@options_of(WorldSpec)
+def check(as_json: bool, **flags: Any) -> None:
+    """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
+
+    Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
+    own line. The exit code is 0, or 3 with the findings first.
+    """
+    from ddp_manual import checkup, reports
+
+    report = checkup.check(WorldSpec.from_environment(**_given(WorldSpec, flags)))
+    click.echo(json.dumps(report) if as_json else reports.check_text(report))
+    if report["findings"]:
+        raise click.exceptions.Exit(FOUND_A_PROBLEM)
+
+
+@ddp_manual.command(cls=GroupedCommand)
+@click.option("--watch", is_flag=True, help="Look again every second, until the run ends or Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; with --watch one a line.")
+@options_of(WorldSpec, only=("master_addr", "master_port"))
+def status(watch: bool, as_json: bool, **flags: Any) -> None:
+    """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing."""
+    from ddp_manual import reports
+    from ddp_manual.rendezvous.observer import look
+
+    spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
+    write = json.dumps if as_json else reports.status_text
+    texts = (write(seen) for seen in look(spec, again=watch))
+    if watch and not as_json and sys.stdout.isatty():
+        console.redraw(texts)
+    else:
+        for text in texts:
+            click.echo(text)
+    if watch and not as_json:
+        click.echo("the run has ended")
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_manual import environment
 from ddp_manual.errors import BadOption
-from ddp_manual.options import Options, option, option_fields
+from ddp_manual.options import Options, as_flags, option, option_fields
 
 MODELS = ("convnet", "mlp")
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
@@ -280,3 +281,15 @@ class TrainConfig(Options):
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
+
+
+def command_template(spec: WorldSpec, config: TrainConfig | None = None) -> str:
+    """The command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` for the numbers."""
+    program, arguments = environment.typed_command()
+    if arguments[:1] in (["train"], ["check"]):
+        program.append(arguments[0])
+    identity = f"--world_size {spec.world_size} --rank {{rank}}"
+    meeting = f"--master_addr {shlex.quote(spec.master_addr)} --master_port {{master_port}}"
+    given = {**spec.given_options(), **(config.given_options() if config else {})}
+    rest = as_flags({name: value for name, value in given.items() if name not in PER_RANK_OPTIONS})
+    return " ".join(part for part in (shlex.join(program), identity, meeting, rest) if part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -92,3 +92,13 @@ def progress(total_steps: int, *, bar: bool) -> Iterator[Progress]:
 
 def on_a_terminal() -> bool:
     return sys.stderr.isatty()
+
+
+def redraw(texts: Iterable[str]) -> None:
+    """Each text in the place of the one before, on a terminal."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as drawn:
+        for text in texts:
+            drawn.update(Text(text), refresh=True)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, environment, rundir
-from ddp_manual.config import PER_RANK_OPTIONS, TrainConfig, WorldSpec
+from ddp_manual import console, rundir
+from ddp_manual.config import TrainConfig, WorldSpec, command_template
 from ddp_manual.errors import DdpManualError
-from ddp_manual.options import as_flags
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
@@ -204,18 +202,6 @@ def _line(metrics: Metrics, steps: int, epochs: int) -> str:
         f"step {metrics.step}/{steps} epoch {metrics.epoch}/{epochs} loss {metrics.loss:.4f} "
         f"accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} {metrics.samples_per_second:,.0f} samples/s"
     )
-
-
-def command_template(spec: WorldSpec, config: TrainConfig) -> str:
-    """The command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` for the numbers."""
-    program, arguments = environment.typed_command()
-    if arguments[:1] == ["train"]:
-        program.append("train")
-    identity = f"--world_size {spec.world_size} --rank {{rank}}"
-    meeting = f"--master_addr {shlex.quote(spec.master_addr)} --master_port {{master_port}}"
-    given = {**spec.given_options(), **config.given_options()}
-    rest = as_flags({name: value for name, value in given.items() if name not in PER_RANK_OPTIONS})
-    return " ".join(part for part in (shlex.join(program), identity, meeting, rest) if part)
 
 
 def result_text(summary: dict[str, Any]) -> str:

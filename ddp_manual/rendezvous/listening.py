@@ -10,7 +10,7 @@ from ddp_manual import environment
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import AddressNotLocal, BadOption, DdpManualError, PortInUse
 from ddp_manual.rendezvous.address import at, family, interface_addresses
-from ddp_manual.rendezvous.observer import observe
+from ddp_manual.rendezvous.observer import Observer
 from ddp_manual.rendezvous.probing import Answer, probe
 
 
@@ -73,7 +73,7 @@ def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
 
 def _run_there(address: str, port: int) -> str:
     try:
-        found = observe(address, port)
+        found = Observer(address, port).observe()
     except DdpManualError as error:
         return f"it is no run of this program: {error.what}"
     return f"it is run {found.hello.run_id}, {found.situation()}"

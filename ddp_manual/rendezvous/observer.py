@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ddp_manual import environment
 from ddp_manual.config import WorldSpec
-from ddp_manual.errors import MasterNotAStore
+from ddp_manual.errors import MasterLost, MasterNotAStore
 from ddp_manual.rendezvous.address import at, resolve
 from ddp_manual.rendezvous.entries import Hello, situation
 from ddp_manual.rendezvous.probing import wait_for_store
@@ -16,6 +19,8 @@ from ddp_manual.rendezvous.store import RunStore
 from ddp_manual.rendezvous.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,22 +40,29 @@ class Observation:
 
     def as_dict(self) -> dict[str, Any]:
         hello = {name: value for name, value in asdict(self.hello).items() if name != "challenge"}
-        return {"run": hello, **self.summary, "progress": self.progress, "failure": self.failure}
+        known = {name: value for name, value in self.summary.items() if name not in ("named", "prove")}
+        return {"run": hello, **known, "progress": self.progress, "failure": self.failure}
 
 
-def observe(address: str, port: int) -> Observation:
-    """Read the run whose store answers at an IP address.
+class Observer:
+    """A client that only reads, of the store that answers at an IP address."""
 
-    Raises:
-        MasterNotAStore: it is not a run of this program. MasterLost: it ends while it is read.
-    """
-    store = RunStore.connect(address, port)
-    store.join_attempt()
-    try:
+    def __init__(self, address: str, port: int) -> None:
+        self._where = at(address, port)
+        self._store = RunStore.connect(address, port)
+
+    def observe(self) -> Observation:
+        """The run as it is now.
+
+        Raises:
+            MasterNotAStore: it is not a run of this program, or of another version. MasterLost: it has ended.
+        """
+        store = self._store
+        store.join_attempt()
         hello = store.hello_if_any()
         if hello is None:
             raise MasterNotAStore(
-                f"the store at {at(address, port)} has no roll call",
+                f"the store at {self._where} has no roll call",
                 why="a TCPStore answers there, but no rank 0 of this program has used it",
                 next="check --master_addr and --master_port against those of the run",
             )
@@ -58,18 +70,36 @@ def observe(address: str, port: int) -> Observation:
             return Observation(Hello(**hello), store.summary(), store.progress_if_any(), store.failure_if_any())
         except (TypeError, ValueError) as error:
             raise MasterNotAStore(
-                f"the run at {at(address, port)} is of another version of this program",
+                f"the run at {self._where} is of another version of this program",
                 why=f"reading it gave {type(error).__name__}: {error}",
                 next="use the version of ddp_manual that the run uses",
             ) from None
-    finally:
-        store.close()
+
+    def close(self) -> None:
+        self._store.close()
 
 
-def find(spec: WorldSpec, rank_0_command: str) -> str:
-    """The IP address at which rank 0's store answers, now.
+def look(spec: WorldSpec, *, again: bool) -> Iterator[dict[str, Any]]:
+    """The run at rank 0's address, now and with ``again`` every second until it has ended.
 
     Raises:
-        MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: none does.
+        MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: there is none, and why.
     """
-    return wait_for_store(spec, resolve(spec.master_addr), Waiting(0.0, logger), rank_0_command, who="status")
+    environment.bound_reverse_lookups()
+    environment.quiet_torch_warnings()
+    start_rank_0 = (
+        f"ddp-manual train --world_size N --rank 0 --master_addr {spec.master_addr} --master_port {spec.master_port}"
+    )
+    addresses = resolve(spec.master_addr)
+    address = wait_for_store(spec, addresses, Waiting(0.0, logger), start_rank_0, who="status")
+    observer = Observer(address, spec.master_port)
+    try:
+        yield observer.observe().as_dict()
+        while again:
+            time.sleep(LOOK_EVERY)
+            with suppress(MasterLost):
+                yield observer.observe().as_dict()
+                continue
+            return
+    finally:
+        observer.close()

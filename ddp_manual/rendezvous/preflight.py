@@ -14,6 +14,7 @@ from ddp_manual import environment
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import BadOption
 from ddp_manual.rendezvous import device as devices
+from ddp_manual.rendezvous.address import own_address, resolve
 from ddp_manual.rendezvous.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,21 @@ def shared_memory() -> str:
         return "none"
     usage = shutil.disk_usage(SHARED_MEMORY)
     return f"{usage.free >> 20} of {usage.total >> 20} MB free"
+
+
+def look_up_addresses(spec: WorldSpec, steps: Steps) -> None:
+    """Time a look-up by address, as ``check`` does: torch asks for the name of every peer that connects.
+
+    Raises:
+        MasterUnresolvable: rank 0's address.
+    """
+    with steps.step("names") as step:
+        mine = own_address()
+        asked = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])
+        found = [(address, *reverse_lookup(address)) for address in asked]
+        step.detail = ", ".join(f"{address} is {name or 'nameless'} ({took:.2f} s)" for address, took, name in found)
+        if max(took for _, took, _ in found) > SLOW_LOOKUP:
+            step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
 
 
 def reverse_lookup(address: str) -> tuple[float, str | None]:

@@ -152,12 +152,12 @@ def _never_came(
     )
     if rank_0_command:
         return MasterRefused(
-            f"nothing {'has listened' if waited else 'listens'} at rank 0's address {where}{waited}",
+            f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
             why=f"{who} on {environment.host_name()} tried {tried}",
             next=f"{rank_0_command}\nthen try again; if rank 0 does run, compare its address and port with these",
         )
     return MasterUnreachable(
-        f"no answer from rank 0's address {where}{waited}",
+        f"no answer{waited} from rank 0's address {where}",
         why=f"{who} on {environment.host_name()} tried {tried}",
         next=f"open TCP port {spec.master_port} on rank 0's host, or check the route: ping {spec.master_addr}",
     )

@@ -13,6 +13,7 @@ is JSON, never pickle.
     reach/<node>      the hosts which that one could not reach; ``unreachable`` has all failing pairs
     progress          what each rank does, and how long ago it was heard; beat/<rank> is what it said itself
     once/<host>/<job> the outcome of a job that one rank per host does for the others
+    report/<rank>     what a rank has to tell rank 0 at its end
     failure           the first failure of the run: whoever reads it leaves
     finished/<rank>   this rank has done its work and takes part in no more collectives; ``finished`` counts them
     left/<rank>       this rank needs the store no more
@@ -198,6 +199,12 @@ class RunStore:
 
     def progress_if_any(self) -> Any:
         return self._get("progress") if self._known("progress") else None
+
+    def set_report(self, rank: int, report: Mapping[str, Any]) -> None:
+        self._set(f"report/{rank}", report)
+
+    def report(self, rank: int) -> Any:
+        return self._get(f"report/{rank}")
 
     def publish_failure(self, failure: dict[str, Any]) -> None:
         """Make this the run's failure, unless there is one already."""

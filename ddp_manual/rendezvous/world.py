@@ -63,6 +63,13 @@ class World:
         roster: list[dict[str, Any]] = self._store.summary()["ranks"]
         return roster
 
+    def gather(self, report: Mapping[str, Any]) -> list[Any]:
+        """Every rank's report, on rank 0 and in rank order; [] on the others. Once a run: JSON of up to 4 MiB."""
+        self._store.set_report(self.rank, report)
+        if self.rank != 0:
+            return []
+        return [self._store.report(rank) for rank in range(self.world_size)]
+
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
         """Have the first rank of each host do ``action`` while the others of that host wait for it.
 

@@ -106,7 +106,7 @@ def test_without_rank_0_the_others_ask_for_it_and_give_up_at_the_timeout(start_r
     alone.wait_for("is rank 0 started?")
     assert alone.wait(30) == 11
     assert last_error(alone.err).startswith(
-        "error[master-refused]: nothing has listened at rank 0's address 127.0.0.1:"
+        "error[master-refused]: nothing has listened for 4 s at rank 0's address 127.0.0.1:"
     )
 
 

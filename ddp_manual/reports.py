@@ -1,0 +1,147 @@
+"""What ``check`` and ``status`` print: text made of the same plain values that ``--json`` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+# The matrix of round trips is as wide as it is high.
+WIDEST_MATRIX = 16
+MOST_ROWS = 64
+
+
+def check_text(report: Mapping[str, Any]) -> str:
+    """Rank 0's whole table, or another rank's own line; the findings first."""
+    lines = [line for finding in report["findings"] for line in _finding(finding)]
+    warnings = [step for step in report["steps"] if step["outcome"] == "warning"]
+    lines += [f"warning: {step['name']}: {step['detail']}" for step in warnings]
+    who = f"rank {report['rank']} on {report['host']}"
+    verdict = "found a problem" if report["findings"] else "all is well"
+    if report["rank"] != 0 and not report["findings"]:
+        return "\n".join([*lines, f"{who}: {verdict}, {len(report['steps'])} steps in {report['seconds']:.1f} s"])
+    lines += [f"{who}: {verdict}, in {report['seconds']:.1f} s", *_steps(report["steps"])]
+    for other in report.get("ranks", [])[1:]:
+        odd = [step for step in other["steps"] if step["outcome"] != "ok"]
+        if odd:
+            lines += [f"rank {other['rank']} on {other['host']}:", *_steps(odd)]
+    if "roster" in report:
+        lines += ["", *_roster(report["roster"])]
+    if "measured" in report:
+        lines += ["", *_measured(report["measured"], len(report["roster"]))]
+    lines += [
+        "",
+        "settings:",
+        *columns([[name, _shown(value), f"({source})"] for name, value, source in report["settings"]]),
+    ]
+    lines += ["variables in force:", *columns([[name, value] for name, value in report["variables"].items()])]
+    return "\n".join(lines)
+
+
+def status_text(seen: Mapping[str, Any]) -> str:
+    """A run as a third terminal sees it."""
+    run = seen["run"]
+    since = datetime.fromtimestamp(run["since"]).strftime("%Y-%m-%d %H:%M:%S")
+    state = "all ranks are here" if seen["complete"] else f"{seen['here']} of {run['world_size']} ranks are here"
+    lines = [f"run {run['run_id']}: rank 0 on {run['host']} (pid {run['pid']}) since {since}; {state}"]
+    if run["run_dir"]:
+        lines.append(f"files: {run['run_dir']}")
+    lines += ["", *_roster(seen["ranks"], seen["progress"])]
+    missing = [rank for first, last in seen["missing"] for rank in range(first, last + 1)]
+    if missing:
+        lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
+        lines += [f"  {run['command'].replace('{rank}', str(missing[0]))}"]
+    lines += ["", *seen["refused"], *seen["gone"], *seen["warnings"]] if _any_notes(seen) else []
+    for name in ("error", "failure"):
+        if seen[name]:
+            lines += ["", *_finding(seen[name])]
+    return "\n".join(lines)
+
+
+def _any_notes(seen: Mapping[str, Any]) -> bool:
+    return any(seen[name] for name in ("refused", "gone", "warnings"))
+
+
+def _finding(finding: Mapping[str, str]) -> list[str]:
+    why, next = (finding[part].replace("\n", "\n        ") for part in ("why", "next"))
+    return [f"error[{finding['identifier']}]: {finding['what']}", f"  why:  {why}", f"  next: {next}"]
+
+
+def _steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    marks = dict(zip(("ok", "warning", "failed"), _marks(), strict=True))
+    return columns(
+        [[marks[step["outcome"]], step["name"], f"{step['seconds']:.2f} s", step["detail"]] for step in steps]
+    )
+
+
+def _marks() -> tuple[str, str, str]:
+    """A tick, a warning, a cross; in words where the terminal cannot show them."""
+    marks = ("\N{CHECK MARK}", "!", "\N{BALLOT X}")
+    try:
+        "".join(marks).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ("ok", "!", "failed")
+    return marks
+
+
+def _roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, Any]] | None = None) -> list[str]:
+    header = ["rank", "host", "pid", "device", "address", "since", "versions"]
+    rows = []
+    for line in ranks[:MOST_ROWS]:
+        since = datetime.fromtimestamp(line["since"]).strftime("%H:%M:%S")
+        device = f"{line['device']} {line['gpu']}" if "gpu" in line else line["device"]
+        row = [str(line["rank"]), line["host"], str(line["pid"]), device, line["address"], since]
+        if progress:
+            row += _doing(progress[line["rank"]])
+        rows.append([*row, line["versions"]])
+    if progress:
+        header[-1:-1] = ["phase", "epoch", "step", "samples/s", "heard"]
+    more = [f"  ... and {len(ranks) - MOST_ROWS} more"] if len(ranks) > MOST_ROWS else []
+    return [*columns([header, *rows]), *more]
+
+
+def _doing(line: Mapping[str, Any]) -> list[str]:
+    rate = f"{line['samples_per_second']:,.0f}" if line["samples_per_second"] else "-"
+    return [line["phase"], str(line["epoch"]), str(line["step"]), rate, f"{line['silent_seconds']:.0f} s ago"]
+
+
+def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
+    lines = [f"barrier: {1e6 * measured['barrier_seconds']:.0f} us"]
+    lines += columns(
+        [
+            ["all-reduce", "time", "bus bandwidth"],
+            *(
+                [f"{one['bytes'] >> 10} KB", f"{1e3 * one['seconds']:.2f} ms", f"{one['bus_bandwidth'] / 1e9:.3g} GB/s"]
+                for one in measured["all_reduce"]
+            ),
+        ]
+    )
+    times = {(pair["rank"], pair["other"]): pair["seconds"] for pair in measured["round_trips"]}
+    if not times:
+        return lines
+    lines.append("round trips in us:")
+    if ranks > WIDEST_MATRIX:
+        return lines + columns([[f"0 - {other}", f"{1e6 * seconds:.0f}"] for (_, other), seconds in times.items()])
+    header = ["rank", *map(str, range(ranks))]
+    rows = [
+        [str(rank), *(_microseconds(times.get((min(rank, other), max(rank, other)))) for other in range(ranks))]
+        for rank in range(ranks)
+    ]
+    return lines + columns([header, *rows])
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e6 * seconds:.0f}"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text with their columns one under the other; the last column may be any length."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
+    return [
+        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
