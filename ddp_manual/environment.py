@@ -205,9 +205,9 @@ def chosen_interfaces(backend: str) -> tuple[list[str], str]:
 
 
 def bound_reverse_lookups() -> None:
-    """Every TCPStore connection looks its peer up by name; with a dead name server that took 5 s, one in 25.
+    """At most one attempt of one second for each look-up of a name, where a dead name server would take 10 s.
 
-    The resolver reads this before its first look-up: at most one attempt of one second.
+    The resolver reads this before the first look-up of the process: this comes before ours.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

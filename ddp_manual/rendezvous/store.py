@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ddp_manual import environment
 from ddp_manual.errors import BackendUnavailable, MasterLost
+from ddp_manual.rendezvous import peernames
 from ddp_manual.rendezvous.address import at
 from ddp_manual.rendezvous.waiting import Waiting
 
@@ -322,6 +323,7 @@ def _client(address: str, port: int, listen_fd: int | None = None) -> TCPStore:
             why="USE_LIBUV=0 is set; the legacy store it asks for has no queues",
             next="unset USE_LIBUV",
         )
+    peernames.ask_for_none()
     client = TCPStore(
         address,
         port,
