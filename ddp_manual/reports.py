@@ -108,15 +108,11 @@ def _doing(line: Mapping[str, Any]) -> list[str]:
 
 def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
     lines = [f"barrier: {1e6 * measured['barrier_seconds']:.0f} us"]
-    lines += columns(
-        [
-            ["all-reduce", "time", "bus bandwidth"],
-            *(
-                [f"{one['bytes'] >> 10} KB", f"{1e3 * one['seconds']:.2f} ms", f"{one['bus_bandwidth'] / 1e9:.3g} GB/s"]
-                for one in measured["all_reduce"]
-            ),
-        ]
-    )
+    rows = [
+        [_size(one["bytes"]), f"{1e3 * one['seconds']:.2f} ms", f"{_size(one['bus_bandwidth'], unit=1000)}/s"]
+        for one in measured["all_reduce"]
+    ]
+    lines += columns([["all-reduce", "time", "bus bandwidth"], *rows])
     times = {(pair["rank"], pair["other"]): pair["seconds"] for pair in measured["round_trips"]}
     if not times:
         return lines
@@ -129,6 +125,15 @@ def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
         for rank in range(ranks)
     ]
     return lines + columns([header, *rows])
+
+
+def _size(count: float, unit: int = 1024) -> str:
+    """Bytes, such as ``64 MB``; ``unit`` is 1000 where the field counts so, as in bandwidths."""
+    for name in ("B", "KB", "MB"):
+        if count < unit:
+            return f"{count:.3g} {name}"
+        count /= unit
+    return f"{count:.3g} GB"
 
 
 def _microseconds(seconds: float | None) -> str:

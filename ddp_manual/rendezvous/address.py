@@ -38,11 +38,17 @@ def resolve(host: str) -> list[str]:
     if host == environment.host_name() and all(is_loopback(address) for address in addresses):
         real = own_address()
         if real is not None:
-            logger.info("%s is %s to itself, which other hosts cannot reach; using %s", host, addresses[0], real)
             addresses.insert(0, real)
-    if addresses != [host]:
-        logger.info("rank 0's address %s is %s", host, ", ".join(addresses))
     return addresses
+
+
+def resolved(host: str, addresses: list[str]) -> str:
+    """What ``resolve`` made of a name, in words; empty for an IP address."""
+    if addresses == [host]:
+        return ""
+    own_name = host == environment.host_name() and len(addresses) > 1 and is_loopback(addresses[-1])
+    first = f" ({addresses[0]} first: other hosts cannot reach {addresses[-1]})" if own_name else ""
+    return f"rank 0's address {host} is {', '.join(addresses)}{first}"
 
 
 def _judge_digits(host: str, address: str) -> None:

@@ -92,6 +92,8 @@ class Meeting:
         with self._steps.step("address") as step:
             found = addresses.resolve(self.spec.master_addr)
             step.detail = f"{self.spec.named('master_addr')} is {', '.join(found)}"
+            if words := addresses.resolved(self.spec.master_addr, found):
+                logger.info("%s", words)
             addresses.refuse_loopback(self.spec, found)
         self._open_store(found, waiting)
         if self.spec.rank != 0 or self.spec.agent_store:
