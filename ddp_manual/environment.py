@@ -116,15 +116,15 @@ def restart_count() -> int:
 def launcher_hosts(world_size: int) -> str | None:
     """What a launcher's variables say if they tell of more than one host, such as ``SLURM_STEP_NUM_NODES=2``.
 
-    A batch system's variables for the whole job are not read: inside one, a run on a single host is still common.
+    A batch system's variables for the whole job are not read: inside one, a run on a single host is still common. Nor
+    are torchrun's: it is often tried out with two agents on one host.
     """
-    for variable in ("SLURM_STEP_NUM_NODES", "GROUP_WORLD_SIZE"):
-        if os.environ.get(variable, "").isdigit() and int(os.environ[variable]) > 1:
-            return f"{variable}={os.environ[variable]}"
-    for local, total in (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")):
-        here, all_ranks = os.environ.get(local, ""), os.environ.get(total, "")
-        if here.isdigit() and all_ranks == str(world_size) and int(here) < world_size:
-            return f"{local}={here} of {total}={all_ranks}"
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
+    if nodes.isdigit() and int(nodes) > 1:
+        return f"SLURM_STEP_NUM_NODES={nodes}"
+    here, total = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("LOCAL_SIZE", "SIZE"))
+    if here.isdigit() and total == str(world_size) and int(here) < world_size:
+        return f"OMPI_COMM_WORLD_LOCAL_SIZE={here} of OMPI_COMM_WORLD_SIZE={total}"
     return None
 
 
@@ -188,19 +188,26 @@ def export_identity(world_size: int, rank: int, local_rank: int, master_addr: st
     )
 
 
+_interfaces_of_ours: dict[str, str] = {}
+"""What ``choose_interface`` has set, which another rendezvous of this process may set anew."""
+
+
 def choose_interface(interface: str) -> None:
     """Have gloo and NCCL use ``interface``, unless the user has already chosen one.
 
     NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with ``=``.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+        if os.environ.get(variable) in (None, _interfaces_of_ours.get(variable)):
+            os.environ[variable] = _interfaces_of_ours[variable] = value
 
 
 def chosen_interfaces(backend: str) -> tuple[list[str], str]:
     """The interfaces the user has chosen for a backend, and the variable that says so; NCCL's ``^`` excludes some."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     value = os.environ.get(variable, "")
+    if value == _interfaces_of_ours.get(variable):
+        value = ""
     return (value.lstrip("=").split(",") if value and not value.startswith("^") else [], variable)
 
 

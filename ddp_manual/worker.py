@@ -42,7 +42,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     try:
         with rendezvous(
             spec,
-            options=config.shared_options(),
+            options={**config.shared_options(), "command": ("train", "command")},
             run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
             command=command_template(spec, config),
         ) as world:

@@ -129,6 +129,8 @@ def _other_options(entry: Entry, rank_0: Entry, run: Hello) -> ConfigMismatch | 
     ]
     if not differing:
         return None
+    if "command" in differing:
+        differing = ["command"]  # of which all the other differences follow
     next = run.command_for(entry.rank)
     if {"device", "backend"} & set(differing):
         # Left to themselves the two hosts chose differently, and would again.

@@ -7,6 +7,7 @@ network answered. On one host there is nothing to try.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -16,9 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from ddp_manual.errors import PeerUnreachable
+from ddp_manual.errors import MasterLost, PeerUnreachable
 from ddp_manual.rendezvous.address import at, family
-from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.waiting import Waiting
+
+logger = logging.getLogger(__name__)
 
 # All pairs are tried up to this many hosts; beyond it a host tries those 1, 2, 4, 8, ... further on in rank order, so
 # that every host is still tried in both directions.
@@ -26,6 +30,7 @@ ALL_PAIRS_UP_TO = 32
 # Seconds. Failing pairs have to be known within 10 s of the roll call.
 CONNECT_TIMEOUT = 3.0
 REPORT_TIMEOUT = 8.0
+OUTCOME_TIMEOUT = 60.0
 ALIVE_TIMEOUT = 0.3
 # More than one packet: where large ones are dropped, small ones still connect.
 GREETING_BYTES = 16_384
@@ -125,9 +130,22 @@ def check_pairs(store: RunStore, rank: int, node: int, nodes: int, host_leader: 
         store.report_reach(node, failures)
         if rank == 0:
             store.set_unreachable(_failing_pairs(_gathered(store, nodes), hosts))
-    failing = store.unreachable()
+    failing = _outcome(store.clone())
     if failing:
         raise _unreachable(failing)
+
+
+def _outcome(store: RunStore) -> list[dict[str, Any]]:
+    about = "waiting for the hosts to try the connections between them"
+    try:
+        failing: list[dict[str, Any]] = interruptibly(store.unreachable, Waiting(OUTCOME_TIMEOUT, logger), about)
+    except TimeoutError:
+        raise MasterLost(
+            "rank 0 does not answer",
+            why=f"all ranks had joined, but it did not say within {OUTCOME_TIMEOUT:.0f} s which hosts can connect",
+            next="look whether rank 0 is stopped or frozen, then start all ranks again",
+        ) from None
+    return failing
 
 
 def _gathered(store: RunStore, nodes: int) -> dict[int, list[list[Any]] | None]:

@@ -14,6 +14,7 @@ import logging
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -75,9 +76,9 @@ class RollCall:
         self._seats: dict[int, Seat] = {}
         self._claims: list[Claim] = []
         self._nonces: set[str] = set()
-        self._refused: list[str] = []
-        self._gone: list[str] = []
-        self._warnings: list[str] = []
+        self._refused: deque[str] = deque(maxlen=MOST_NAMED)
+        self._gone: deque[str] = deque(maxlen=MOST_NAMED)
+        self._warnings: deque[str] = deque(maxlen=MOST_NAMED)
         self._version = 0
         self._publish_at: float | None = None
         self._complete = False
@@ -118,7 +119,7 @@ class RollCall:
 
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
-        self._store.arrive(self._seal.close("stop", {"stop": True}))
+        self._store.arrive(self._seal.close(f"{self._run()} stop", {"stop": True}))
         self._judge_thread.join(timeout=5)
         return sorted(self._seats)
 
@@ -170,7 +171,7 @@ class RollCall:
             envelope = decode(message)
             says = claimed(envelope)
             if "stop" in says:
-                self._seal.open("stop", envelope)
+                self._seal.open(f"{self._run()} stop", envelope)
                 return False
             nonce = str(says["nonce"])
             if not re.fullmatch("[0-9a-f]{16}", nonce):
@@ -369,9 +370,9 @@ class RollCall:
             "here": len(self._seats),
             "named": here,
             "missing": as_ranges(sorted(set(range(self._hello.world_size)) - set(self._seats))),
-            "refused": self._refused[-MOST_NAMED:],
-            "gone": self._gone[-MOST_NAMED:],
-            "warnings": self._warnings[-MOST_NAMED:],
+            "refused": list(self._refused),
+            "gone": list(self._gone),
+            "warnings": list(self._warnings),
             "prove": holders,
         }
 

@@ -92,7 +92,7 @@ def test_a_rank_that_checks_does_not_join_one_that_trains(start: Start, start_ra
     checking = start_check(start, port, 1, 2)
     assert checking.wait(30) == 3
     assert checking.out.startswith("error[config-mismatch]")
-    assert "command: rank 0 has no such option, rank 1 has check (command)" in checking.out
+    assert "why:  command: rank 0 has train (command), rank 1 has check (command)\n  next" in checking.out
     assert [start_rank(1, 2).wait(), training.wait()] == [0, 0]
 
 
