@@ -1,13 +1,13 @@
-"""Waiting that tells what it waits for: one line after 2 s, then one every 10 s and one on each change."""
+"""Waiting that tells what it waits for: one line within 2 s, then one every 10 s and one on each change."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-FIRST_LINE = 2.0
+FIRST_LINE = 1.5
 LINE_EVERY = 10.0
-# Below the 2 s that a first line may take, so that it is said with time to spare.
+# Added to the above it stays below the 2 s that a first line may take.
 POLL_EVERY = 0.25
 
 
