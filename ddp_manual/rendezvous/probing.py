@@ -5,7 +5,7 @@ Nothing here needs torch: a store is recognised by two messages of its protocol,
 
 from __future__ import annotations
 
-import os
+import secrets
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,7 @@ class Probe:
 
 def probe(address: str, port: int) -> Probe:
     """Ask what listens at an address, joining nothing, in at most 5 s."""
-    nonce = os.urandom(4)
+    nonce = secrets.token_hex(2).encode()  # no byte that a server of another kind takes for the end of a line
     try:
         with socket.create_connection((address, port), CONNECT_TIMEOUT) as connection:
             connection.settimeout(ANSWER_TIMEOUT)
@@ -72,11 +72,14 @@ def probe(address: str, port: int) -> Probe:
 
 
 def _first_bytes(connection: socket.socket) -> bytes:
-    """What the other side says; a server that waits for a line, as an http server does, is given the end of one."""
+    """What the other side says; a server that waits for a line, as an http server does, is given the end of one.
+
+    As that of an http request: without a version Python's http.server answers as one of 1991, with a page and no status.
+    """
     connection.settimeout(ANSWER_TIMEOUT / 2)
     with suppress(TimeoutError):
         return connection.recv(64)
-    connection.sendall(b"\r\n\r\n")
+    connection.sendall(b" / HTTP/1.0\r\n\r\n")
     return connection.recv(64)
 
 
