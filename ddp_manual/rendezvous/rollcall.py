@@ -84,6 +84,7 @@ class RollCall:
         self._complete = False
         self._closed_by: DdpManualError | None = None
         self._lock = threading.Lock()
+        self._stopping = threading.Event()
         self._judge_thread = threading.Thread(target=self._judge_all, args=(store.clone(),), daemon=True)
 
     def open(self) -> None:
@@ -119,7 +120,8 @@ class RollCall:
 
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
-        self._store.arrive(self._seal.close(f"{self._run()} stop", {"stop": True}))
+        self._stopping.set()
+        self._store.arrive({"stop": True})
         self._judge_thread.join(timeout=5)
         return sorted(self._seats)
 
@@ -171,8 +173,8 @@ class RollCall:
             envelope = decode(message)
             says = claimed(envelope)
             if "stop" in says:
-                self._seal.open(f"{self._run()} stop", envelope)
-                return False
+                # It only wakes this thread: anybody may put one into the queue.
+                return not self._stopping.is_set()
             nonce = str(says["nonce"])
             if not re.fullmatch("[0-9a-f]{16}", nonce):
                 raise ValueError("a nonce that is none")
