@@ -96,7 +96,9 @@ def _port_owner(port: int) -> str:
             try:
                 owner = psutil.Process(entry.pid)
                 started = datetime.fromtimestamp(owner.create_time()).strftime("%Y-%m-%d %H:%M:%S")
-                return f"pid {entry.pid} ({entry.status}), started {started}: {' '.join(owner.cmdline())}"
+                # On one line: a script after ``python -c`` has several, which would pass for ours.
+                command = " ".join(" ".join(owner.cmdline()).split())
+                return f"pid {entry.pid} ({entry.status}), started {started}: {command}"
             except psutil.Error:
                 return f"pid {entry.pid} ({entry.status})"
     return "a process of another user or container, or one that has ended a moment ago"
