@@ -74,7 +74,7 @@ def probe(address: str, port: int) -> Probe:
 def _first_bytes(connection: socket.socket) -> bytes:
     """What the other side says; a server that waits for a line, as an http server does, is given the end of one.
 
-    As that of an http request: without a version Python's http.server answers as one of 1991, with a page and no status.
+    As that of an http request: without a version Python's http.server answers with a page and no status.
     """
     connection.settimeout(ANSWER_TIMEOUT / 2)
     with suppress(TimeoutError):
