@@ -1,0 +1,260 @@
+"""Faults between hosts, provoked for real: rank 0's address, and what lies between the hosts. See ``record``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.catalogue import record
+from tests.clock import clocked, loaded, told
+from tests.conftest import RankProcess
+from tests.hosts.conftest import Hosts
+from tests.hosts.hosts import Host
+from tests.world.test_rendezvous import last_error
+
+QUICK = ("--batch_size", 2000)
+
+# Copies bytes between who connects to the first address and the second one; a number is a port on loopback, a path is
+# a Unix socket, which network namespaces share.
+FORWARD = """
+import socket, sys, threading
+
+def family_of(address):
+    return (socket.AF_INET, ("127.0.0.1", int(address))) if address.isdigit() else (socket.AF_UNIX, address)
+
+def pump(source, sink):
+    try:
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+
+listened, forwarded = map(family_of, sys.argv[1:])
+listener = socket.socket(listened[0], socket.SOCK_STREAM)
+listener.bind(listened[1])
+listener.listen(64)
+print("forwarding", file=sys.stderr, flush=True)
+while True:
+    near, _ = listener.accept()
+    far = socket.socket(forwarded[0], socket.SOCK_STREAM)
+    far.connect(forwarded[1])
+    for pair in (near, far), (far, near):
+        threading.Thread(target=pump, args=pair, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> dict[str, str]:
+    return clocked(tmp_path / "clock")
+
+
+def start_ranks(on: list[Host], *options: object, **env: str) -> list[RankProcess]:
+    """One rank per host."""
+    return [host.start_rank(rank, len(on), *QUICK, *options, **env) for rank, host in enumerate(on)]
+
+
+def last_loaded(ranks: list[RankProcess]) -> float:
+    """No roll call can be complete before."""
+    return max(loaded(rank) for rank in ranks)
+
+
+# -- 3: rank 0's name -----------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_one_host_cannot_resolve_ends_its_rank_at_once(hosts: Hosts, clock: dict[str, str]) -> None:
+    two = hosts(2)
+    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    lost = two[1].start_rank(1, 2, *QUICK, "--master_addr", "no.such.host.invalid", **clock)
+    seconds = told(lost, "error[master-unresolvable]: rank 0's address 'no.such.host.invalid' has no") - loaded(lost)
+    assert "looking it up on hostB gave: " in lost.err
+    right = two[1].start_rank(1, 2, *QUICK)
+    codes = [process.wait() for process in (rank_0, right, lost)]
+    assert codes == [0, 0, 11], rank_0.err
+    named = "the name, and what looking it up gave, on which host"
+    record("no such name", "master-unresolvable", named, seconds=seconds, within=2, codes=codes, row=3)
+
+
+def test_all_addresses_of_a_name_are_shown_and_the_one_that_answers_is_used(
+    hosts: Hosts, clock: dict[str, str]
+) -> None:
+    two = hosts(2)
+    for host in two:
+        host.resolve("rank0.example", two[0].network.silent, two[0].address)
+    ranks = start_ranks(two, "--master_addr", "rank0.example", **clock)
+    seconds = max(told(rank, "rank 0's address rank0.example is ") - loaded(rank) for rank in ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], ranks[1].err
+    for rank in ranks:
+        shown = re.search("rank 0's address rank0.example is (.*)", rank.err)
+        assert shown and set(shown[1].split(", ")) == {two[0].network.silent, two[0].address}
+    fault, named = "a name with two addresses, one dead", "both addresses"
+    record(fault, "(joins)", named, seconds=seconds, within=2, codes=codes, row=3)
+
+
+def test_rank_0s_own_host_name_works_though_it_is_a_loopback_address_there(hosts: Hosts, clock: dict[str, str]) -> None:
+    two = hosts(2)
+    ranks = start_ranks(two, "--master_addr", "hostA", **clock)
+    seconds = max(told(rank, "process group ready") for rank in ranks) - last_loaded(ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], ranks[1].err
+    using = f"hostA is 127.0.1.1 to itself, which other hosts cannot reach; using {two[0].address}"
+    assert using in ranks[0].err
+    assert f"rank 0's address hostA is {two[0].address}\n" in ranks[1].err
+    fault, named = "rank 0's host name is 127.0.1.1 on its own host", "both addresses, and the one used"
+    record(fault, "(joins)", named, seconds=seconds, within=30, codes=codes, row=3)
+
+
+def test_a_host_name_of_digits_alone_is_not_taken_for_an_address(hosts: Hosts, clock: dict[str, str]) -> None:
+    two = hosts(2)
+    for host in two:
+        host.resolve("26727", two[0].address)
+    ranks = start_ranks(two, "--master_addr", "26727", **clock)
+    what = "error[master-unresolvable]: rank 0's address '26727' is all digits, and is read as the IP address "
+    seconds = max(told(rank, f"{what}0.0.104.103\n") - loaded(rank) for rank in ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [11, 11]
+    assert "26727.example.org" in last_error(ranks[1].err)
+    fault, named = "a host name of digits alone", "the name, and the address it is read as"
+    record(fault, "master-unresolvable", named, seconds=seconds, within=2, codes=codes, row=27)
+
+
+# -- 8: an address that is not rank 0's -----------------------------------------------------------------------------
+
+
+def test_localhost_is_refused_at_once_where_a_launcher_tells_of_several_hosts(
+    hosts: Hosts, clock: dict[str, str]
+) -> None:
+    two = hosts(2)
+    ranks = start_ranks(two, "--master_addr", "localhost", SLURM_STEP_NUM_NODES="2", **clock)
+    seconds = max(told(rank, "error[loopback-master]: rank 0's address localhost ") - loaded(rank) for rank in ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [11, 11]
+    for host, rank in zip(two, ranks, strict=True):
+        assert "SLURM_STEP_NUM_NODES=2" in rank.err
+        assert f"if that is this one: --master_addr {host.address}" in rank.err
+    fault, named = "localhost, in a Slurm step of two hosts", "the variable, and the host's real address"
+    record(fault, "loopback-master", named, seconds=seconds, within=2, codes=codes, row=8)
+
+
+def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(
+    hosts: Hosts, port: int, clock: dict[str, str]
+) -> None:
+    two = hosts(2)
+    ranks = start_ranks(two, "--master_addr", "localhost", "--join_timeout", 4, **clock)
+    line = f"nothing listens at localhost:{port} (localhost is ::1, 127.0.0.1), which is hostB itself: is rank 0 start"
+    seconds = told(ranks[1], line) - loaded(ranks[1])
+    ranks[0].wait_for("(only hostA itself reaches ::1: for ranks elsewhere give all its real --master_addr)")
+    codes = [rank.wait(20) for rank in ranks]
+    assert codes == [10, 11]
+    assert last_error(ranks[0].err).startswith("error[rank-missing]: 1 of 2 ranks never joined within 4 s: rank 1\n")
+    assert "(only hostA itself reaches ::1: " in last_error(ranks[0].err)
+    what = last_error(ranks[1].err).splitlines()[0]
+    assert what.startswith("error[master-refused]: nothing has listened for 4 s at rank 0's address localhost:")
+    assert what.endswith(" (localhost is ::1, 127.0.0.1), which is hostB itself")
+    fault, named = (
+        "localhost, on each of two hosts",
+        "the host that localhost is; on rank 0, that only its host reaches it",
+    )
+    record(fault, "master-refused, rank-missing", named, seconds=seconds, within=2.5, codes=codes, row=8)
+
+
+def test_rank_0_on_a_host_that_does_not_have_its_address_is_told_which_has(hosts: Hosts, clock: dict[str, str]) -> None:
+    two = hosts(2)
+    rank_1 = two[1].start_rank(1, 2, *QUICK)
+    rank_1.wait_for("is rank 0 started?")
+    astray = two[1].start_rank(0, 2, *QUICK, **clock)
+    what = f"rank 0 runs on hostB, but {two[0].address} is not an address of this host"
+    seconds = told(astray, f"error[address-not-local]: {what}\n") - loaded(astray)
+    assert astray.wait() == 11
+    assert two[1].address in last_error(astray.err)
+    assert f"start rank 0 on the host that has {two[0].address}" in last_error(astray.err)
+    assert rank_1.process.poll() is None
+    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    codes = [process.wait() for process in (rank_0, rank_1, astray)]
+    assert codes == [0, 0, 11], rank_0.err
+    fault, named = "rank 0 on another host than its address", "that host, its addresses, the address asked for"
+    record(fault, "address-not-local", named, seconds=seconds, within=2, codes=codes, row=8)
+
+
+def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
+    hosts: Hosts, port: int, tmp_path: Path, clock: dict[str, str]
+) -> None:
+    two = hosts(2)
+    rank_0 = two[0].start_rank(0, 2, *QUICK, "--master_addr", "127.0.0.1")
+    rank_0.wait_for("waiting for rank 1")
+    tunnel = tmp_path / "tunnel"
+    two[0].start(sys.executable, "-c", FORWARD, tunnel, port).wait_for("forwarding")
+    two[1].start(sys.executable, "-c", FORWARD, port, tunnel).wait_for("forwarding")
+    through = two[1].start_rank(1, 2, *QUICK, "--master_addr", "127.0.0.1", **clock)
+    what = "rank 0 listens on 127.0.0.1, which is not for other hosts, and rank 1 is on hostB"
+    seconds = told(through, f"error[loopback-master]: {what}\n") - loaded(through)
+    assert through.wait() == 11
+    assert "came through a tunnel to hostA" in last_error(through.err)
+    rank_0.wait_for(f"rank 1 (hostB, pid {through.process.pid}) was refused: loopback-master")
+    right = two[0].start_rank(1, 2, *QUICK, "--master_addr", "127.0.0.1")
+    codes = [process.wait() for process in (rank_0, right, through)]
+    assert codes == [0, 0, 11], rank_0.err
+    fault, named = (
+        "a tunnel from another host to a loopback address",
+        "both hosts, rank 0's address; the refused on rank 0",
+    )
+    record(fault, "loopback-master", named, seconds=seconds, within=2, codes=codes, row=8)
+
+
+# -- 9: the hosts cannot connect to each other ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_where_only_rank_0s_port_is_open_every_rank_names_the_pairs_and_leaves(
+    hosts: Hosts, port: int, clock: dict[str, str], closed: int
+) -> None:
+    two = hosts(2)
+    for host in two[:closed]:
+        host.only_port_open(port)
+    ranks = start_ranks(two, **clock)
+    pairs = ("hostB -> hostA", "hostA -> hostB, hostB -> hostA")[closed - 1]
+    what = f"error[peer-unreachable]: {closed} of the connections between hosts cannot be made: {pairs}\n"
+    seconds = max(told(rank, what) for rank in ranks) - last_loaded(ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [18, 18]
+    for rank in ranks:
+        assert f"from {two[1].address} (rank 1 on hostB) to {two[0].address}:" in last_error(rank.err)
+        assert last_error(rank.err).count(" (rank 0 on hostA): no answer within 3 s: dropped") == 1
+    fault = f"only rank 0's port open, on {('rank 0', 'each')[closed - 1]}'s host"
+    named = f"{('the one failing pair', 'both pairs')[closed - 1]}, ranks, addresses, on every rank"
+    record(fault, "peer-unreachable", named, seconds=seconds, within=10, codes=codes, row=9)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "answer"), [("drop", "no answer within 3 s: dropped"), ("reject", "connection refused")]
+)
+def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_named(
+    hosts: Hosts, clock: dict[str, str], verdict: str, answer: str, tmp_path: Path
+) -> None:
+    three = hosts(3)
+    getattr(three[2], f"{verdict}_from")(three[1])
+    ranks = start_ranks(three, **clock)
+    what = "error[peer-unreachable]: 1 of the connections between hosts cannot be made: hostB -> hostC\n"
+    seconds = max(told(rank, what) for rank in ranks) - last_loaded(ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [18, 18, 18]
+    _, second, third = (host.address for host in three)
+    for rank in ranks:
+        error = last_error(rank.err)
+        why = re.search(r"  why:  (.*)\n  next: (.*)\n", error)
+        assert why, error
+        assert re.fullmatch(
+            rf"from {second} \(rank 1 on hostB\) to {third}:\d+ \(rank 2 on hostC\): {answer}", why[1]
+        ), error
+        assert why[2].startswith(f"open all TCP ports from {second} to {third}, such as: ")
+    fault = f"connections from the 2nd to the 3rd of three hosts {verdict}{'p' * (verdict == 'drop')}ed"
+    named = "that pair and direction alone, and the answer, on every rank"
+    record(fault, "peer-unreachable", named, seconds=seconds, within=10, codes=codes, row=9)
+    if verdict == "reject":
+        three[2].open_all()
+        again = start_ranks(three, "--run_dir", tmp_path / "again")
+        assert [rank.wait() for rank in again] == [0, 0, 0], again[0].err
