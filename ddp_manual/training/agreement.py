@@ -33,6 +33,8 @@ def compare_data(parts: Mapping[str, Split], device: torch.device, hosts: Callab
     names = hosts()
     lines = []
     for index, part in enumerate(parts):
+        if all(found[index] == ranks[0][index] for found in ranks):
+            continue
         lines.append(f"{part}: rank 0 ({names[0]}) has {_shown(ranks[0][index])}")
         lines += [
             f"{part}: rank {rank} ({names[rank]}) has {_shown(found[index])}"
