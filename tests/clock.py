@@ -8,6 +8,7 @@ truth. All times are seconds of CLOCK_MONOTONIC, which every process of a machin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, RankProcess
@@ -35,6 +36,11 @@ def loaded(process: RankProcess) -> float:
     """When the process had torch."""
     process.wait_for(_LOADED)
     return float(process.err.partition(_LOADED)[2].split()[0])
+
+
+def all_loaded(processes: Sequence[RankProcess]) -> float:
+    """When the last of them had torch: no roll call of theirs can be complete before."""
+    return max(loaded(process) for process in processes)
 
 
 def told(process: RankProcess, text: str, timeout: float = 60) -> float:

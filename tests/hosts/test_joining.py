@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.catalogue import record
+from tests.clock import all_loaded, loaded, told
 from tests.conftest import RankProcess
 from tests.hosts.conftest import Hosts
-from tests.hosts.hosts import Host
+from tests.hosts.hosts import QUICK, Host, start_ranks
 from tests.world.test_rendezvous import last_error
 
 
-def train(on: list[Host], folder: Path) -> dict:
-    """One rank per host, to its end; the summary of the run."""
-    ranks = [host.start_rank(rank, len(on)) for rank, host in enumerate(on)]
+def train(on: list[Host], folder: Path, clock: dict[str, str]) -> tuple[dict, float]:
+    """One rank per host, to its end; the summary of the run, and the seconds until its process group was ready."""
+    ranks = start_ranks(on, **clock)
+    seconds = max(told(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [0] * len(on), "\n".join(rank.err for rank in ranks)
-    return json.loads((folder / "run" / "summary.json").read_text())
+    return json.loads((folder / "run" / "summary.json").read_text()), seconds
 
 
 def first_to_end(processes: list[RankProcess], timeout: float = 60) -> RankProcess:
@@ -34,12 +37,16 @@ def first_to_end(processes: list[RankProcess], timeout: float = 60) -> RankProce
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_hosts_whose_own_name_is_a_loopback_address_join_and_train(hosts: Hosts, count: int, tmp_path: Path) -> None:
+def test_hosts_whose_own_name_is_a_loopback_address_join_and_train(
+    hosts: Hosts, count: int, tmp_path: Path, clock: dict[str, str]
+) -> None:
     several = hosts(count)
     for host in several:
         assert host.run("getent", "ahostsv4", host.name).stdout.split()[0] == "127.0.1.1"
-    roster = train(several, tmp_path)["roster"]
-    assert [entry["host"] for entry in roster] == ["hostA", "hostB", "hostC"][:count]
+    summary, seconds = train(several, tmp_path, clock)
+    assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB", "hostC"][:count]
+    fault = f"the own name of each of {count} hosts is 127.0.1.1"
+    record(fault, "(joins)", "", seconds=seconds, within=30, codes=[0] * count, row=7)
 
 
 def test_bare_torch_fails_on_the_same_hosts(hosts: Hosts, port: int) -> None:
@@ -57,33 +64,52 @@ def test_bare_torch_fails_on_the_same_hosts(hosts: Hosts, port: int) -> None:
     assert "Connection refused, remote=[127.0." in first.err
 
 
-def test_hosts_that_have_ipv6_addresses_only_join_and_train(hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_that_have_ipv6_addresses_only_join_and_train(
+    hosts: Hosts, tmp_path: Path, clock: dict[str, str]
+) -> None:
     two = hosts(2, ipv4=False, ipv6=True)
     assert two[0].address.startswith("fd00:77:")
-    roster = train(two, tmp_path)["roster"]
-    assert [entry["host"] for entry in roster] == ["hostA", "hostB"]
+    summary, seconds = train(two, tmp_path, clock)
+    assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB"]
+    record("hosts with IPv6 addresses only", "(joins)", "", seconds=seconds, within=30, codes=[0, 0], row=27)
 
 
-def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(hosts: Hosts, port: int) -> None:
+def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(
+    hosts: Hosts, port: int, clock: dict[str, str]
+) -> None:
     two = hosts(2)
     two[0].drop_from(two[1], port)
-    rank_0 = two[0].start_rank(0, 2)
-    rank_0.wait_for("waiting for rank 1")
-    lost = two[1].start_rank(1, 2, "--join_timeout", 4)
-    # The system's own timeout for a connection is two minutes.
-    assert lost.wait_for(f"no answer from {two[0].address}:{port}: dropped, or no route") < 6
+    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0.wait_for("listening at ")
+    lost = two[1].start_rank(1, 2, *QUICK, "--join_timeout", 4, **clock)
+    # A connection is given 2 s; the system's own timeout for one is two minutes.
+    seconds = told(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - loaded(lost)
+    ended = told(lost, "error[master-unreachable]: no answer for ") - loaded(lost)
     assert lost.wait(15) == 11
-    assert last_error(lost.err).startswith("error[master-unreachable]: no answer from rank 0's address ")
-    assert rank_0.process.poll() is None
+    assert "nothing listens" not in lost.err
+    assert f"rank 1 on hostB tried {two[0].address}:{port}: no answer" in last_error(lost.err)
+    two[0].open_all()
+    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2, *QUICK), lost)]
+    assert codes == [0, 0, 11], rank_0.err
+    fault, named = "packets to rank 0's port dropped", "address, port, dropped or no route"
+    record(fault, "master-unreachable (its line)", named, seconds=seconds, within=4, codes=codes, row=4)
+    record(fault, "master-unreachable, --join_timeout 4", named, seconds=ended, within=8, codes=codes, row=4)
 
 
-def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(hosts: Hosts, port: int) -> None:
+def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(
+    hosts: Hosts, port: int, clock: dict[str, str]
+) -> None:
     two = hosts(2)
     two[0].reject_from(two[1], port)
-    rank_0 = two[0].start_rank(0, 2)
-    rank_0.wait_for("waiting for rank 1")
-    lost = two[1].start_rank(1, 2, "--join_timeout", 3)
-    assert lost.wait_for(f"nothing listens at {two[0].address}:{port}: is rank 0 started?") < 6
+    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0.wait_for("listening at ")
+    lost = two[1].start_rank(1, 2, *QUICK, "--join_timeout", 3, **clock)
+    seconds = told(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - loaded(lost)
     assert lost.wait(15) == 11
     assert last_error(lost.err).startswith("error[master-refused]")
-    assert rank_0.process.poll() is None
+    assert "no answer" not in lost.err
+    two[0].open_all()
+    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2, *QUICK), lost)]
+    assert codes == [0, 0, 11], rank_0.err
+    fault, named = "packets to rank 0's port rejected", "address, port, that nothing listens"
+    record(fault, "master-refused (its line)", named, seconds=seconds, within=2, codes=codes, row=4)
