@@ -206,7 +206,7 @@ def test_where_only_rank_0s_port_is_open_every_rank_names_the_pairs_and_leaves(
     for rank in ranks:
         assert f"from {two[1].address} (rank 1 on hostB) to {two[0].address}:" in last_error(rank.err)
         assert last_error(rank.err).count(" (rank 0 on hostA): no answer within 3 s: dropped") == 1
-    fault = f"only rank 0's port open, on {('rank 0', 'each')[closed - 1]}'s host"
+    fault = f"only rank 0's port open, on {('its host', 'each host')[closed - 1]}"
     named = f"{('the one failing pair', 'both pairs')[closed - 1]}, ranks, addresses, on every rank"
     record(fault, "peer-unreachable", named, seconds=seconds, within=10, codes=codes, row=9)
 
