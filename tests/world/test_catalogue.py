@@ -77,7 +77,7 @@ def test_a_missing_rank_is_named_every_10_seconds_by_all_who_wait_and_at_the_tim
         assert '"rank-missing"' in failure and '"exit_code": 10' in failure
     assert codes == [10, 10]
     record(
-        "… and never comes",
+        "rank 1 of 3 never comes",
         "rank-missing",
         "rank 1, its command",
         seconds=ended - listening - 14,
@@ -103,7 +103,15 @@ def test_without_rank_0_the_others_ask_for_it_and_give_up_at_the_timeout(start_r
     address = "rank 0's address and port"
     record("rank 0 is not started", "a line", address, seconds=asked - known, within=2, codes=[11], row=2)
     over = ended - known - 4
-    record("… and never is", "master-refused", f"{address}, its command", seconds=over, within=2, codes=[11], row=2)
+    record(
+        "rank 0 is never started",
+        "master-refused",
+        f"{address}, its command",
+        seconds=over,
+        within=2,
+        codes=[11],
+        row=2,
+    )
 
 
 def test_a_second_rank_0_is_told_of_the_first_and_of_the_run_and_who_is_in_it(start_rank: Start, port: int) -> None:
