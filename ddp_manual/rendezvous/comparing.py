@@ -88,7 +88,7 @@ def _other_versions(entry: Entry, rank_0: Entry) -> VersionMismatch | None:
             for name in differing
         ),
         next=f"{mend.get(differing[0], 'install the same torch on every host')}\n"
-        "or go on with a warning: --allow_mismatch",
+        "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)",
     )
 
 
@@ -104,7 +104,7 @@ def _other_code(entry: Entry, rank_0: Entry) -> ConfigMismatch | None:
             for part in differing
         ),
         next=f"bring the code on {entry.host} to what {rank_0.host} has (git pull, pip install)\n"
-        "or go on with a warning: --allow_mismatch",
+        "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.catalogue import record
-from tests.clock import all_loaded, clocked, loaded, told
+from tests.clock import all_loaded, clocked, loaded, said
 from tests.conftest import REPOSITORY, RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import QUICK, Host, start_ranks
@@ -41,7 +41,7 @@ def test_a_rank_with_other_code_is_told_which_part_differs(hosts: Hosts, other_c
     rank_0.wait_for("listening at ")
     odd = two[1].start_rank(1, 2, *QUICK, cwd=other_code, **clocked(tmp_path / "clock", package=other_code))
     what = f"rank 1 (hostB, pid {odd.process.pid}) runs other code than rank 0: ddp_manual/training"
-    seconds = told(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
+    seconds = said(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
     assert odd.wait() == 12
     assert "ddp_manual/training: rank 0 (hostA) has digest " in last_error(odd.err)
     assert "--allow_mismatch" in last_error(odd.err)
@@ -58,7 +58,7 @@ def test_other_code_that_is_allowed_is_a_warning(hosts: Hosts, other_code: Path,
     rank_0 = two[0].start_rank(0, 2, *QUICK, "--allow_mismatch")
     environment = clocked(tmp_path / "clock", package=other_code)
     odd = two[1].start_rank(1, 2, *QUICK, "--allow_mismatch", cwd=other_code, **environment)
-    seconds = told(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - loaded(odd)
+    seconds = said(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - loaded(odd)
     codes = [rank_0.wait(), odd.wait()]
     assert codes == [0, 0], rank_0.err
     fault, named = "the same with --allow_mismatch", "the part of the package, on rank 0"
@@ -72,7 +72,7 @@ def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_pat
     # A second torch takes minutes to install. This one only says that it is another.
     odd = two[1].start_rank(1, 2, *QUICK, **clocked(tmp_path / "clock", "torch.__version__ = '2.9.1'"))
     what = f"rank 1 (hostB, pid {odd.process.pid}) has other versions than rank 0: torch"
-    seconds = told(odd, f"error[version-mismatch]: {what}\n") - loaded(odd)
+    seconds = said(odd, f"error[version-mismatch]: {what}\n") - loaded(odd)
     assert odd.wait() == 12
     assert "torch: rank 0 (hostA) has " in last_error(odd.err)
     assert "rank 1 has 2.9.1\n" in last_error(odd.err)
@@ -105,9 +105,9 @@ def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
         for rank, host in enumerate(several)
     ]
     # From here on they read it.
-    ready = told(ranks[0], "process group ready")
+    ready = said(ranks[0], "process group ready")
     what = "error[data-differs]: the data on hostB are not those of rank 0 on hostA: rank 1\n"
-    seconds = max(told(rank, what) for rank in ranks) - ready
+    seconds = max(said(rank, what) for rank in ranks) - ready
     codes = [rank.wait() for rank in ranks]
     assert codes == [16] * count
     for rank in ranks:
@@ -131,7 +131,7 @@ def test_a_name_server_that_does_not_answer_delays_nobody_for_5_s(
             for host in two:
                 host.resolver(host.network.silent)
         ranks = start_ranks(two, "--run_dir", tmp_path / server, **clock)
-        seconds[server] = max(told(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
+        seconds[server] = max(said(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
         codes = [rank.wait() for rank in ranks]
         assert codes == [0, 0], ranks[0].err
     fault, named = "a dead name server for every host", f"({seconds['none']:.1f} s where look-ups fail at once)"
@@ -146,7 +146,7 @@ def test_rank_0_that_may_not_open_enough_files_says_how_many_it_needs(hosts: Hos
     (host,) = hosts(1)
     rank_0 = start_below("-n 256", host, 1000, **clock)
     what = "error[bad-option]: rank 0 on hostA may open 256 files, and a run of 1000 ranks needs 3100\n"
-    seconds = told(rank_0, what) - loaded(rank_0)
+    seconds = said(rank_0, what) - loaded(rank_0)
     codes = [rank_0.wait()]
     assert codes == [2]
     assert "raise it before rank 0 is started: ulimit -n 3100" in last_error(rank_0.err)
@@ -157,7 +157,7 @@ def test_rank_0_that_may_not_open_enough_files_says_how_many_it_needs(hosts: Hos
 def test_a_soft_limit_of_open_files_is_raised_to_the_hard_one(hosts: Hosts, clock: dict[str, str]) -> None:
     two = hosts(2)
     rank_0 = start_below("-S -n 64 && ulimit -H -n 4000", two[0], 2, **clock)
-    seconds = told(rank_0, "listening at ") - loaded(rank_0)
+    seconds = said(rank_0, "listening at ") - loaded(rank_0)
     limits = Path(f"/proc/{rank_0.process.pid}/limits").read_text()
     (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
     assert line.split()[3:5] == ["4000", "4000"]
@@ -179,7 +179,7 @@ def test_a_rank_whose_interface_has_another_address_family_is_told(hosts: Hosts,
     rank_0.wait_for("listening at ")
     odd = two[1].start_rank(1, 2, *QUICK, GLOO_SOCKET_IFNAME="only6", **clock)
     what = f"rank 1 (hostB, pid {odd.process.pid}) was started with other options than rank 0: address_family"
-    seconds = told(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
+    seconds = said(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
     assert odd.wait() == 12
     assert (
         f"rank 0 has IPv4 (eth0, on the way to {two[0].address}), rank 1 has IPv6 (only6, from GLOO_SOCKET_IFNAME)"

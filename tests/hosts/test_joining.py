@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.catalogue import record
-from tests.clock import all_loaded, loaded, told
+from tests.clock import all_loaded, loaded, said
 from tests.conftest import RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import QUICK, Host, start_ranks
@@ -20,7 +20,7 @@ from tests.world.test_rendezvous import last_error
 def train(on: list[Host], folder: Path, clock: dict[str, str]) -> tuple[dict, float]:
     """One rank per host, to its end; the summary of the run, and the seconds until its process group was ready."""
     ranks = start_ranks(on, **clock)
-    seconds = max(told(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
+    seconds = max(said(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [0] * len(on), "\n".join(rank.err for rank in ranks)
     return json.loads((folder / "run" / "summary.json").read_text()), seconds
@@ -83,8 +83,8 @@ def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(
     rank_0.wait_for("listening at ")
     lost = two[1].start_rank(1, 2, *QUICK, "--join_timeout", 4, **clock)
     # A connection is given 2 s; the system's own timeout for one is two minutes.
-    seconds = told(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - loaded(lost)
-    ended = told(lost, "error[master-unreachable]: no answer for ") - loaded(lost)
+    seconds = said(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - loaded(lost)
+    ended = said(lost, "error[master-unreachable]: no answer for ") - loaded(lost)
     assert lost.wait(15) == 11
     assert "nothing listens" not in lost.err
     assert f"rank 1 on hostB tried {two[0].address}:{port}: no answer" in last_error(lost.err)
@@ -104,7 +104,7 @@ def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(
     rank_0 = two[0].start_rank(0, 2, *QUICK)
     rank_0.wait_for("listening at ")
     lost = two[1].start_rank(1, 2, *QUICK, "--join_timeout", 3, **clock)
-    seconds = told(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - loaded(lost)
+    seconds = said(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - loaded(lost)
     assert lost.wait(15) == 11
     assert last_error(lost.err).startswith("error[master-refused]")
     assert "no answer" not in lost.err

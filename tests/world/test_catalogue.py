@@ -1,6 +1,6 @@
 """FAULTS.md's rows about how ranks meet, each provoked for real: what is told, to whom, how soon, with what exit codes.
 
-``moments`` says from when the seconds count; those of rows 15 and 26 count from the start of the process.
+``tests/clock.py`` says from when the seconds count; those of rows 15 and 26 count from the start of the process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from tests.catalogue import record
+from tests.clock import connected, left, said
 from tests.conftest import RankProcess, Start
-from tests.world.moments import connected, left, said
 from tests.world.test_rendezvous import last_error
 
 HOST = os.uname().nodename
@@ -96,7 +96,7 @@ def test_without_rank_0_the_others_ask_for_it_and_give_up_at_the_timeout(start_r
     ended = left(alone, 11)
     where = f"localhost:{port} (localhost is 127.0.0.1), which is {HOST} itself"
     assert last_error(alone.err).startswith(
-        f"error[master-refused]: nothing has listened at rank 0's address {where} for 4 s\n"
+        f"error[master-refused]: nothing has listened for 4 s at rank 0's address {where}\n"
         f"  why:  rank 1 on {HOST} tried 127.0.0.1:{port}: nothing listens\n"
     )
     assert f"--rank 0 --master_addr localhost --master_port {port}" in last_error(alone.err)

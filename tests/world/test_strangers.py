@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from tests.catalogue import record
+from tests.clock import connected, left
 from tests.conftest import RankProcess, Start
-from tests.world.moments import connected, left
 from tests.world.test_rendezvous import last_error
 
 RANDOM_BYTES = random.Random(0).randbytes(10_000_000)

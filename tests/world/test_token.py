@@ -18,8 +18,8 @@ from torch.distributed import TCPStore
 
 from ddp_manual.rendezvous.seal import Seal
 from tests.catalogue import record
+from tests.clock import connected, left
 from tests.conftest import RankProcess, Start
-from tests.world.moments import connected, left
 from tests.world.test_rendezvous import last_error
 
 HOST = os.uname().nodename
@@ -175,7 +175,7 @@ def test_a_rank_with_a_token_refuses_a_rank_0_without_it(start_rank: Start, port
 
 
 @pytest.mark.parametrize("forged", [False, True])
-def test_a_rank_refuses_a_store_that_plays_back_what_a_true_rank_0_said(
+def test_a_rank_refuses_a_store_that_plays_back_what_a_true_rank_0_told(
     start_rank: Start, port: int, forged: bool
 ) -> None:
     true = start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN)
