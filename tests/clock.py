@@ -63,7 +63,7 @@ def connected(process: RankProcess, port: int, timeout: float = 60) -> float:
         try:
             connections = watched.net_connections("tcp")
         except psutil.Error:
-            return looked
+            connections = []
         if process.process.poll() is not None or any(one.raddr and one.raddr.port == port for one in connections):
             return looked
         looked = looking

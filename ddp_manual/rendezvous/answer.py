@@ -86,6 +86,7 @@ def _await_the_others(asking: _Asking, updates: queue.SimpleQueue[Any], waiting:
             news = update
             waiting.about(situation(update, asking.entry.world_size))
         elif hello is None and waiting.waited > how.hello_timeout:
+            asking.withdraw("it had no answer")
             raise _no_answer(store, waiting)
         elif news is None or hello is None:
             waiting.about(f"rank 0 has not answered yet at {at(store.address, store.port)}")
@@ -144,14 +145,7 @@ class _Asking:
         except DdpManualError as error:
             updates.put(error)
         except Unsealed as reason:
-            updates.put(
-                TokenMismatch(
-                    f"rank 0 at {where} does not have this rank's token",
-                    why=f"of its answer to {self.entry.who()}: {reason}",
-                    next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
-                    "if they have, something else poses as rank 0",
-                )
-            )
+            updates.put(self._not_believed(where, reason))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             updates.put(
                 MasterNotAStore(
@@ -193,6 +187,20 @@ class _Asking:
                     raise from_dict(stands["error"])
                 place = stands["place"]
         yield Place(**place)
+
+    def _not_believed(self, where: str, reason: Unsealed) -> TokenMismatch:
+        if self.entry.rank == 0:
+            return TokenMismatch(
+                f"a stranger writes into the store of this run, at {where}",
+                why=f"what only rank 0 may say there was replaced: {reason}",
+                next="let nobody but the run's hosts connect to that port: docs/rendezvous.md, Security",
+            )
+        return TokenMismatch(
+            f"rank 0 at {where} does not have this rank's token",
+            why=f"of its answer to {self.entry.who()}: {reason}",
+            next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
+            "if they have, something else poses as rank 0",
+        )
 
     def _send(self, store: RunStore, content: Mapping[str, Any]) -> None:
         message = {**content, "nonce": self._nonce}

@@ -272,6 +272,7 @@ class RollCall:
             self._publish_at = time.monotonic() + max(SHORTEST_BUNDLE, len(self._seats) * BUNDLE)
 
     def _withdraw(self, nonce: str, reason: str) -> None:
+        self._nonces.add(nonce)  # a request that was held back on its way must not be a rank now
         for rank, seat in list(self._seats.items()):
             if seat.nonce == nonce and not self._complete:
                 del self._seats[rank]
