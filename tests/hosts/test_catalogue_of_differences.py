@@ -53,12 +53,14 @@ def test_a_rank_with_other_code_is_told_which_part_differs(hosts: Hosts, other_c
     record(fault, "config-mismatch", named, seconds=seconds, within=2, codes=codes, row=14)
 
 
-def test_other_code_that_is_allowed_is_a_warning(hosts: Hosts, other_code: Path, tmp_path: Path) -> None:
+def test_other_code_that_is_allowed_is_a_warning(
+    hosts: Hosts, other_code: Path, tmp_path: Path, clock: dict[str, str]
+) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, *QUICK, "--allow_mismatch")
-    environment = clocked(tmp_path / "clock", package=other_code)
+    rank_0 = two[0].start_rank(0, 2, *QUICK, "--allow_mismatch", **clock)
+    environment = clocked(tmp_path / "odd", package=other_code)
     odd = two[1].start_rank(1, 2, *QUICK, "--allow_mismatch", cwd=other_code, **environment)
-    seconds = said(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - loaded(odd)
+    seconds = said(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - all_loaded([rank_0, odd])
     codes = [rank_0.wait(), odd.wait()]
     assert codes == [0, 0], rank_0.err
     fault, named = "the same with --allow_mismatch", "the part of the package, on rank 0"
