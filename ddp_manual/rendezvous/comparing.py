@@ -31,6 +31,8 @@ def unlike(entry: Entry, rank_0: Entry, run: Hello, now: float) -> tuple[DdpManu
         return _other_world_size(entry, run), warnings
     if entry.host_id != rank_0.host_id and run.only_on_its_host:
         return _loopback(entry, run), warnings
+    if all(getattr(entry, name) == getattr(rank_0, name) for name in ("versions", "code", "device", "options")):
+        return None, warnings  # as nearly all are, and part by part below it takes ten times as long
     for difference in (_other_versions(entry, rank_0), _other_code(entry, rank_0)):
         if difference is not None and (entry.allow_mismatch or rank_0.allow_mismatch):
             warnings.append(f"{difference.what} (allowed)")
@@ -156,11 +158,18 @@ def _backend(rank_0: Entry) -> Any:
     return rank_0.options.get("backend", ("gloo",))[0]
 
 
+def named_gpu(entry: Entry) -> str | None:
+    """The UUID of the GPU that a process was told to take; None if it is given one when all are here."""
+    if entry.device != "cuda" or entry.local_rank is None or entry.local_rank >= len(entry.gpus):
+        return None
+    return entry.gpus[entry.local_rank]
+
+
 def shared_gpu(entries: Sequence[Entry], places: Mapping[int, Place] | None = None) -> DdpManualError | None:
     """Two ranks on one GPU, or a rank on one that does not exist; NCCL can do with neither.
 
     Args:
-        entries: rank 0's first.
+        entries: of ranks that have the same backend.
         places: what GPU each rank gets; None while not all are here, when only a --local_rank that was given counts.
     """
     if not entries or _backend(entries[0]) != "nccl":

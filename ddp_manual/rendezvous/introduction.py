@@ -45,7 +45,11 @@ def introduce(
         versions=versions(),
         code=code_digests(script=script),
         allow_mismatch=spec.allow_mismatch,
-        options={**options, "address_family": (own.family, own.source)},
+        # Lists, as they come out of JSON on the other side, where entries are compared.
+        options={
+            **{name: list(option) for name, option in options.items()},
+            "address_family": [own.family, own.source],
+        },
     )
 
 

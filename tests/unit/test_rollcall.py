@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +16,14 @@ from ddp_manual.errors import (
     LoopbackMaster,
     VersionMismatch,
 )
+from ddp_manual.rendezvous.answer import Answered, Answering, answer
 from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import Entry, Hello, as_ranges, assign_places, in_words, missing_ranks_error
 from ddp_manual.rendezvous.reachability import targets
+from ddp_manual.rendezvous.rollcall import RollCall
+from ddp_manual.rendezvous.seal import Seal
+from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.waiting import Waiting
 
 RUN = Hello(
     run_id="r",
@@ -185,6 +193,32 @@ def test_two_ranks_on_one_gpu_are_named_with_its_uuid() -> None:
     assert "GPU-1" in error.why
     ranks[0] = replace(ranks[0], local_rank=0)
     assert isinstance(shared_gpu(ranks), DeviceTaken)
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_ranks_that_were_told_their_gpus_are_compared_with_one_another_but_not_with_themselves(second: int) -> None:
+    gpus = ["GPU-1", "GPU-2"]
+    ranks = [entry(rank, "a", local, gpus=gpus, world_size=2, **NCCL) for rank, local in ((0, 0), (1, second))]
+    store = RunStore.host(socket.create_server(("127.0.0.1", 0)))
+    roll_call = RollCall(store, replace(RUN, world_size=2), ranks[0], Seal(None))
+    roll_call.open()
+    how = Answering(seal=Seal(None), met=lambda hello: None, hello_first=False, hello_timeout=30)
+
+    def ask(rank: Entry) -> Answered | DdpManualError:
+        try:
+            return answer(store.clone(), rank, Waiting(30, logging.getLogger(__name__)), how)
+        except DdpManualError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        rank_1 = pool.submit(ask, ranks[1])
+        if second == 0:
+            assert isinstance(rank_1.result(), DeviceTaken)
+            rank_1 = pool.submit(ask, replace(ranks[1], local_rank=1))
+        rank_0 = pool.submit(ask, ranks[0])
+        answered = [rank_0.result(), rank_1.result()]
+    assert [one.place.local_rank if isinstance(one, Answered) else one for one in answered] == [0, 1]
+    assert roll_call.stop() == [0, 1]
 
 
 def test_two_containers_that_see_the_same_gpu_share_it() -> None:
