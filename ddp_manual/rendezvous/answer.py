@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_manual.errors import DdpManualError, MasterLost, MasterNotAStore, Stopped, TokenMismatch, from_dict
@@ -55,7 +55,7 @@ def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> A
         RankTaken, RanksDoNotBelongTogether, DeviceError: refused. RankMissing: not everybody came in time.
         MasterLost: the store is gone. MasterNotAStore: nobody has opened a roll call there.
     """
-    asking = _Asking(store, entry, how)
+    asking = Asking(store, entry, how)
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=asking.follow, args=(updates,), daemon=True).start()
     try:
@@ -65,7 +65,7 @@ def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> A
         raise
 
 
-def _await_the_others(asking: _Asking, updates: queue.SimpleQueue[Any], waiting: Waiting) -> Answered:
+def _await_the_others(asking: Asking, updates: queue.SimpleQueue[Any], waiting: Waiting) -> Answered:
     hello: Hello | None = None
     news: Mapping[str, Any] | None = None
     store, how = asking.store, asking.how
@@ -119,8 +119,8 @@ def _no_answer(store: RunStore, waiting: Waiting) -> DdpManualError:
     )
 
 
-class _Asking:
-    """One request to be a rank, and all that follows from it, read by a thread of its own."""
+class Asking:
+    """One request to be a rank, and all that follows from it. Both block; ``follow`` is for a thread of its own."""
 
     def __init__(self, store: RunStore, entry: Entry, how: Answering) -> None:
         self.store = store
@@ -140,7 +140,8 @@ class _Asking:
         """Put all there is to know into a queue: a Hello, news, at the end a Place or an error."""
         where = at(self.store.address, self.store.port)
         try:
-            for update in self._updates():
+            self.ask()
+            for update in self.updates():
                 updates.put(update)
         except DdpManualError as error:
             updates.put(error)
@@ -155,15 +156,18 @@ class _Asking:
                 )
             )
 
-    def _updates(self) -> Iterator[Any]:
-        store, seal = self.store, self.how.seal
-        if seal or self.how.hello_first:
-            opened = Hello(**store.hello())
-            if seal and opened.challenge is None:
+    def ask(self) -> None:
+        if self.how.seal or self.how.hello_first:
+            opened = Hello(**self.store.hello())
+            if self.how.seal and opened.challenge is None:
                 raise Unsealed(f"rank 0 ({opened.host}, pid {opened.pid}) has no token at all")
             self._run = f"{opened.run_id} {opened.challenge}"
-        self._send(store, {**asdict(self.entry), "since": time.time()})
+        self._send(self.store, {**vars(self.entry), "since": time.time()})
         self._asked = True
+
+    def updates(self) -> Iterator[Hello | Mapping[str, Any] | Place]:
+        """What rank 0 answers: its Hello, news as often as there is any, at the end the Place."""
+        store, seal = self.store, self.how.seal
         verdict = seal.open(f"verdict {self._nonce}", store.verdict(self._nonce))
         if verdict["error"]:
             raise from_dict(verdict["error"])
