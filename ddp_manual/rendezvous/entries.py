@@ -124,17 +124,18 @@ class Hello:
 
 def assign_places(entries: Sequence[Entry]) -> dict[int, Place]:
     """local_rank is the position among the ranks of the same host, unless the rank was told another one."""
-    hosts: dict[str, list[int]] = {}
+    hosts: dict[str, dict[int, int]] = {}
     for entry in entries:
-        hosts.setdefault(entry.host_id, []).append(entry.rank)
+        positions = hosts.setdefault(entry.host_id, {})
+        positions[entry.rank] = len(positions)
     nodes = {host: node for node, host in enumerate(hosts)}
     return {
         entry.rank: Place(
-            local_rank=hosts[entry.host_id].index(entry.rank) if entry.local_rank is None else entry.local_rank,
+            local_rank=hosts[entry.host_id][entry.rank] if entry.local_rank is None else entry.local_rank,
             local_world_size=len(hosts[entry.host_id]),
             node=nodes[entry.host_id],
             nodes=len(nodes),
-            host_leader=hosts[entry.host_id][0],
+            host_leader=next(iter(hosts[entry.host_id])),
         )
         for entry in entries
     }

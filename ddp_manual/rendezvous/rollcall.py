@@ -40,10 +40,12 @@ logger = logging.getLogger(__name__)
 # Seconds in which a process that holds a rank must show that it lives, when another one asks for the same rank. A
 # refusal has to come within 2 s of the request.
 PROVE_WITHIN = 1.2
-# Seconds to bundle what comes in a rush before anybody is told, for each rank that is here: the store then serves at
-# most 2,000 readers a second.
-BUNDLE = 1 / 2000
-SHORTEST_BUNDLE = 0.05
+# Seconds without a change, for each rank that is here, before anybody is told: the store then serves about 2,000
+# readers a second, and whoever comes in a rush that brings all ranks gets one answer, which says where it stands.
+LULL = 1 / 2000
+SHORTEST_LULL = 0.05
+# Seconds that a change may be kept back at most; a rank that has no answer after 2 s says so to its user.
+LONGEST_BUNDLE = 1.5
 POLL_EVERY = 0.005
 
 
@@ -81,6 +83,7 @@ class RollCall:
         self._gone: deque[str] = deque(maxlen=MOST_NAMED)
         self._warnings: deque[str] = deque(maxlen=MOST_NAMED)
         self._version = 0
+        self._changed_at: float | None = None
         self._publish_at: float | None = None
         self._complete = False
         self._closed_by: DdpManualError | None = None
@@ -272,8 +275,13 @@ class RollCall:
         self._changed()
 
     def _changed(self) -> None:
-        if self._publish_at is None:
-            self._publish_at = time.monotonic() + max(SHORTEST_BUNDLE, len(self._seats) * BUNDLE)
+        now = time.monotonic()
+        if self._changed_at is None:
+            self._changed_at = now
+        self._publish_at = min(
+            now + max(SHORTEST_LULL, len(self._seats) * LULL),
+            self._changed_at + LONGEST_BUNDLE,
+        )
 
     def _withdraw(self, nonce: str, reason: str) -> None:
         self._nonces.add(nonce)  # a request that was held back on its way must not be a rank now
@@ -335,7 +343,7 @@ class RollCall:
 
     def _publish(self) -> None:
         """Tell everybody who waits how it stands; when all are here, where each of them stands."""
-        self._publish_at = None
+        self._changed_at = self._publish_at = None
         if self._complete:
             return
         places: dict[int, dict[str, Any]] = {}
@@ -345,7 +353,7 @@ class RollCall:
             self._closed_by = shared_gpu(entries, assigned)
             if self._closed_by is None:
                 self._complete = True
-                places = {rank: asdict(place) for rank, place in assigned.items()}
+                places = {rank: vars(place) for rank, place in assigned.items()}
         self._version += 1
         error = self._closed_by.as_dict() if self._closed_by else None
         news = {**self._news(), "complete": self._complete, "error": error}

@@ -184,8 +184,9 @@ class RunStore:
 
     def start_beats(self, world_size: int, beat: Sequence[Any]) -> None:
         """A first beat for every rank, so that reading all of them never blocks."""
-        for rank in range(world_size):
-            self.set_beat(rank, beat)
+        names = [self._key(f"beat/{rank}") for rank in range(world_size)]
+        with self._errors():
+            self._client.multi_set(names, [json.dumps(beat)] * world_size)  # type: ignore[attr-defined]
 
     def set_beat(self, rank: int, beat: Sequence[Any]) -> None:
         self._set(f"beat/{rank}", beat)
