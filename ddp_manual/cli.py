@@ -20,7 +20,7 @@ import click
 
 from ddp_manual import console, environment
 from ddp_manual.config import TrainConfig, WorldSpec
-from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped
+from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
 from ddp_manual.options import option_fields
 
 FOUND_A_PROBLEM = 3
@@ -188,7 +188,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _print(_as_bad_option(error))
     except click.ClickException as error:
         return _print(BadOption(error.format_message(), why="click refused it", next="see --help"))
-    except (KeyboardInterrupt, click.Abort):
+    except (StopSignal, KeyboardInterrupt) as signalled:
+        return _print(stopped_by(signalled))
+    except click.Abort:
         return _print(Stopped(signal.SIGINT))
     except ModuleNotFoundError as error:
         return _print(_as_not_installed(error))
@@ -237,7 +239,7 @@ def _signals_as_errors() -> Iterator[None]:
     """SIGTERM and Ctrl-C unwind the stack, so that what is open is closed and the others are told."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
+        raise StopSignal(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

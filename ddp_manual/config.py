@@ -224,6 +224,12 @@ class TrainConfig(Options):
 
     def __post_init__(self) -> None:
         self.check_bounds()
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise BadOption(
+                "--run_dir is empty",
+                why=f"{self.named('run_dir')}: files cannot be written there",
+                next="name a folder, or leave the option out for a new one below runs/",
+            )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",

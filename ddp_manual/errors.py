@@ -233,6 +233,19 @@ class Stopped(DdpManualError):
         self.exit_code = 128 + number  # type: ignore[misc]  # the one code that is not fixed per class
 
 
+class StopSignal(BaseException):
+    """Signal ``number``, on its way up the stack. No Exception: libraries that catch all of those would lose it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def stopped_by(signalled: StopSignal | KeyboardInterrupt) -> Stopped:
+    """What a signal ends as; Python raises a KeyboardInterrupt where nobody has set a handler."""
+    return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT)
+
+
 def every_error() -> dict[str, type[DdpManualError]]:
     """Identifier -> class, for all that have an identifier."""
     found: dict[str, type[DdpManualError]] = {}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
 from ddp_manual import console, environment
-from ddp_manual.errors import PeerGone, Stopped
+from ddp_manual.errors import PeerGone, StopSignal
 from ddp_manual.launching.command import check_train_options, rank_command
 from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
 
@@ -60,8 +60,8 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None) 
     """Start ``nproc`` ranks and wait for them; returns the exit code of the one that failed first, else 0.
 
     Raises:
-        BadOption: an option that launch itself decides, or a run_dir that cannot be used. Stopped: by a signal, after
-            all ranks have ended.
+        BadOption: an option that launch itself decides, or a run_dir that cannot be used. StopSignal: after all ranks
+            have ended.
     """
     check_train_options(train_options)
     run_id = new_run_id()
@@ -75,8 +75,8 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None) 
             for rank in ranks:
                 rank.copy_output()
             return _wait(ranks)
-        except Stopped as stop:
-            _end(ranks, signal.Signals(stop.exit_code - 128))
+        except StopSignal as stop:
+            _end(ranks, signal.Signals(stop.number))
             raise
         finally:
             _end(ranks, signal.SIGTERM)
@@ -108,7 +108,7 @@ def _signals_deferred() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
     if arrived:
-        raise Stopped(arrived[0])
+        raise StopSignal(arrived[0])
 
 
 def _start(number: int, nproc: int, port: int, run_id: str, paths: RunPaths, train_options: Sequence[str]) -> Rank:

@@ -12,7 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual.errors import DdpManualError, MasterLost, MasterNotAStore, Stopped, TokenMismatch, from_dict
+from ddp_manual.errors import (
+    DdpManualError,
+    MasterLost,
+    MasterNotAStore,
+    StopSignal,
+    TokenMismatch,
+    from_dict,
+    stopped_by,
+)
 from ddp_manual.rendezvous.address import at
 from ddp_manual.rendezvous.entries import Entry, Hello, Place, advice_for, missing_ranks_error, situation
 from ddp_manual.rendezvous.seal import Seal, Unsealed
@@ -60,8 +68,8 @@ def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> A
     threading.Thread(target=asking.follow, args=(updates,), daemon=True).start()
     try:
         return _await_the_others(asking, updates, waiting)
-    except (Stopped, KeyboardInterrupt) as stop:
-        asking.withdraw(stop.what if isinstance(stop, Stopped) else "stopped by Ctrl-C")
+    except (StopSignal, KeyboardInterrupt) as signalled:
+        asking.withdraw(stopped_by(signalled).what)
         raise
 
 
@@ -129,6 +137,7 @@ class Asking:
         self._nonce = secrets.token_hex(8)
         self._run: str | None = None
         self._asked = False
+        self._warned: set[str] = set()
 
     def withdraw(self, reason: str) -> None:
         """Give the rank back, so that the others see it missing again. The client is a new one: ours is blocked."""
@@ -175,9 +184,8 @@ class Asking:
         self._run = f"{hello.run_id} {hello.challenge}"
         yield hello
         news, version, place = verdict["news"], int(verdict["version"]), verdict["place"]
+        self._warn(news)
         while not place:
-            for warning in news["warnings"]:
-                logger.debug("%s", warning)
             yield news
             if self._nonce in news["prove"]:
                 self._send(store, {"alive": True})
@@ -185,12 +193,20 @@ class Asking:
             news = seal.open(f"{self._run} news {version}", store.news(version))
             if news["error"]:
                 raise from_dict(news["error"])
+            self._warn(news)
             if news["complete"]:
                 stands = seal.open(f"place {self._nonce}", store.place(self._nonce))
                 if stands["error"]:
                     raise from_dict(stands["error"])
                 place = stands["place"]
         yield Place(**place)
+
+    def _warn(self, news: Mapping[str, Any]) -> None:
+        """Each warning once; rank 0 has said it where it judged."""
+        for warning in news["warnings"]:
+            if self.entry.rank != 0 and warning not in self._warned:
+                logger.warning("%s", warning)
+        self._warned.update(news["warnings"])
 
     def _not_believed(self, where: str, reason: Unsealed) -> TokenMismatch:
         if self.entry.rank == 0:

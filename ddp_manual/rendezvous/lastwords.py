@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -20,8 +19,9 @@ from ddp_manual.errors import (
     PeerFailed,
     PeerGone,
     PeerLost,
-    Stopped,
+    StopSignal,
     TrainingFailed,
+    stopped_by,
 )
 from ddp_manual.rendezvous.group import first_line, is_broken_collective
 from ddp_manual.rendezvous.store import RunStore
@@ -79,8 +79,8 @@ def as_ours(rank: int, error: BaseException) -> DdpManualError:
 
     if isinstance(error, DdpManualError):
         return error
-    if isinstance(error, KeyboardInterrupt):
-        return Stopped(signal.SIGINT)
+    if isinstance(error, (StopSignal, KeyboardInterrupt)):
+        return stopped_by(error)
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemory(
             f"rank {rank} on {environment.host_name()} ran out of GPU memory",

@@ -21,7 +21,7 @@ from ddp_manual.rendezvous.answer import Answered, Answering, answer
 from ddp_manual.rendezvous.entries import Entry, Hello
 from ddp_manual.rendezvous.group import first_line
 from ddp_manual.rendezvous.introduction import OwnAddress, introduce
-from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT
+from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT, as_ours
 from ddp_manual.rendezvous.listening import listen
 from ddp_manual.rendezvous.probing import wait_for_store
 from ddp_manual.rendezvous.reachability import Answerer, check_pairs
@@ -215,7 +215,7 @@ class Meeting:
 def _rank_0_left(entry: Entry, error: BaseException) -> MasterLost:
     return MasterLost(
         f"{entry.who()} left before all ranks had joined",
-        why=first_line(error),
+        why=first_line(as_ours(entry.rank, error)),
         next="start all ranks again",
     )
 

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment
 from ddp_manual.config import WorldSpec
-from ddp_manual.errors import DataMissing, DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, from_dict
+from ddp_manual.errors import (
+    DataMissing,
+    DdpManualError,
+    PeerGone,
+    RanksDoNotBelongTogether,
+    RankTaken,
+    StopSignal,
+    from_dict,
+)
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords, preflight
 from ddp_manual.rendezvous.answer import Answered
@@ -155,8 +163,8 @@ def rendezvous(
         answered = meeting.meet()
     except (RankTaken, RanksDoNotBelongTogether):
         raise  # this process is not a rank of the run, so it leaves nothing in the run's folder
-    except DdpManualError as error:
-        lastwords.write_failure(error, spec.rank, meeting.run_dir)
+    except (DdpManualError, StopSignal, KeyboardInterrupt) as error:
+        lastwords.write_failure(lastwords.as_ours(spec.rank, error), spec.rank, meeting.run_dir)
         raise
 
     def report(error: DdpManualError) -> None:

@@ -126,3 +126,8 @@ def test_flags_are_quoted_for_a_shell() -> None:
         as_flags({"data_dir": "my data", "sync_bn": True, "no": False, "none": None})
         == "--data_dir 'my data' --sync_bn"
     )
+
+
+def test_an_empty_run_dir_is_refused() -> None:
+    with pytest.raises(BadOption, match="--run_dir is empty"):
+        TrainConfig(run_dir="")

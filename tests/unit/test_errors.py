@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from pathlib import Path
@@ -90,3 +91,10 @@ def test_a_full_disk_is_told_from_a_folder_that_cannot_be_written(tmp_path: Path
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(errors.BadOption, match="--run_dir"), errors.writing(tmp_path, "--run_dir"):
         raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_signal_on_its_way_up_is_not_lost_in_a_library_that_catches_every_exception() -> None:
+    with pytest.raises(errors.StopSignal) as caught, contextlib.suppress(Exception):
+        raise errors.StopSignal(15)
+    assert errors.stopped_by(caught.value).exit_code == 143
+    assert errors.stopped_by(KeyboardInterrupt()).exit_code == 130
