@@ -44,8 +44,10 @@ PROVE_WITHIN = 1.2
 # readers a second, and whoever comes in a rush that brings all ranks gets one answer, which says where it stands.
 LULL = 1 / 2000
 SHORTEST_LULL = 0.05
-# Seconds that a change may be kept back at most; a rank that has no answer after 2 s says so to its user.
-LONGEST_BUNDLE = 1.5
+# Seconds that a change may be kept back at most, for each rank that is here; a rank that has no answer after 2 s says
+# so to its user, and after 5 s it leaves.
+BUNDLE = 1 / 1000
+SHORTEST_BUNDLE, LONGEST_BUNDLE = 1.5, 3.0
 POLL_EVERY = 0.005
 
 
@@ -275,12 +277,12 @@ class RollCall:
         self._changed()
 
     def _changed(self) -> None:
-        now = time.monotonic()
+        now, here = time.monotonic(), len(self._seats)
         if self._changed_at is None:
             self._changed_at = now
         self._publish_at = min(
-            now + max(SHORTEST_LULL, len(self._seats) * LULL),
-            self._changed_at + LONGEST_BUNDLE,
+            now + max(SHORTEST_LULL, here * LULL),
+            self._changed_at + min(max(SHORTEST_BUNDLE, here * BUNDLE), LONGEST_BUNDLE),
         )
 
     def _withdraw(self, nonce: str, reason: str) -> None:
