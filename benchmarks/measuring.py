@@ -7,6 +7,9 @@ import platform
 import socket
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.measuring import free_port, interleave, machine, ratio
+from benchmarks.measuring import REPOSITORY, free_port, interleave, machine, ratio
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 READY = "process group ready"
 PLAIN_SCRIPT = f"""
 import torch.distributed as dist

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.measuring import free_port, interleave, machine, ratio
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks.measuring import REPOSITORY, free_port, interleave, machine, ratio
 
 
 def environment(world_size: int, rank: int, port: int) -> dict[str, str]:
