@@ -46,6 +46,7 @@ class Answering:
         met: told what run this is, as soon as it is known.
         hello_first: wait for rank 0 to open the roll call before asking, as where an agent hosts the store.
         hello_timeout: seconds rank 0 has to answer.
+        nonce: 16 hexadecimal digits that tell this request from any other; None draws them.
         give_up: what rank 0 does when the time is up: close the roll call, which then ends this wait too.
     """
 
@@ -53,6 +54,7 @@ class Answering:
     met: Callable[[Hello], None]
     hello_first: bool
     hello_timeout: float
+    nonce: str | None = None
     give_up: Callable[[float], None] | None = None
 
 
@@ -134,7 +136,7 @@ class Asking:
         self.store = store
         self.entry = entry
         self.how = how
-        self._nonce = secrets.token_hex(8)
+        self._nonce = how.nonce or secrets.token_hex(8)
         self._run: str | None = None
         self._asked = False
         self._warned: set[str] = set()

@@ -80,6 +80,8 @@ class Meeting:
         self._command = command
         self._steps = steps
         self._seal = Seal(environment.token(spec.token_file))
+        self.nonce = secrets.token_hex(8)
+        """Tells this process from any other that was, or wanted to be, the same rank."""
         self._roll_call: RollCall | None = None
 
     def meet(self) -> Answered:
@@ -143,6 +145,7 @@ class Meeting:
             met=self._met,
             hello_first=self.spec.agent_store,
             hello_timeout=self.spec.join_timeout if self.spec.agent_store else HELLO_TIMEOUT,
+            nonce=self.nonce,
             give_up=self._roll_call.give_up if self._roll_call else None,
         )
         try:
@@ -170,14 +173,14 @@ class Meeting:
         if self.store.lost:
             return
         with suppress(MasterLost):
-            self.store.set_left(self.spec.rank)
+            self.store.set_left(self.nonce)
             if self._roll_call is None:
                 return
-            others = [rank for rank in self._roll_call.stop() if rank != 0]
+            others = {rank: nonce for rank, nonce in self._roll_call.stop().items() if rank != 0}
             waiting = Waiting(timeout, logger)
-            while others and not self.store.have_left(others):
+            while others and not self.store.have_left(others.values()):
                 if waiting.until_next_line == 0:
-                    late = ", ".join(str(rank) for rank in others if not self.store.have_left([rank]))
+                    late = ", ".join(str(rank) for rank, nonce in others.items() if not self.store.have_left([nonce]))
                     if waiting.over:
                         logger.warning("not waiting longer for rank %s, which has not said that it left", late)
                         return

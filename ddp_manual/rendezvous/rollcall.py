@@ -121,15 +121,15 @@ class RollCall:
             if not self._complete and not self._closed_by:
                 self._close(error)
 
-    def stop(self) -> list[int]:
-        """Judge no more; returns the ranks that were admitted.
+    def stop(self) -> dict[int, str]:
+        """Judge no more; returns the ranks that were admitted, each with the nonce of its process.
 
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
         self._stopping.set()
         self._store.arrive({"stop": True})
         self._judge_thread.join(timeout=5)
-        return sorted(self._seats)
+        return {rank: seat.nonce for rank, seat in sorted(self._seats.items())}
 
     # -- judging ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ is JSON, never pickle.
     report/<rank>     what a rank has to tell rank 0 at its end
     failure           the first failure of the run: whoever reads it leaves
     finished/<rank>   this rank has done its work and takes part in no more collectives; ``finished`` counts them
-    left/<rank>       this rank needs the store no more
+    left/<nonce>      this process needs the store no more; not by rank, which an earlier process may have been
     process_group/    torch's own keys
 """
 
@@ -232,12 +232,12 @@ class RunStore:
     def has_finished(self, rank: int) -> bool:
         return self._known(f"finished/{rank}")
 
-    def set_left(self, rank: int) -> None:
-        self._set(f"left/{rank}", True)
+    def set_left(self, nonce: str) -> None:
+        self._set(f"left/{nonce}", True)
 
-    def have_left(self, ranks: Sequence[int]) -> bool:
-        """Whether all of these ranks need the store no more."""
-        return self._known(*(f"left/{rank}" for rank in ranks))
+    def have_left(self, nonces: Iterable[str]) -> bool:
+        """Whether all of these processes need the store no more."""
+        return self._known(*(f"left/{nonce}" for nonce in nonces))
 
     # -- below ---------------------------------------------------------------------------------------------------
 

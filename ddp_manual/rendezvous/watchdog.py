@@ -29,15 +29,16 @@ class Watchdog:
 
     Args:
         store: a client for this thread alone.
+        nonce: tells rank 0 that this process needs the store no more.
         heartbeat: over the same client.
         report: told the error before the process ends.
     """
 
     def __init__(
-        self, store: RunStore, rank: int, heartbeat: Heartbeat, report: Callable[[DdpManualError], None]
+        self, store: RunStore, nonce: str, heartbeat: Heartbeat, report: Callable[[DdpManualError], None]
     ) -> None:
         self._store = store
-        self._rank = rank
+        self._nonce = nonce
         self._heartbeat = heartbeat
         self._report = report
         self._standing_down = threading.Event()
@@ -65,7 +66,7 @@ class Watchdog:
                     continue
                 self._seen = peer_failure(failure)
                 # Rank 0 keeps the store until all have read what happened.
-                self._store.set_left(self._rank)
+                self._store.set_left(self._nonce)
             except MasterLost as lost:
                 self._seen = self._seen or lost
             if not self._standing_down.wait(GRACE):

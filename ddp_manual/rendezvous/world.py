@@ -174,7 +174,7 @@ def rendezvous(
     progress = Progress()
     of_the_watchdog = meeting.store.clone()
     heartbeat = Heartbeat(of_the_watchdog, spec.rank, spec.world_size, progress)
-    watchdog = Watchdog(of_the_watchdog, spec.rank, heartbeat, report)
+    watchdog = Watchdog(of_the_watchdog, meeting.nonce, heartbeat, report)
     watchdog.start()
     try:
         with steps.step("process group") as step:

@@ -171,3 +171,32 @@ def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, p
     assert [rank.out for rank in ranks] == ["done\n"] * 3
     for rank in ranks[1:]:
         assert "waiting for rank 0 on " in rank.err
+
+
+SLOW_TO_LEAVE = """
+    import time
+    from ddp_manual import WorldSpec
+    from ddp_manual.rendezvous import rendezvous
+
+    with rendezvous(WorldSpec.from_environment()) as world:
+        if world.rank == 1:
+            time.sleep(3)  # without a collective: the others are done, and rank 0 keeps the store
+"""
+
+
+def test_a_process_that_was_turned_away_is_not_taken_for_the_rank_that_has_left(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SLOW_TO_LEAVE))
+
+    def start_one(rank: int) -> RankProcess:
+        return start(sys.executable, script, RANK=str(rank), WORLD_SIZE="3", MASTER_PORT=str(port))
+
+    ranks = [start_one(0), start_one(1)]
+    ranks[0].wait_for("waiting for rank 2; 2 of 3 here")
+    second = start_one(1)
+    assert second.wait(30) == 1
+    assert "rank 1 is taken by " in second.err
+    ranks.append(start_one(2))
+    assert [rank.wait(60) for rank in ranks] == [0, 0, 0], ranks[1].err
