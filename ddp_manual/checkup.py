@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import suppress
 from typing import Any
 
 from ddp_manual import console, environment
 from ddp_manual.config import WorldSpec, command_template
-from ddp_manual.errors import DdpManualError
+from ddp_manual.errors import DdpManualError, MasterUnresolvable
 from ddp_manual.options import option_fields
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
@@ -48,7 +49,8 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     }
     started = time.monotonic()
     try:
-        look_up_addresses(spec, steps)
+        with suppress(MasterUnresolvable):  # found again below, after all that this host can know by itself
+            look_up_addresses(spec, steps)
         # A rank that trains and one that checks must not meet.
         common = {"command": ("check", "command")}
         with rendezvous(spec, options=common, command=command_template(spec), steps=steps) as world:

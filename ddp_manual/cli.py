@@ -219,7 +219,7 @@ def _as_bad_option(error: click.UsageError) -> BadOption:
     program, arguments = environment.typed_command()
     parameter = getattr(error, "param", None)
     about = getattr(parameter, "help", None) or "the command line has no such option or argument"
-    command = [*program, *arguments[: arguments[:1] in (["train"], ["launch"])]]
+    command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
     return BadOption(error.format_message().rstrip("."), why=about, next=f"{shlex.join(command)} --help")
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
-    """Train as one rank of a run; returns the summary, on every rank.
+    """Train as one rank of a run; returns the summary, on every rank (the roster only on rank 0).
 
     Raises:
         DdpManualError: what stops the run. Else what the model or the data raise.
@@ -193,7 +193,7 @@ def _summary(
         "train_seconds": train_seconds,
         "samples_per_second": config.epochs * samples_per_epoch / train_seconds,
         "torch_version": torch.__version__,
-        "roster": world.roster(),
+        "roster": world.roster() if world.rank == 0 else [],
     }
 
 

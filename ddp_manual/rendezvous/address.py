@@ -35,7 +35,7 @@ def resolve(host: str) -> list[str]:
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     if host.isdigit():
         _judge_digits(host, addresses[0])
-    if host == environment.host_name() and all(is_loopback(address) for address in addresses):
+    if _is_own_name(host) and all(is_loopback(address) for address in addresses):
         real = own_address()
         if real is not None:
             addresses.insert(0, real)
@@ -46,9 +46,14 @@ def resolved(host: str, addresses: list[str]) -> str:
     """What ``resolve`` made of a name, in words; empty for an IP address."""
     if addresses == [host]:
         return ""
-    own_name = host == environment.host_name() and len(addresses) > 1 and is_loopback(addresses[-1])
+    own_name = _is_own_name(host) and len(addresses) > 1 and is_loopback(addresses[-1])
     first = f" ({addresses[0]} first: other hosts cannot reach {addresses[-1]})" if own_name else ""
     return f"rank 0's address {host} is {', '.join(addresses)}{first}"
+
+
+def _is_own_name(host: str) -> bool:
+    """Also with its domain, or without."""
+    return not host[0].isdigit() and host.split(".")[0].lower() == environment.host_name().split(".")[0].lower()
 
 
 def _judge_digits(host: str, address: str) -> None:

@@ -16,18 +16,21 @@ from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
     MasterNotAStore,
-    StopSignal,
     TokenMismatch,
     from_dict,
-    stopped_by,
 )
 from ddp_manual.rendezvous.address import at
 from ddp_manual.rendezvous.entries import Entry, Hello, Place, advice_for, missing_ranks_error, situation
+from ddp_manual.rendezvous.group import first_line
+from ddp_manual.rendezvous.lastwords import as_ours
 from ddp_manual.rendezvous.seal import Seal, Unsealed
-from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 
 logger = logging.getLogger(__name__)
+
+# Seconds that rank 0 has for its last answer to a process that leaves.
+LAST_ANSWER = 2.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Answering:
         hello_timeout: seconds rank 0 has to answer.
         nonce: 16 hexadecimal digits that tell this request from any other; None draws them.
         give_up: what rank 0 does when the time is up: close the roll call, which then ends this wait too.
+        abandon: what rank 0 does when it leaves: tell those who wait.
     """
 
     seal: Seal
@@ -56,32 +60,50 @@ class Answering:
     hello_timeout: float
     nonce: str | None = None
     give_up: Callable[[float], None] | None = None
+    abandon: Callable[[BaseException], None] | None = None
 
 
 def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> Answered:
     """Ask to be a rank and block until all ranks are here, saying meanwhile who is missing.
 
+    Args:
+        store: a client for this alone, which a thread blocks. What the main thread has to say goes through another one,
+            which is opened here, while rank 0 is known to answer.
+
     Raises:
         RankTaken, RanksDoNotBelongTogether, DeviceError: refused. RankMissing: not everybody came in time.
         MasterLost: the store is gone. MasterNotAStore: nobody has opened a roll call there.
     """
+    speaking = store.clone()
     asking = Asking(store, entry, how)
     updates: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=asking.follow, args=(updates,), daemon=True).start()
+    thread = threading.Thread(target=asking.follow, args=(updates,), daemon=True)
+    thread.start()
     try:
-        return _await_the_others(asking, updates, waiting)
-    except (StopSignal, KeyboardInterrupt) as signalled:
-        asking.withdraw(stopped_by(signalled).what)
+        return _await_the_others(asking, updates, waiting, speaking)
+    except BaseException as error:
+        if how.abandon is not None:
+            how.abandon(error)
+        elif thread.is_alive():
+            asking.withdraw(speaking, first_line(as_ours(entry.rank, error)))
+        # Rank 0 answers a withdrawal. A thread inside torch when the interpreter ends would abort the process.
+        thread.join(LAST_ANSWER)
         raise
 
 
-def _await_the_others(asking: Asking, updates: queue.SimpleQueue[Any], waiting: Waiting) -> Answered:
+def _await_the_others(
+    asking: Asking, updates: queue.SimpleQueue[Any], waiting: Waiting, speaking: RunStore
+) -> Answered:
     hello: Hello | None = None
     news: Mapping[str, Any] | None = None
+    gave_up: float | None = None
     store, how = asking.store, asking.how
     while True:
+        until = waiting.until_next_line
+        if hello is None:
+            until = min(until, how.hello_timeout - waiting.waited)
         try:
-            update = updates.get(timeout=max(0.05, waiting.until_next_line))
+            update = updates.get(timeout=max(0.05, until))
         except queue.Empty:
             update = None
         if isinstance(update, DdpManualError):
@@ -96,26 +118,28 @@ def _await_the_others(asking: Asking, updates: queue.SimpleQueue[Any], waiting: 
             news = update
             waiting.about(situation(update, asking.entry.world_size))
         elif hello is None and waiting.waited > how.hello_timeout:
-            asking.withdraw("it had no answer")
-            raise _no_answer(store, waiting)
+            raise _no_answer(speaking, waiting)
         elif news is None or hello is None:
             waiting.about(f"rank 0 has not answered yet at {at(store.address, store.port)}")
         else:
             waiting.about(situation(news, asking.entry.world_size))
             waiting.advise(advice_for(news["missing"], hello))
         if waiting.over and update is None:
-            if how.give_up:
-                how.give_up(waiting.waited)
-                continue
-            asking.withdraw("its --join_timeout was over")
-            if news is None or hello is None:
-                raise _no_answer(store, waiting)
-            raise missing_ranks_error(news, hello, waiting.waited)
+            if how.give_up and gave_up is None:
+                gave_up = waiting.waited
+                how.give_up(gave_up)
+            elif gave_up is None or waiting.waited > gave_up + LAST_ANSWER:
+                if news is None or hello is None:
+                    raise _no_answer(speaking, waiting)
+                raise missing_ranks_error(news, hello, waiting.waited)
 
 
 def _no_answer(store: RunStore, waiting: Waiting) -> DdpManualError:
     where = at(store.address, store.port)
-    hello = store.clone().hello_if_any()  # the other client is blocked
+    try:
+        hello = interruptibly(store.hello_if_any, Waiting(LAST_ANSWER, logger), "asking rank 0 once more")
+    except TimeoutError:
+        hello = {"host": where, "pid": "unknown"}
     if hello is None:
         return MasterNotAStore(
             f"the store at {where} has no roll call",
@@ -141,11 +165,15 @@ class Asking:
         self._asked = False
         self._warned: set[str] = set()
 
-    def withdraw(self, reason: str) -> None:
-        """Give the rank back, so that the others see it missing again. The client is a new one: ours is blocked."""
+    def withdraw(self, speaking: RunStore, reason: str) -> None:
+        """Give the rank back, so that the others see it missing again.
+
+        Args:
+            speaking: another client: ours is blocked.
+        """
         if self._asked:
             with suppress(MasterLost):
-                self._send(self.store.clone(), {"withdraw": reason})
+                self._send(speaking, {"withdraw": reason})
 
     def follow(self, updates: queue.SimpleQueue[Any]) -> None:
         """Put all there is to know into a queue: a Hello, news, at the end a Place or an error."""
@@ -189,8 +217,8 @@ class Asking:
         self._warn(news)
         while not place:
             yield news
-            if self._nonce in news["prove"]:
-                self._send(store, {"alive": True})
+            if news["prove"]:
+                self._send(store, {"alive": news["prove"]})
             version += 1
             news = seal.open(f"{self._run} news {version}", store.news(version))
             if news["error"]:

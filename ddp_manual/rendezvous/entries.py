@@ -11,6 +11,7 @@ from ddp_manual.errors import RankMissing
 
 MOST_NAMED = 16
 MOST_COMMANDS = 8
+LONGEST_WORDS = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Entry:
         """An entry from the network.
 
         Raises:
-            TypeError: fields are missing, unknown or of the wrong type.
+            TypeError, ValueError: fields are missing, unknown or of the wrong type.
         """
         entry = cls(**request)
         for name, kind in _FIELD_TYPES.items():
@@ -61,9 +62,12 @@ class Entry:
             raise TypeError("an entry with a time or a port that cannot be")
         if not 0 <= entry.rank < entry.world_size:
             raise TypeError("an entry that cannot be a rank's")
-        texts = [*entry.gpus, *entry.code.values(), *(version for version in entry.versions.values() if version)]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("an entry whose gpus, versions or code are not text")
+        ipaddress.ip_address(entry.address.split("%")[0])
+        versions = [version for version in entry.versions.values() if version]
+        texts = [entry.host, entry.host_id, entry.device, entry.world_size_source, *entry.gpus, *versions]
+        texts += [*entry.versions, *entry.code, *entry.code.values(), *entry.options]
+        if not all(isinstance(text, str) and text == printable(text) for text in texts):
+            raise TypeError("an entry whose words are not short and printable")
         if not all(isinstance(option, list) and len(option) == 2 for option in entry.options.values()):
             raise TypeError("an entry whose options are not pairs of value and source")
         return entry
@@ -120,6 +124,11 @@ class Hello:
     def only_on_its_host(self) -> bool:
         """Whether rank 0 listens on loopback, which no other host reaches."""
         return ipaddress.ip_address(self.address).is_loopback
+
+
+def printable(text: str) -> str:
+    """What may come to people's terminals of a text from the network."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_WORDS])
 
 
 def assign_places(entries: Sequence[Entry]) -> dict[int, Place]:

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,29 @@ PACKAGE = Path(ddp_manual.__file__).parent
 DIGEST_BYTES = 6
 
 
-def introduce(
-    spec: WorldSpec, device: str, options: Mapping[str, tuple[Any, str]], own: OwnAddress, probe_port: int, script: bool
-) -> Entry:
-    """The entry of this process.
+@dataclass(frozen=True)
+class Program:
+    """What would run here. To find it out can take seconds, where the driver of a GPU has to wake up."""
 
-    Args:
-        script: the program that was started is the user's own, and has to be the same on every rank.
-    """
+    gpus: list[str]
+    versions: dict[str, str | None]
+    code: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls, device: str, *, script: bool) -> Program:
+        """``script``: the program that was started is the user's own, and has to be the same on every rank."""
+        return cls(gpu_uuids() if device == "cuda" else [], versions(), code_digests(script=script))
+
+
+def introduce(
+    spec: WorldSpec,
+    device: str,
+    options: Mapping[str, tuple[Any, str]],
+    own: OwnAddress,
+    probe_port: int,
+    program: Program,
+) -> Entry:
+    """The entry of this process."""
     return Entry(
         rank=spec.rank,
         world_size=spec.world_size,
@@ -41,9 +57,9 @@ def introduce(
         probe_port=probe_port,
         device=device,
         local_rank=spec.local_rank,
-        gpus=gpu_uuids() if device == "cuda" else [],
-        versions=versions(),
-        code=code_digests(script=script),
+        gpus=program.gpus,
+        versions=program.versions,
+        code=program.code,
         allow_mismatch=spec.allow_mismatch,
         # Lists, as they come out of JSON on the other side, where entries are compared.
         options={
@@ -70,6 +86,9 @@ class OwnAddress:
         if names:
             self.address, self.interface = _chosen_address(names, variable, backend)
             self.source = f"{self.interface}, from {variable}"
+        elif self.interface is not None:
+            # gloo and NCCL are told the interface, and take its first address, which need not be the one on the way.
+            self.address, _ = _chosen_address([self.interface], variable, backend="gloo")
         self.family = "IPv6" if ":" in self.address else "IPv4"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import shlex
 import time
@@ -17,11 +18,12 @@ from ddp_manual import environment, rundir
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import MasterLost, RankMissing
 from ddp_manual.rendezvous import address as addresses
+from ddp_manual.rendezvous import peernames
 from ddp_manual.rendezvous.answer import Answered, Answering, answer
 from ddp_manual.rendezvous.entries import Entry, Hello
 from ddp_manual.rendezvous.group import first_line
-from ddp_manual.rendezvous.introduction import OwnAddress, introduce
-from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT, as_ours
+from ddp_manual.rendezvous.introduction import OwnAddress, Program, introduce
+from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT, as_ours, publish
 from ddp_manual.rendezvous.listening import listen
 from ddp_manual.rendezvous.probing import wait_for_store
 from ddp_manual.rendezvous.reachability import Answerer, check_pairs
@@ -91,6 +93,9 @@ class Meeting:
             DdpManualError: the ranks do not come together.
         """
         waiting = Waiting(self.spec.join_timeout, logger)
+        # What takes long comes before rank 0 can be seen: once its store answers, so must its roll call.
+        program = Program.of_this_process(self._device, script=self._command is None)
+        peernames.ask_for_none()
         with self._steps.step("address") as step:
             found = addresses.resolve(self.spec.master_addr)
             step.detail = f"{self.spec.named('master_addr')} is {', '.join(found)}"
@@ -101,24 +106,26 @@ class Meeting:
         if self.spec.rank != 0 or self.spec.agent_store:
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             waiting = Waiting(self.spec.join_timeout, logger)
-        with self._steps.step("interface") as step:
-            self.own = OwnAddress(self.store.address, self._backend)
-            step.detail = f"{self.own.address} on {self.own.source}"
-        answerer = Answerer(self.own.address)
+        listening = self.store.clone()
+        answered = None
         try:
-            with self._steps.step("roll call") as step:
-                answered = self._answer_roll_call(answerer.port, waiting)
-                step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
-            with self._steps.step("reachability") as step:
-                place = answered.place
-                check_pairs(self.store, self.spec.rank, place.node, place.nodes, place.host_leader)
-                step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts can connect to each other"
+            with self._steps.step("interface") as step:
+                self.own = OwnAddress(self.store.address, self._backend)
+                step.detail = f"{self.own.address} on {self.own.source}"
+            with Answerer(self.own.address) as answerer:
+                with self._steps.step("roll call") as step:
+                    answered = self._answer_roll_call(listening, program, answerer.port, waiting)
+                    step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
+                with self._steps.step("reachability") as step:
+                    place = answered.place
+                    check_pairs(listening, self.spec.rank, place)
+                    step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts can connect to each other"
             return answered
-        except BaseException:
+        except BaseException as error:
+            if answered is not None:  # the others count on this rank
+                publish(self.store, self.spec, error, None)
             self.leave(timeout=WORDS_TIMEOUT)
             raise
-        finally:
-            answerer.close()
 
     def _open_store(self, found: list[str], waiting: Waiting) -> None:
         if self.spec.rank == 0 and not self.spec.agent_store:
@@ -134,12 +141,12 @@ class Meeting:
             self.store = RunStore.connect(address, self.spec.master_port, self._attempt())
             step.detail = f"a store answers at {addresses.at(address, self.spec.master_port)}"
 
-    def _answer_roll_call(self, probe_port: int, waiting: Waiting) -> Answered:
-        script = self._command is None
-        entry = introduce(self.spec, self._device, self._options, self.own, probe_port, script=script)
+    def _answer_roll_call(self, listening: RunStore, program: Program, probe_port: int, waiting: Waiting) -> Answered:
+        entry = introduce(self.spec, self._device, self._options, self.own, probe_port, program)
         if self.spec.rank == 0:
-            self._roll_call = RollCall(self.store, self._hello(entry), entry, self._seal)
-            self._roll_call.open()
+            roll_call = RollCall(self.store, self._hello(entry), entry, self._seal)
+            roll_call.open()
+            self._roll_call = roll_call
         how = Answering(
             seal=self._seal,
             met=self._met,
@@ -147,13 +154,21 @@ class Meeting:
             hello_timeout=self.spec.join_timeout if self.spec.agent_store else HELLO_TIMEOUT,
             nonce=self.nonce,
             give_up=self._roll_call.give_up if self._roll_call else None,
+            abandon=self._abandon if self._roll_call else None,
         )
-        try:
-            return answer(self.store.clone(), entry, waiting, how)
-        except BaseException as error:
-            if self._roll_call and not isinstance(error, RankMissing):
-                self._roll_call.abandon(_rank_0_left(entry, error))
-            raise
+        return answer(listening, entry, waiting, how)
+
+    def _abandon(self, error: BaseException) -> None:
+        assert self._roll_call is not None
+        if not isinstance(error, RankMissing):
+            ours = as_ours(self.spec.rank, error)
+            self._roll_call.abandon(
+                MasterLost(
+                    f"rank 0 ({environment.host_name()}, pid {os.getpid()}) left before all ranks had joined",
+                    why=first_line(ours),
+                    next="start all ranks again",
+                )
+            )
 
     def all_finish_soon(self) -> bool:
         """Say that this rank has done its work; whether the others have too, or do within ``FINISH_TOGETHER``."""
@@ -213,14 +228,6 @@ class Meeting:
     def _command_template(self) -> str:
         command = self._command or _library_command(self.spec)
         return command.replace("{master_port}", str(self.spec.master_port))
-
-
-def _rank_0_left(entry: Entry, error: BaseException) -> MasterLost:
-    return MasterLost(
-        f"{entry.who()} left before all ranks had joined",
-        why=first_line(as_ours(entry.rank, error)),
-        next="start all ranks again",
-    )
 
 
 def _library_command(spec: WorldSpec) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,12 +14,13 @@ from ddp_manual.errors import MasterLost, MasterNotAStore
 from ddp_manual.rendezvous.address import at, resolve
 from ddp_manual.rendezvous.entries import Hello, situation
 from ddp_manual.rendezvous.probing import wait_for_store
-from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0
+ANSWER_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,19 @@ class Observer:
         """The run as it is now.
 
         Raises:
-            MasterNotAStore: it is not a run of this program, or of another version. MasterLost: it has ended.
+            MasterNotAStore: it is not a run of this program, or of another version. MasterLost: it has ended, or does
+                not answer.
         """
+        try:
+            return interruptibly(self._read, Waiting(ANSWER_TIMEOUT, logger), f"waiting for {self._where}")
+        except TimeoutError:
+            raise MasterLost(
+                f"rank 0's store at {self._where} does not answer",
+                why=f"it was asked for the run, and said nothing for {ANSWER_TIMEOUT:.0f} s",
+                next="look whether rank 0 is stopped or frozen",
+            ) from None
+
+    def _read(self) -> Observation:
         store = self._store
         store.join_attempt()
         hello = store.hello_if_any()
@@ -97,9 +108,9 @@ def look(spec: WorldSpec, *, again: bool) -> Iterator[dict[str, Any]]:
         yield observer.observe().as_dict()
         while again:
             time.sleep(LOOK_EVERY)
-            with suppress(MasterLost):
+            try:
                 yield observer.observe().as_dict()
-                continue
-            return
+            except MasterLost:
+                return
     finally:
         observer.close()

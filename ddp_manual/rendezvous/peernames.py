@@ -19,6 +19,8 @@ import sys
 import threading
 from datetime import timedelta
 
+from ddp_manual import environment
+
 logger = logging.getLogger(__name__)
 
 # In 127.0.0.0/8, and with no name in any hosts file.
@@ -29,8 +31,8 @@ WAIT = 2.0
 
 @functools.cache
 def ask_for_none() -> None:
-    """Once a process, before its first store."""
-    if sys.platform == "linux":
+    """Once a process, before its first store; not where torch would print a warning about it."""
+    if sys.platform == "linux" and environment.torch_is_quiet():
         thread = threading.Thread(target=_fail_one_look_up, daemon=True)
         thread.start()
         thread.join(WAIT)

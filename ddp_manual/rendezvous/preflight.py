@@ -65,7 +65,8 @@ def raise_descriptor_limit(spec: WorldSpec) -> str:
         except (ValueError, OSError):  # macOS calls its hard limit unlimited and takes less
             pass
     needed = OWN_DESCRIPTORS + CONNECTIONS_PER_RANK * spec.world_size
-    if spec.rank == 0 and soft != resource.RLIM_INFINITY and soft < needed:
+    hosts_the_store = spec.rank == 0 and not spec.agent_store
+    if hosts_the_store and soft != resource.RLIM_INFINITY and soft < needed:
         raise BadOption(
             f"rank 0 on {environment.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
             f"needs {needed}",

@@ -19,6 +19,8 @@ from typing import Any
 
 from ddp_manual.errors import MasterLost, PeerUnreachable
 from ddp_manual.rendezvous.address import at, family
+from ddp_manual.rendezvous.entries import Place
+from ddp_manual.rendezvous.lastwords import peer_failure
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 
@@ -52,6 +54,12 @@ class Answerer:
         self._thread = threading.Thread(target=self._answer, name="answerer", daemon=True)
         self._thread.start()
 
+    def __enter__(self) -> Answerer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         # Closing alone would leave the thread in accept.
         with suppress(OSError):
@@ -79,7 +87,7 @@ def answers(address: str, port: int) -> bool:
     try:
         with socket.create_connection((address, port), ALIVE_TIMEOUT):
             return True
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
@@ -113,45 +121,52 @@ def targets(node: int, nodes: int) -> list[int]:
     return [(node + (1 << power)) % nodes for power in range((nodes - 1).bit_length())]
 
 
-def check_pairs(store: RunStore, rank: int, node: int, nodes: int, host_leader: int) -> None:
+def check_pairs(store: RunStore, rank: int, place: Place) -> None:
     """Have the hosts try to reach each other; every rank learns the outcome.
 
+    Args:
+        store: a client for this alone: a thread blocks it, so that Ctrl-C is heard.
+
     Raises:
-        PeerUnreachable: pairs that failed.
+        PeerUnreachable: pairs that failed. PeerFailed: another rank has left meanwhile.
     """
-    if nodes == 1:
+    if place.nodes == 1:
         return
-    if rank == host_leader:
-        hosts = store.hosts()
-        with ThreadPoolExecutor(max_workers=ALL_PAIRS_UP_TO) as pool:
-            tried = targets(node, nodes)
-            outcomes = pool.map(lambda other: try_to_reach(hosts[other]["address"], hosts[other]["port"]), tried)
-            failures = [[other, outcome] for other, outcome in zip(tried, outcomes, strict=True) if outcome]
-        store.report_reach(node, failures)
-        if rank == 0:
-            store.set_unreachable(_failing_pairs(_gathered(store, nodes), hosts))
-    failing = _outcome(store.clone())
-    if failing:
-        raise _unreachable(failing)
-
-
-def _outcome(store: RunStore) -> list[dict[str, Any]]:
     about = "waiting for the hosts to try the connections between them"
     try:
-        failing: list[dict[str, Any]] = interruptibly(store.unreachable, Waiting(OUTCOME_TIMEOUT, logger), about)
+        failing = interruptibly(lambda: _try_pairs(store, rank, place), Waiting(OUTCOME_TIMEOUT, logger), about)
     except TimeoutError:
         raise MasterLost(
             "rank 0 does not answer",
             why=f"all ranks had joined, but it did not say within {OUTCOME_TIMEOUT:.0f} s which hosts can connect",
             next="look whether rank 0 is stopped or frozen, then start all ranks again",
         ) from None
+    if failing:
+        words = store.failure_if_any()
+        unlike_ours = words is not None and words["identifier"] != PeerUnreachable.identifier
+        raise peer_failure(words) if unlike_ours else _unreachable(failing)
+
+
+def _try_pairs(store: RunStore, rank: int, place: Place) -> list[dict[str, Any]]:
+    if rank == place.host_leader:
+        hosts = store.hosts()
+        tried = targets(place.node, place.nodes)
+        with ThreadPoolExecutor(max_workers=ALL_PAIRS_UP_TO) as pool:
+            outcomes = pool.map(lambda other: try_to_reach(hosts[other]["address"], hosts[other]["port"]), tried)
+            failures = [[other, outcome] for other, outcome in zip(tried, outcomes, strict=True) if outcome]
+        store.report_reach(place.node, failures)
+        if rank == 0:
+            store.set_unreachable(_failing_pairs(_gathered(store, place.nodes), hosts))
+    failing: list[dict[str, Any]] = store.unreachable()
     return failing
 
 
 def _gathered(store: RunStore, nodes: int) -> dict[int, list[list[Any]] | None]:
-    """What each host reported, None for one that has not in time."""
+    """What each host reported, None for one that has not in time, or before another rank failed."""
     deadline = time.monotonic() + REPORT_TIMEOUT
-    while time.monotonic() < deadline and not store.have_reported_reach(range(nodes)):
+    while not store.have_reported_reach(range(nodes)):
+        if time.monotonic() > deadline or store.failure_if_any() is not None:
+            break
         time.sleep(0.02)
     return {node: store.reach(node) if store.have_reported_reach([node]) else None for node in range(nodes)}
 

@@ -2,8 +2,11 @@
 missing. The other side is ``answer.py``; every rank has that one, rank 0 too.
 
 Requests go through one queue, so there is a first and a second claim to each rank without any lock in the store. When
-all come at once a rank costs the store its request and one answer. Whoever waits longer is told of changes, and those
-are bundled, the more the more ranks there are: the whole roll call is O(world_size) operations.
+all come at once a rank costs the store its request and one answer. Whoever waits longer is told of changes, which are
+bundled: the more ranks wait, the longer a change is kept back.
+
+Before two processes are told apart, and before the roll call is complete, all who have waited are mustered: a process
+that was killed meanwhile is no rank.
 
 torch's own ``wait_for_workers`` is not used: it counts connections, and a rank that was started twice fills two.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -20,7 +24,14 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from ddp_manual.errors import DdpManualError, MasterLost, RankTaken, TokenMismatch, VersionMismatch
+from ddp_manual.errors import (
+    DdpManualError,
+    MasterLost,
+    PeerLost,
+    RankTaken,
+    TokenMismatch,
+    VersionMismatch,
+)
 from ddp_manual.rendezvous.comparing import named_gpu, shared_gpu, unlike
 from ddp_manual.rendezvous.entries import (
     MOST_NAMED,
@@ -29,6 +40,7 @@ from ddp_manual.rendezvous.entries import (
     as_ranges,
     assign_places,
     missing_ranks_error,
+    printable,
 )
 from ddp_manual.rendezvous.progress import Progress
 from ddp_manual.rendezvous.reachability import answers
@@ -37,8 +49,8 @@ from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which a process that holds a rank must show that it lives, when another one asks for the same rank. A
-# refusal has to come within 2 s of the request.
+# Seconds in which a process that waits must show that it lives, when it is asked to. A refusal because another process
+# holds the rank has to come within 2 s of the request.
 PROVE_WITHIN = 1.2
 # Seconds without a change, for each rank that is here, before anybody is told: the store then serves about 2,000
 # readers a second, and whoever comes in a rush that brings all ranks gets one answer, which says where it stands.
@@ -49,6 +61,7 @@ SHORTEST_LULL = 0.05
 BUNDLE = 1 / 1000
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 1.5, 3.0
 POLL_EVERY = 0.005
+START_AGAIN = "start all ranks again"
 
 
 @dataclass
@@ -62,11 +75,20 @@ class Seat:
 
 @dataclass
 class Claim:
-    """A second process asks for a rank, and its holder has not yet shown that it lives."""
+    """A process that asks for a rank which another one holds."""
 
     nonce: str
     entry: Entry
-    until: float
+
+
+class Muster:
+    """All who wait are asked to show that they live. The word they answer with is new each time, so that an answer
+    cannot be played back."""
+
+    def __init__(self) -> None:
+        self.word = secrets.token_hex(8)
+        self.until = time.monotonic() + PROVE_WITHIN
+        self.alive: set[str] = set()
 
 
 class RollCall:
@@ -80,6 +102,7 @@ class RollCall:
         self._seats: dict[int, Seat] = {}
         self._gpu_users = {named_gpu(rank_0): rank_0}
         self._claims: list[Claim] = []
+        self._muster: Muster | None = None
         self._nonces: set[str] = set()
         self._refused: deque[str] = deque(maxlen=MOST_NAMED)
         self._gone: deque[str] = deque(maxlen=MOST_NAMED)
@@ -140,9 +163,7 @@ class RollCall:
                 with self._lock:
                     if message is not None and not self._judge(message):
                         return
-                    self._decide_claims()
-                    if self._all_are_here() or (self._publish_at is not None and time.monotonic() >= self._publish_at):
-                        self._publish()
+                    self._go_on()
                 if message is None:
                     time.sleep(POLL_EVERY)
         except MasterLost as error:
@@ -158,18 +179,32 @@ class RollCall:
 
     def _next_due(self) -> float | None:
         """When there is something to do even if nobody comes."""
-        due = [claim.until for claim in self._claims]
-        if self._publish_at is not None:
-            due.append(self._publish_at)
-        return min(due, default=None)
+        return min((due for due in (self._publish_at, self._muster and self._muster.until) if due), default=None)
+
+    def _go_on(self) -> None:
+        """Do what is due: end a muster or begin one, complete the roll call, tell of changes."""
+        if self._complete or self._closed_by:
+            if self._publish_at is not None and time.monotonic() >= self._publish_at:
+                self._publish()
+            return
+        if self._muster is not None and not self._end_muster():
+            return
+        mustered = self._muster is not None
+        self._muster = None
+        if self._claims or (self._all_are_here() and not mustered and self._have_waited()):
+            self._muster = Muster()
+            self._publish()
+        elif self._all_are_here():
+            self._complete_roll_call()
+        elif self._publish_at is not None and time.monotonic() >= self._publish_at:
+            self._publish()
 
     def _all_are_here(self) -> bool:
-        return (
-            len(self._seats) == self._hello.world_size
-            and not self._claims
-            and not self._complete
-            and not self._closed_by
-        )
+        return len(self._seats) == self._hello.world_size
+
+    def _have_waited(self) -> list[Seat]:
+        """Those who were told to wait, and may have gone since; rank 0 is this process."""
+        return [seat for rank, seat in self._seats.items() if rank != 0 and seat.told]
 
     def _judge(self, message: bytes) -> bool:
         """Answer one message; False if it asks the judge to stop."""
@@ -191,9 +226,10 @@ class RollCall:
                 return True
             del request["nonce"]
             if "withdraw" in request:
-                self._withdraw(nonce, str(request["withdraw"])[:200])
+                self._withdraw(nonce, printable(str(request["withdraw"])))
             elif "alive" in request:
-                self._refuse_claims_on(nonce)
+                if self._muster is not None and request["alive"] == self._muster.word:
+                    self._muster.alive.add(nonce)
             else:
                 self._judge_request(nonce, request)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsealed) as error:
@@ -226,7 +262,7 @@ class RollCall:
             return
         try:
             entry = Entry.from_request(request)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             who = f"a process on {request.get('host')!r:.60}"
             self._refuse(
                 nonce,
@@ -245,9 +281,8 @@ class RollCall:
             if self._complete or entry.rank == 0:
                 refusal = self._taken(entry, holder.entry)
             else:
-                self._claims.append(Claim(nonce, entry, time.monotonic() + PROVE_WITHIN))
+                self._claims.append(Claim(nonce, entry))
                 self._nonces.add(nonce)
-                self._publish()
                 return
         if refusal is None:
             refusal = self._on_a_gpu_in_use(entry)
@@ -272,7 +307,7 @@ class RollCall:
 
     def _refuse(self, nonce: str, who: str, error: DdpManualError, *, sealed: bool = True) -> None:
         self._nonces.add(nonce)
-        self._refused.append(f"{who} was refused: {error.identifier}")
+        self._refused.append(f"{who} was refused: {error.identifier}: {error.what}")
         self._set_verdict(nonce, {"error": error.as_dict()}, sealed=sealed)
         self._changed()
 
@@ -287,39 +322,52 @@ class RollCall:
 
     def _withdraw(self, nonce: str, reason: str) -> None:
         self._nonces.add(nonce)  # a request that was held back on its way must not be a rank now
-        for rank, seat in list(self._seats.items()):
-            if seat.nonce == nonce and not self._complete:
-                del self._seats[rank]
-                self._gpu_users.pop(named_gpu(seat.entry), None)
-                self._gone.append(f"{seat.entry.who()} left again: {reason}")
-                self._changed()
+        left = RankTaken("this process has left the roll call", why=reason, next=START_AGAIN)
+        self._claims = [claim for claim in self._claims if claim.nonce != nonce]
+        for seat in [seat for seat in self._seats.values() if seat.nonce == nonce]:
+            if self._complete:
+                # The others count on it: what they wait for next would not come.
+                words = PeerLost(
+                    f"{seat.entry.who()} left as the roll call was completed", why=reason, next=START_AGAIN
+                )
+                said_by = {"rank": seat.entry.rank, "host": seat.entry.host, "pid": seat.entry.pid}
+                self._store.publish_failure({**words.as_dict(), **said_by})
+            else:
+                self._remove(seat, f"left again: {reason}")
+        # Its own thread may still wait for an answer.
+        self._set_verdict(nonce, {"error": left.as_dict()})
 
-    # -- two processes for one rank -----------------------------------------------------------------------------
+    def _remove(self, seat: Seat, why: str) -> None:
+        del self._seats[seat.entry.rank]
+        self._gpu_users.pop(named_gpu(seat.entry), None)
+        self._gone.append(f"{seat.entry.who()} {why}")
+        self._changed()
 
-    def _refuse_claims_on(self, holder_nonce: str) -> None:
-        """The holder has shown that it lives."""
-        for claim in list(self._claims):
+    # -- who still lives ------------------------------------------------------------------------------------------
+
+    def _end_muster(self) -> bool:
+        """Remove those who have neither answered through the store nor accept connections; judge the claims.
+
+        Returns whether the muster is over.
+        """
+        assert self._muster is not None
+        silent = [seat for seat in self._have_waited() if seat.nonce not in self._muster.alive]
+        if silent and time.monotonic() < self._muster.until:
+            return False
+        frozen = [seat.nonce for seat in silent if answers(seat.entry.address, seat.entry.probe_port)]
+        for seat in silent:
+            if seat.nonce not in frozen:
+                self._remove(seat, "is gone: its process has ended")
+                self._set_place(seat.nonce, {"error": _gone(seat.entry).as_dict()})
+        claims, self._claims = self._claims, []
+        for claim in claims:
             holder = self._seats.get(claim.entry.rank)
-            if holder is not None and holder.nonce == holder_nonce:
-                self._claims.remove(claim)
-                self._refuse(claim.nonce, claim.entry.who(), self._taken(claim.entry, holder.entry))
-
-    def _decide_claims(self) -> None:
-        """A holder that has not answered through the store, and whose port is closed too, is gone."""
-        for claim in list(self._claims):
-            holder = self._seats.get(claim.entry.rank)
-            if holder is not None and time.monotonic() < claim.until:
-                continue
-            self._claims.remove(claim)
-            if holder is not None and answers(holder.entry.address, holder.entry.probe_port):
-                error = self._taken(claim.entry, holder.entry, frozen=True)
-                self._refuse(claim.nonce, claim.entry.who(), error)
-                continue
             if holder is not None:
-                self._gpu_users.pop(named_gpu(holder.entry), None)
-                self._gone.append(f"{holder.entry.who()} is gone; pid {claim.entry.pid} has taken its place")
-                self._set_place(holder.nonce, {"error": self._taken(holder.entry, claim.entry).as_dict()})
-            self._admit(claim.nonce, claim.entry)
+                error = self._taken(claim.entry, holder.entry, frozen=holder.nonce in frozen)
+                self._refuse(claim.nonce, claim.entry.who(), error)
+            elif answers(claim.entry.address, claim.entry.probe_port):
+                self._admit(claim.nonce, claim.entry)
+        return True
 
     def _taken(self, entry: Entry, holder: Entry, *, frozen: bool = False) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
@@ -343,31 +391,32 @@ class RollCall:
         self._closed_by = error
         self._publish()
 
-    def _publish(self) -> None:
+    def _complete_roll_call(self) -> None:
+        entries = [seat.entry for _, seat in sorted(self._seats.items())]
+        places = assign_places(entries)
+        self._closed_by = shared_gpu(entries, places)
+        if self._closed_by is None:
+            self._complete = True
+            self._publish({rank: vars(place) for rank, place in places.items()})
+        else:
+            self._publish()
+
+    def _publish(self, places: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Tell everybody who waits how it stands; when all are here, where each of them stands."""
         self._changed_at = self._publish_at = None
-        if self._complete:
-            return
-        places: dict[int, dict[str, Any]] = {}
-        if self._all_are_here():
-            entries = [seat.entry for _, seat in sorted(self._seats.items())]
-            assigned = assign_places(entries)
-            self._closed_by = shared_gpu(entries, assigned)
-            if self._closed_by is None:
-                self._complete = True
-                places = {rank: vars(place) for rank, place in assigned.items()}
-        self._version += 1
         error = self._closed_by.as_dict() if self._closed_by else None
-        news = {**self._news(), "complete": self._complete, "error": error}
-        summary = self._summary(error)
-        hello = asdict(self._hello)
         # Before anybody is let go, so that whoever is can read it.
-        self._store.set_summary(summary)
+        self._store.set_summary(self._summary(error))
+        if self._complete and places is None:
+            return  # only those who look on care who was refused since
+        self._version += 1
+        news = {**self._news(), "complete": self._complete, "error": error}
+        hello = asdict(self._hello)
         if places:
             self._store.set_hosts(_host_leaders(places, self._seats))
             self._store.start_beats(self._hello.world_size, Progress().beat(0))
         for rank, seat in self._seats.items():
-            place = {"place": places.get(rank), "error": error}
+            place = {"place": places[rank] if places else None, "error": error}
             if not seat.told:
                 seat.told = True
                 self._set_verdict(seat.nonce, {"hello": hello, "version": self._version, "news": news, **place})
@@ -384,7 +433,6 @@ class RollCall:
     def _news(self) -> dict[str, Any]:
         """What those who wait are shown: short also where thousands are missing."""
         here = [f"{rank} ({seat.entry.host})" for rank, seat in sorted(self._seats.items())[:MOST_NAMED]]
-        holders = [self._seats[claim.entry.rank].nonce for claim in self._claims if claim.entry.rank in self._seats]
         return {
             "here": len(self._seats),
             "named": here,
@@ -392,7 +440,7 @@ class RollCall:
             "refused": list(self._refused),
             "gone": list(self._gone),
             "warnings": list(self._warnings),
-            "prove": holders,
+            "prove": self._muster.word if self._muster else None,
         }
 
     def _summary(self, error: dict[str, str] | None) -> dict[str, Any]:
@@ -410,6 +458,15 @@ class RollCall:
             return [(seat, seat.entry.local_rank) for seat in seats]
         places = assign_places([seat.entry for seat in seats])
         return [(seat, places[seat.entry.rank].local_rank) for seat in seats]
+
+
+def _gone(entry: Entry) -> RankTaken:
+    """For a process that was taken for dead and goes on after all."""
+    return RankTaken(
+        f"{entry.who()} was not heard in time, and is no rank any more",
+        why=f"rank 0 asked it through the store and at its port, and had no answer within {PROVE_WITHIN} s",
+        next="start it again if its rank is still missing",
+    )
 
 
 def _roster_line(entry: Entry, gpu: int | None) -> dict[str, Any]:

@@ -113,3 +113,12 @@ def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(
     assert codes == [0, 0, 11], rank_0.err
     fault, named = "packets to rank 0's port rejected", "address, port, that nothing listens"
     record(fault, "master-refused (its line)", named, seconds=seconds, within=2, codes=codes, row=4)
+
+
+def test_ranks_with_both_address_families_are_probed_where_gloo_will_connect(hosts: Hosts, tmp_path: Path) -> None:
+    two = hosts(2, ipv6=True)
+    ranks = [host.start_rank(rank, 2, "--master_addr", two[0].ipv6) for rank, host in enumerate(two)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    roster = json.loads((tmp_path / "run" / "summary.json").read_text())["roster"]
+    # gloo takes the first address of the interface, which is its IPv4 address.
+    assert [line["address"] for line in roster] == [host.ipv4 for host in two]

@@ -105,11 +105,14 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
         {"since": 1e300},
         {"local_rank": "0"},
         {"unknown": 1},
+        {"address": "no.address"},
+        {"host": "a\x1b[2J"},
+        {"device": "cpu" * 100},
     ],
 )
 def test_an_entry_that_cannot_be_a_ranks_is_not_believed(wrong: dict[str, object]) -> None:
     request = {**vars(entry(0, "a")), **wrong}
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ValueError)):
         Entry.from_request(request)
 
 

@@ -200,3 +200,29 @@ def test_a_process_that_was_turned_away_is_not_taken_for_the_rank_that_has_left(
     assert "rank 1 is taken by " in second.err
     ranks.append(start_one(2))
     assert [rank.wait(60) for rank in ranks] == [0, 0, 0], ranks[1].err
+
+
+def test_a_script_that_is_stopped_or_gives_up_while_it_waits_ends_as_python_does(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from ddp_manual import WorldSpec\n"
+        "from ddp_manual.rendezvous import rendezvous\n"
+        "with rendezvous(WorldSpec.from_environment(join_timeout=float(sys.argv[1]))):\n"
+        "    pass\n"
+    )
+
+    def start_one(rank: int, join_timeout: float) -> RankProcess:
+        return start(sys.executable, script, join_timeout, RANK=str(rank), WORLD_SIZE="4", MASTER_PORT=str(port))
+
+    first, stopped, impatient = start_one(0, 60), start_one(1, 60), start_one(2, 5)
+    first.wait_for("waiting for rank 3; 3 of 4 here")
+    stopped.process.send_signal(signal.SIGINT)
+    assert stopped.wait(10) == -signal.SIGINT
+    assert impatient.wait(20) == 1
+    assert "never joined within 5 s" in impatient.err
+    for process in (stopped, impatient):
+        assert "terminate called" not in process.err
+    first.wait_for("waiting for ranks 1-3; 1 of 4 here")

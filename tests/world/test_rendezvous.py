@@ -100,3 +100,27 @@ def test_garbage_in_the_roll_call_does_not_disturb_the_run(start_rank: Start, st
     assert stranger.wait() == 0
     rank_0.wait_for("a stranger put something unreadable into the roll call")
     assert [start_rank(1, 2).wait(), rank_0.wait()] == [0, 0]
+
+
+def test_a_rank_that_was_killed_while_it_waited_is_missed_before_the_roll_call_is_complete(start_rank: Start) -> None:
+    ranks = {rank: start_rank(rank, 3) for rank in (0, 1)}
+    ranks[0].wait_for("waiting for rank 2;")
+    ranks[1].kill()
+    ranks[2] = start_rank(2, 3)
+    for rank in (0, 2):
+        ranks[rank].wait_for(f"pid {ranks[1].process.pid}) is gone: its process has ended")
+        assert "waiting for rank 1; 2 of 3 here" in ranks[rank].err
+    ranks[1] = start_rank(1, 3)
+    assert [rank.wait() for rank in ranks.values()] == [0, 0, 0]
+
+
+def test_a_rank_can_be_stopped_while_rank_0_is_frozen(start_rank: Start) -> None:
+    ranks = [start_rank(rank, 3) for rank in (0, 1)]
+    ranks[1].wait_for("waiting for rank 2;")
+    ranks[0].process.send_signal(signal.SIGSTOP)
+    ranks[1].process.send_signal(signal.SIGINT)
+    assert ranks[1].wait(10) == 130
+    late = start_rank(2, 3)
+    assert late.wait(30) == 11
+    assert "something accepts connections there but says nothing" in late.err
+    assert "a rank 0 that was stopped" in late.err
