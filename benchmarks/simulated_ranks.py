@@ -19,7 +19,7 @@ from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.rendezvous import store as stores
 from ddp_manual.rendezvous.answer import Answering, Asking
 from ddp_manual.rendezvous.entries import Entry, Place
-from ddp_manual.rendezvous.introduction import OwnAddress, introduce
+from ddp_manual.rendezvous.introduction import OwnAddress, Program, introduce
 from ddp_manual.rendezvous.seal import Seal
 from ddp_manual.rendezvous.store import RunStore
 
@@ -76,7 +76,8 @@ def entry_of_rank_0(world_size: int) -> Entry:
     """What a training process says of itself, with all options, versions and digests: 1.6 KB."""
     spec = WorldSpec(world_size=world_size)
     options = {**TrainConfig().shared_options(), "device": ("cpu", "default"), "backend": ("gloo", "default")}
-    return on_its_host(introduce(spec, "cpu", options, OwnAddress(LOOPBACK, "gloo"), 1, script=False), 0)
+    program = Program.of_this_process("cpu", script=False)
+    return on_its_host(introduce(spec, "cpu", options, OwnAddress(LOOPBACK, "gloo"), 1, program), 0)
 
 
 def on_its_host(entry: Entry, rank: int) -> Entry:

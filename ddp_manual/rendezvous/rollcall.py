@@ -46,6 +46,7 @@ from ddp_manual.rendezvous.progress import Progress
 from ddp_manual.rendezvous.reachability import answers
 from ddp_manual.rendezvous.seal import Seal, Unsealed, claimed
 from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
+from ddp_manual.rendezvous.waiting import LINE_EVERY
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ SHORTEST_LULL = 0.05
 BUNDLE = 1 / 1000
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 1.5, 3.0
 POLL_EVERY = 0.005
+# Up to this many ranks everybody is told of each change.
+SMALL_WORLD = 64
+# Seconds after which a small change among many ranks is told too: a waiting rank says a line as often.
+TELL_EVERY = LINE_EVERY
 START_AGAIN = "start all ranks again"
 
 
@@ -110,6 +115,9 @@ class RollCall:
         self._version = 0
         self._changed_at: float | None = None
         self._publish_at: float | None = None
+        self._told_at = time.monotonic()
+        self._told_of = 0
+        self._noteworthy = False
         self._complete = False
         self._closed_by: DdpManualError | None = None
         self._lock = threading.Lock()
@@ -197,7 +205,22 @@ class RollCall:
         elif self._all_are_here():
             self._complete_roll_call()
         elif self._publish_at is not None and time.monotonic() >= self._publish_at:
-            self._publish()
+            if self._worth_telling_all():
+                self._publish()
+            else:
+                self._tell_newcomers({**self._news(), "complete": False, "error": None}, {})
+                self._changed_at, self._publish_at = None, self._told_at + TELL_EVERY
+
+    def _worth_telling_all(self) -> bool:
+        """Every message is read by all who wait. Of many ranks that come one by one, as many as an eighth of those here
+        are one change: so all the messages together are read O(world_size) times, but for one every TELL_EVERY."""
+        here = len(self._seats)
+        return (
+            self._noteworthy
+            or here <= SMALL_WORLD
+            or here >= self._told_of * 9 / 8
+            or time.monotonic() >= self._told_at + TELL_EVERY
+        )
 
     def _all_are_here(self) -> bool:
         return len(self._seats) == self._hello.world_size
@@ -309,6 +332,7 @@ class RollCall:
         self._nonces.add(nonce)
         self._refused.append(f"{who} was refused: {error.identifier}: {error.what}")
         self._set_verdict(nonce, {"error": error.as_dict()}, sealed=sealed)
+        self._noteworthy = True
         self._changed()
 
     def _changed(self) -> None:
@@ -341,6 +365,7 @@ class RollCall:
         del self._seats[seat.entry.rank]
         self._gpu_users.pop(named_gpu(seat.entry), None)
         self._gone.append(f"{seat.entry.who()} {why}")
+        self._noteworthy = True
         self._changed()
 
     # -- who still lives ------------------------------------------------------------------------------------------
@@ -401,7 +426,7 @@ class RollCall:
         else:
             self._publish()
 
-    def _publish(self, places: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+    def _publish(self, places: dict[int, Mapping[str, Any]] | None = None) -> None:
         """Tell everybody who waits how it stands; when all are here, where each of them stands."""
         self._changed_at = self._publish_at = None
         error = self._closed_by.as_dict() if self._closed_by else None
@@ -410,19 +435,24 @@ class RollCall:
         if self._complete and places is None:
             return  # only those who look on care who was refused since
         self._version += 1
+        self._told_at, self._told_of, self._noteworthy = time.monotonic(), len(self._seats), False
         news = {**self._news(), "complete": self._complete, "error": error}
-        hello = asdict(self._hello)
         if places:
             self._store.set_hosts(_host_leaders(places, self._seats))
             self._store.start_beats(self._hello.world_size, Progress().beat(0))
+        self._tell_newcomers(news, places or {})
+        for rank, place in (places or {}).items():
+            self._set_place(self._seats[rank].nonce, {"place": place, "error": None})
+        self._store.publish_news(self._version, self._seal.close(f"{self._run()} news {self._version}", news))
+
+    def _tell_newcomers(self, news: Mapping[str, Any], places: dict[int, Mapping[str, Any]]) -> None:
+        """Answer those who have had no answer; who is given a place with it is taken out of ``places``."""
+        hello = asdict(self._hello)
         for rank, seat in self._seats.items():
-            place = {"place": places[rank] if places else None, "error": error}
             if not seat.told:
                 seat.told = True
+                place = {"place": places.pop(rank, None), "error": news["error"]}
                 self._set_verdict(seat.nonce, {"hello": hello, "version": self._version, "news": news, **place})
-            elif places:
-                self._set_place(seat.nonce, place)
-        self._store.publish_news(self._version, self._seal.close(f"{self._run()} news {self._version}", news))
 
     def _set_verdict(self, nonce: str, verdict: dict[str, Any], *, sealed: bool = True) -> None:
         self._store.set_verdict(nonce, self._seal.close(f"verdict {nonce}", verdict) if sealed else verdict)
