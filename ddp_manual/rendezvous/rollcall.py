@@ -18,7 +18,6 @@ import re
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -32,50 +31,29 @@ from ddp_manual.errors import (
     TokenMismatch,
     VersionMismatch,
 )
-from ddp_manual.rendezvous.comparing import named_gpu, shared_gpu, unlike
+from ddp_manual.rendezvous.bundling import Bundle
+from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import (
-    MOST_NAMED,
     Entry,
     Hello,
-    as_ranges,
+    Place,
     assign_places,
     missing_ranks_error,
     printable,
 )
 from ddp_manual.rendezvous.progress import Progress
 from ddp_manual.rendezvous.reachability import answers
+from ddp_manual.rendezvous.roster import Roster, Seat
 from ddp_manual.rendezvous.seal import Seal, Unsealed, claimed
 from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
-from ddp_manual.rendezvous.waiting import LINE_EVERY
 
 logger = logging.getLogger(__name__)
 
 # Seconds in which a process that waits must show that it lives, when it is asked to. A refusal because another process
 # holds the rank has to come within 2 s of the request.
 PROVE_WITHIN = 1.2
-# Seconds without a change, for each rank that is here, before anybody is told: the store then serves about 2,000
-# readers a second, and whoever comes in a rush that brings all ranks gets one answer, which says where it stands.
-LULL = 1 / 2000
-SHORTEST_LULL = 0.05
-# Seconds that a change may be kept back at most, for each rank that is here; a rank that has no answer after 2 s says
-# so to its user, and after 5 s it leaves.
-BUNDLE = 1 / 1000
-SHORTEST_BUNDLE, LONGEST_BUNDLE = 1.5, 3.0
 POLL_EVERY = 0.005
-# Up to this many ranks everybody is told of each change.
-SMALL_WORLD = 64
-# Seconds after which a small change among many ranks is told too: a waiting rank says a line as often.
-TELL_EVERY = LINE_EVERY
 START_AGAIN = "start all ranks again"
-
-
-@dataclass
-class Seat:
-    """An admitted rank."""
-
-    nonce: str
-    entry: Entry
-    told: bool = False
 
 
 @dataclass
@@ -104,20 +82,12 @@ class RollCall:
         self._hello = hello
         self._rank_0 = rank_0
         self._seal = seal
-        self._seats: dict[int, Seat] = {}
-        self._gpu_users = {named_gpu(rank_0): rank_0}
+        self._roster = Roster(hello.world_size, rank_0)
+        self._untold = Bundle()
         self._claims: list[Claim] = []
         self._muster: Muster | None = None
         self._nonces: set[str] = set()
-        self._refused: deque[str] = deque(maxlen=MOST_NAMED)
-        self._gone: deque[str] = deque(maxlen=MOST_NAMED)
-        self._warnings: deque[str] = deque(maxlen=MOST_NAMED)
         self._version = 0
-        self._changed_at: float | None = None
-        self._publish_at: float | None = None
-        self._told_at = time.monotonic()
-        self._told_of = 0
-        self._noteworthy = False
         self._complete = False
         self._closed_by: DdpManualError | None = None
         self._lock = threading.Lock()
@@ -160,7 +130,7 @@ class RollCall:
         self._stopping.set()
         self._store.arrive({"stop": True})
         self._judge_thread.join(timeout=5)
-        return {rank: seat.nonce for rank, seat in sorted(self._seats.items())}
+        return {seat.entry.rank: seat.nonce for seat in self._roster.seats}
 
     # -- judging ------------------------------------------------------------------------------------------------
 
@@ -187,47 +157,29 @@ class RollCall:
 
     def _next_due(self) -> float | None:
         """When there is something to do even if nobody comes."""
-        return min((due for due in (self._publish_at, self._muster and self._muster.until) if due), default=None)
+        return min((due for due in (self._untold.due, self._muster and self._muster.until) if due), default=None)
 
     def _go_on(self) -> None:
         """Do what is due: end a muster or begin one, complete the roll call, tell of changes."""
         if self._complete or self._closed_by:
-            if self._publish_at is not None and time.monotonic() >= self._publish_at:
+            if self._untold.is_due:
                 self._publish()
             return
         if self._muster is not None and not self._end_muster():
             return
         mustered = self._muster is not None
         self._muster = None
-        if self._claims or (self._all_are_here() and not mustered and self._have_waited()):
+        if self._claims or (self._roster.full and not mustered and self._roster.waiting):
             self._muster = Muster()
             self._publish()
-        elif self._all_are_here():
+        elif self._roster.full:
             self._complete_roll_call()
-        elif self._publish_at is not None and time.monotonic() >= self._publish_at:
-            if self._worth_telling_all():
+        elif self._untold.is_due:
+            if self._untold.is_for_all(len(self._roster)):
                 self._publish()
             else:
                 self._tell_newcomers({**self._news(), "complete": False, "error": None}, {})
-                self._changed_at, self._publish_at = None, self._told_at + TELL_EVERY
-
-    def _worth_telling_all(self) -> bool:
-        """Every message is read by all who wait. Of many ranks that come one by one, as many as an eighth of those here
-        are one change: so all the messages together are read O(world_size) times, but for one every TELL_EVERY."""
-        here = len(self._seats)
-        return (
-            self._noteworthy
-            or here <= SMALL_WORLD
-            or here >= self._told_of * 9 / 8
-            or time.monotonic() >= self._told_at + TELL_EVERY
-        )
-
-    def _all_are_here(self) -> bool:
-        return len(self._seats) == self._hello.world_size
-
-    def _have_waited(self) -> list[Seat]:
-        """Those who were told to wait, and may have gone since; rank 0 is this process."""
-        return [seat for rank, seat in self._seats.items() if rank != 0 and seat.told]
+                self._untold.told_newcomers()
 
     def _judge(self, message: bytes) -> bool:
         """Answer one message; False if it asks the judge to stop."""
@@ -299,7 +251,7 @@ class RollCall:
             return
         refusal, warnings = unlike(entry, self._rank_0, self._hello, time.time())
         refusal = self._closed_by or refusal
-        holder = self._seats.get(entry.rank)
+        holder = self._roster.of(entry.rank)
         if refusal is None and holder is not None:
             if self._complete or entry.rank == 0:
                 refusal = self._taken(entry, holder.entry)
@@ -308,47 +260,32 @@ class RollCall:
                 self._nonces.add(nonce)
                 return
         if refusal is None:
-            refusal = self._on_a_gpu_in_use(entry)
+            user = self._roster.user_of_the_gpu_of(entry)
+            refusal = shared_gpu([user, entry] if user and user.rank != entry.rank else [entry])
         if refusal is not None:
             self._refuse(nonce, entry.who(), refusal)
             return
         self._admit(nonce, entry)
         for warning in warnings:
             logger.warning("%s", warning)
-        self._warnings += warnings
-
-    def _on_a_gpu_in_use(self, entry: Entry) -> DdpManualError | None:
-        """Judged beside the one rank that named the same GPU: beside all of them, 4,096 took 1.2 s with NCCL."""
-        user = self._gpu_users.get(named_gpu(entry))
-        return shared_gpu([user, entry] if user and user.rank != entry.rank else [entry])
+        self._roster.warnings += warnings
 
     def _admit(self, nonce: str, entry: Entry) -> None:
         self._nonces.add(nonce)
-        self._seats[entry.rank] = Seat(nonce, entry)
-        self._gpu_users[named_gpu(entry)] = entry
-        self._changed()
+        self._roster.admit(nonce, entry)
+        self._untold.add(len(self._roster), noteworthy=False)
 
     def _refuse(self, nonce: str, who: str, error: DdpManualError, *, sealed: bool = True) -> None:
         self._nonces.add(nonce)
-        self._refused.append(f"{who} was refused: {error.identifier}: {error.what}")
+        self._roster.refused.append(f"{who} was refused: {error.identifier}: {error.what}")
         self._set_verdict(nonce, {"error": error.as_dict()}, sealed=sealed)
-        self._noteworthy = True
-        self._changed()
-
-    def _changed(self) -> None:
-        now, here = time.monotonic(), len(self._seats)
-        if self._changed_at is None:
-            self._changed_at = now
-        self._publish_at = min(
-            now + max(SHORTEST_LULL, here * LULL),
-            self._changed_at + min(max(SHORTEST_BUNDLE, here * BUNDLE), LONGEST_BUNDLE),
-        )
+        self._untold.add(len(self._roster), noteworthy=True)
 
     def _withdraw(self, nonce: str, reason: str) -> None:
         self._nonces.add(nonce)  # a request that was held back on its way must not be a rank now
         left = RankTaken("this process has left the roll call", why=reason, next=START_AGAIN)
         self._claims = [claim for claim in self._claims if claim.nonce != nonce]
-        for seat in [seat for seat in self._seats.values() if seat.nonce == nonce]:
+        if seat := self._roster.held_by(nonce):
             if self._complete:
                 # The others count on it: what they wait for next would not come.
                 words = PeerLost(
@@ -357,16 +294,14 @@ class RollCall:
                 said_by = {"rank": seat.entry.rank, "host": seat.entry.host, "pid": seat.entry.pid}
                 self._store.publish_failure({**words.as_dict(), **said_by})
             else:
-                self._remove(seat, f"left again: {reason}")
+                self._remove(seat)
+                self._roster.gone.append(f"{seat.entry.who()} left again: {reason}")
         # Its own thread may still wait for an answer.
         self._set_verdict(nonce, {"error": left.as_dict()})
 
-    def _remove(self, seat: Seat, why: str) -> None:
-        del self._seats[seat.entry.rank]
-        self._gpu_users.pop(named_gpu(seat.entry), None)
-        self._gone.append(f"{seat.entry.who()} {why}")
-        self._noteworthy = True
-        self._changed()
+    def _remove(self, seat: Seat) -> None:
+        self._roster.remove(seat)
+        self._untold.add(len(self._roster), noteworthy=True)
 
     # -- who still lives ------------------------------------------------------------------------------------------
 
@@ -376,28 +311,32 @@ class RollCall:
         Returns whether the muster is over.
         """
         assert self._muster is not None
-        silent = [seat for seat in self._have_waited() if seat.nonce not in self._muster.alive]
+        silent = [seat for seat in self._roster.waiting if seat.nonce not in self._muster.alive]
         if silent and time.monotonic() < self._muster.until:
             return False
         frozen = [seat.nonce for seat in silent if answers(seat.entry.address, seat.entry.probe_port)]
-        for seat in silent:
-            if seat.nonce not in frozen:
-                self._remove(seat, "is gone: its process has ended")
-                self._set_place(seat.nonce, {"error": _gone(seat.entry).as_dict()})
+        dead = [seat for seat in silent if seat.nonce not in frozen]
+        for seat in dead:
+            self._remove(seat)
+            self._set_place(seat.nonce, {"error": _gone(seat.entry).as_dict()})
         claims, self._claims = self._claims, []
         for claim in claims:
-            holder = self._seats.get(claim.entry.rank)
+            holder = self._roster.of(claim.entry.rank)
             if holder is not None:
                 error = self._taken(claim.entry, holder.entry, frozen=holder.nonce in frozen)
                 self._refuse(claim.nonce, claim.entry.who(), error)
             elif answers(claim.entry.address, claim.entry.probe_port):
                 self._admit(claim.nonce, claim.entry)
+        for seat in dead:
+            heir = self._roster.of(seat.entry.rank)
+            what = f"; pid {heir.entry.pid} has taken its place" if heir else ": its process has ended"
+            self._roster.gone.append(f"{seat.entry.who()} is gone{what}")
         return True
 
     def _taken(self, entry: Entry, holder: Entry, *, frozen: bool = False) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
         odd = "; it does not answer, but its port is open: it is frozen" if frozen else ""
-        free = sorted(set(range(self._hello.world_size)) - set(self._seats))
+        free = self._roster.missing
         if frozen:
             next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
         elif free:
@@ -417,42 +356,43 @@ class RollCall:
         self._publish()
 
     def _complete_roll_call(self) -> None:
-        entries = [seat.entry for _, seat in sorted(self._seats.items())]
-        places = assign_places(entries)
-        self._closed_by = shared_gpu(entries, places)
+        places = assign_places(self._roster.entries)
+        self._closed_by = shared_gpu(self._roster.entries, places)
         if self._closed_by is None:
             self._complete = True
-            self._publish({rank: vars(place) for rank, place in places.items()})
-        else:
-            self._publish()
+            self._store.set_hosts(self._roster.host_leaders(places))
+            self._store.start_beats(self._hello.world_size, Progress().beat(0))
+        self._publish(places if self._complete else None)
 
-    def _publish(self, places: dict[int, Mapping[str, Any]] | None = None) -> None:
+    def _publish(self, places: Mapping[int, Place] | None = None) -> None:
         """Tell everybody who waits how it stands; when all are here, where each of them stands."""
-        self._changed_at = self._publish_at = None
+        self._untold.told_all(len(self._roster))
         error = self._closed_by.as_dict() if self._closed_by else None
         # Before anybody is let go, so that whoever is can read it.
         self._store.set_summary(self._summary(error))
         if self._complete and places is None:
             return  # only those who look on care who was refused since
         self._version += 1
-        self._told_at, self._told_of, self._noteworthy = time.monotonic(), len(self._seats), False
         news = {**self._news(), "complete": self._complete, "error": error}
+        waiting = self._tell_newcomers(news, places or {})
         if places:
-            self._store.set_hosts(_host_leaders(places, self._seats))
-            self._store.start_beats(self._hello.world_size, Progress().beat(0))
-        self._tell_newcomers(news, places or {})
-        for rank, place in (places or {}).items():
-            self._set_place(self._seats[rank].nonce, {"place": place, "error": None})
+            for seat in waiting:
+                self._set_place(seat.nonce, {"place": vars(places[seat.entry.rank]), "error": None})
         self._store.publish_news(self._version, self._seal.close(f"{self._run()} news {self._version}", news))
 
-    def _tell_newcomers(self, news: Mapping[str, Any], places: dict[int, Mapping[str, Any]]) -> None:
-        """Answer those who have had no answer; who is given a place with it is taken out of ``places``."""
+    def _tell_newcomers(self, news: Mapping[str, Any], places: Mapping[int, Place]) -> list[Seat]:
+        """Answer those who have had no answer, and give each its place if there is one; returns the others."""
         hello = asdict(self._hello)
-        for rank, seat in self._seats.items():
-            if not seat.told:
-                seat.told = True
-                place = {"place": places.pop(rank, None), "error": news["error"]}
-                self._set_verdict(seat.nonce, {"hello": hello, "version": self._version, "news": news, **place})
+        told = []
+        for seat in self._roster.seats:
+            if seat.told:
+                told.append(seat)
+                continue
+            seat.told = True
+            place = places.get(seat.entry.rank)
+            answer = {"hello": hello, "version": self._version, "news": news, "error": news["error"]}
+            self._set_verdict(seat.nonce, {**answer, "place": vars(place) if place else None})
+        return told
 
     def _set_verdict(self, nonce: str, verdict: dict[str, Any], *, sealed: bool = True) -> None:
         self._store.set_verdict(nonce, self._seal.close(f"verdict {nonce}", verdict) if sealed else verdict)
@@ -461,33 +401,10 @@ class RollCall:
         self._store.set_place(nonce, self._seal.close(f"place {nonce}", place))
 
     def _news(self) -> dict[str, Any]:
-        """What those who wait are shown: short also where thousands are missing."""
-        here = [f"{rank} ({seat.entry.host})" for rank, seat in sorted(self._seats.items())[:MOST_NAMED]]
-        return {
-            "here": len(self._seats),
-            "named": here,
-            "missing": as_ranges(sorted(set(range(self._hello.world_size)) - set(self._seats))),
-            "refused": list(self._refused),
-            "gone": list(self._gone),
-            "warnings": list(self._warnings),
-            "prove": self._muster.word if self._muster else None,
-        }
+        return {**self._roster.news(), "prove": self._muster.word if self._muster else None}
 
     def _summary(self, error: dict[str, str] | None) -> dict[str, Any]:
-        """What a third terminal is shown: all that is known of each rank."""
-        return {
-            **self._news(),
-            "complete": self._complete,
-            "error": error,
-            "ranks": [_roster_line(seat.entry, assigned_gpu) for seat, assigned_gpu in self._with_gpus()],
-        }
-
-    def _with_gpus(self) -> list[tuple[Seat, int | None]]:
-        seats = [seat for _, seat in sorted(self._seats.items())]
-        if not self._complete:
-            return [(seat, seat.entry.local_rank) for seat in seats]
-        places = assign_places([seat.entry for seat in seats])
-        return [(seat, places[seat.entry.rank].local_rank) for seat in seats]
+        return {**self._news(), "complete": self._complete, "error": error, "ranks": self._roster.in_full()}
 
 
 def _gone(entry: Entry) -> RankTaken:
@@ -497,31 +414,3 @@ def _gone(entry: Entry) -> RankTaken:
         why=f"rank 0 asked it through the store and at its port, and had no answer within {PROVE_WITHIN} s",
         next="start it again if its rank is still missing",
     )
-
-
-def _roster_line(entry: Entry, gpu: int | None) -> dict[str, Any]:
-    known = gpu is not None and gpu < len(entry.gpus)
-    return {
-        "rank": entry.rank,
-        "host": entry.host,
-        "pid": entry.pid,
-        "device": f"cuda:{gpu}" if entry.device == "cuda" and gpu is not None else entry.device,
-        **({"gpu": entry.gpus[gpu]} if known and gpu is not None else {}),
-        "address": entry.address,
-        "since": round(entry.since, 1),
-        "versions": " ".join(f"{name} {version}" for name, version in entry.versions.items() if version),
-    }
-
-
-def _host_leaders(places: Mapping[int, Mapping[str, Any]], seats: Mapping[int, Seat]) -> list[dict[str, Any]]:
-    """By node: the rank that speaks for each host, and where it answers."""
-    leaders = sorted({(place["node"], place["host_leader"]) for place in places.values()})
-    return [
-        {
-            "rank": leader,
-            "host": seats[leader].entry.host,
-            "address": seats[leader].entry.address,
-            "port": seats[leader].entry.probe_port,
-        }
-        for _, leader in leaders
-    ]

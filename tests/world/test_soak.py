@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Start
 
-HEALTHY_STARTS = int(os.environ.get("DDP_MANUAL_SOAK_STARTS", "3"))
+HEALTHY_STARTS = int(os.environ.get("DDP_MANUAL_SOAK_STARTS", "2"))
 
 
 @pytest.fixture
