@@ -13,7 +13,14 @@ from pathlib import Path
 
 
 def record(
-    fault: str, identifier: str, named: str, *, seconds: float, within: float, codes: Sequence[int], row: int
+    fault: str,
+    identifier: str,
+    named: str,
+    *,
+    seconds: float | None,
+    within: float | None,
+    codes: Sequence[int],
+    row: int,
 ) -> None:
     """Hold a fault to its deadline, and keep it for the table if one is being made.
 
@@ -21,15 +28,17 @@ def record(
         fault: what was provoked, in a few words.
         identifier: of the error or, where nothing has to leave, of the line that told it.
         named: what the text named (rank, host, address, ...), in a few words; the test has asserted it.
-        seconds: from the moment the fact could be known until it was told.
+        seconds: from the moment the fact could be known until it was told; None where there is nothing to tell.
         within: what is promised.
         codes: the exit code of every rank, in rank order, then of those turned away.
         row: orders the table.
     """
-    assert seconds <= within, f"{fault}: told after {seconds:.1f} s, not {within} s"
+    if seconds is not None and within is not None:
+        assert seconds <= within, f"{fault}: told after {seconds:.1f} s, not {within} s"
+        seconds = round(seconds, 1)
     table = os.environ.get("DDP_MANUAL_FAULT_TABLE")
     if table:
-        line = {"row": row, "fault": fault, "identifier": identifier, "named": named, "seconds": round(seconds, 1)}
+        line = {"row": row, "fault": fault, "identifier": identifier, "named": named, "seconds": seconds}
         with open(table, "a", encoding="utf-8") as file:
             file.write(json.dumps({**line, "within": within, "codes": list(codes)}) + "\n")
 
@@ -39,7 +48,7 @@ def main(table: str) -> None:
     print("| provoked | identifier | named | seconds (promised) | exit codes |\n|---|---|---|---|---|")
     for line in sorted(lines, key=lambda line: (line["row"], line["fault"])):
         codes = ", ".join(map(str, line["codes"]))
-        seconds = f"{line['seconds']} ({line['within']:g})"
+        seconds = "" if line["seconds"] is None else f"{line['seconds']} ({line['within']:g})"
         print(f"| {line['fault']} | {line['identifier']} | {line['named']} | {seconds} | {codes} |")
 
 

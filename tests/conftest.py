@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -15,6 +16,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# A training of less than a second.
+SHORT = ("--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--batch_size", 1000)
+# Steps enough for a test to see it train; the number of epochs follows.
+LONGER = ("--batch_size", 100, "--epochs")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -94,6 +99,14 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if value}
 
 
+@pytest.fixture(autouse=True)
+def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where several processes share the tests, one that is marked ``alone`` has the machine to itself."""
+    with open(__file__, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        yield
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start any command; every process is gone when the test is over."""
@@ -129,8 +142,8 @@ def rank_command(port: int, small_data: Path, tmp_path: Path) -> Callable[..., l
 
     def rank_command(rank: int, world_size: int, *options: object) -> list[object]:
         identity = ["--world_size", world_size, "--rank", rank, "--master_port", port]
-        short = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 1]
-        return [sys.executable, "run_multi_gpu_train.py", *identity, *short, "--run_dir", tmp_path / "run", *options]
+        files = ["--data_dir", small_data, "--run_dir", tmp_path / "run"]
+        return [sys.executable, "run_multi_gpu_train.py", *identity, *SHORT, *files, *options]
 
     return rank_command
 

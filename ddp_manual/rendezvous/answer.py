@@ -24,7 +24,7 @@ from ddp_manual.rendezvous.entries import Entry, Hello, Place, advice_for, missi
 from ddp_manual.rendezvous.group import first_line
 from ddp_manual.rendezvous.lastwords import as_ours
 from ddp_manual.rendezvous.seal import Seal, Unsealed
-from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.store import RunStore, StoreGone, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> A
 
     Raises:
         RankTaken, RanksDoNotBelongTogether, DeviceError: refused. RankMissing: not everybody came in time.
-        MasterLost: the store is gone. MasterNotAStore: nobody has opened a roll call there.
+        StoreGone: before rank 0 answered it was the store of a run that was ending.
+        MasterLost: rank 0 does not answer. MasterNotAStore: nobody has opened a roll call there.
     """
     speaking = store.clone()
     asking = Asking(store, entry, how)
@@ -208,6 +209,8 @@ class Asking:
         """What rank 0 answers: its Hello, news as often as there is any, at the end the Place."""
         store, seal = self.store, self.how.seal
         verdict = seal.open(f"verdict {self._nonce}", store.verdict(self._nonce))
+        if verdict.get("over"):
+            raise StoreGone(store.address, store.port, "it was that of another run, which has just ended")
         if verdict["error"]:
             raise from_dict(verdict["error"])
         hello = Hello(**verdict["hello"])

@@ -30,8 +30,8 @@ from ddp_manual.rendezvous.reachability import Answerer, check_pairs
 from ddp_manual.rendezvous.rollcall import RollCall
 from ddp_manual.rendezvous.seal import Seal
 from ddp_manual.rendezvous.steps import Steps
-from ddp_manual.rendezvous.store import RunStore
-from ddp_manual.rendezvous.waiting import Waiting
+from ddp_manual.rendezvous.store import RunStore, StoreGone
+from ddp_manual.rendezvous.waiting import POLL_EVERY, Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Meeting:
         self.nonce = secrets.token_hex(8)
         """Tells this process from any other that was, or wanted to be, the same rank."""
         self._roll_call: RollCall | None = None
+        self._met_rank_0 = False
 
     def meet(self) -> Answered:
         """Block until every rank has joined, and those of different hosts can connect to each other.
@@ -102,7 +103,18 @@ class Meeting:
             if words := addresses.resolved(self.spec.master_addr, found):
                 logger.info("%s", words)
             addresses.refuse_loopback(self.spec, found)
-        self._open_store(found, waiting)
+        while True:
+            try:
+                self._open_store(found, waiting)
+                return self._join(waiting, program)
+            except StoreGone as ended:
+                # Before rank 0 has answered, it was the store of the last run here; ours is still to come.
+                if self._met_rank_0 or self.spec.rank == 0 or self.spec.agent_store or waiting.over:
+                    raise
+                waiting.about(f"{ended.what}: {ended.why}; waiting for the next run")
+                time.sleep(POLL_EVERY)
+
+    def _join(self, waiting: Waiting, program: Program) -> Answered:
         if self.spec.rank != 0 or self.spec.agent_store:
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             waiting = Waiting(self.spec.join_timeout, logger)
@@ -191,16 +203,21 @@ class Meeting:
             self.store.set_left(self.nonce)
             if self._roll_call is None:
                 return
-            others = {rank: nonce for rank, nonce in self._roll_call.stop().items() if rank != 0}
-            waiting = Waiting(timeout, logger)
-            while others and not self.store.have_left(others.values()):
-                if waiting.until_next_line == 0:
-                    late = ", ".join(str(rank) for rank, nonce in others.items() if not self.store.have_left([nonce]))
-                    if waiting.over:
-                        logger.warning("not waiting longer for rank %s, which has not said that it left", late)
-                        return
-                    waiting.about(f"done; keeping the store for rank {late}, which has not finished")
-                time.sleep(0.01)
+            try:
+                self._keep_the_store(self._roll_call.end(), Waiting(timeout, logger))
+            finally:
+                self._roll_call.stop()
+
+    def _keep_the_store(self, ranks: Mapping[int, str], waiting: Waiting) -> None:
+        others = {rank: nonce for rank, nonce in ranks.items() if rank != 0}
+        while others and not self.store.have_left(others.values()):
+            if waiting.until_next_line == 0:
+                late = ", ".join(str(rank) for rank, nonce in others.items() if not self.store.have_left([nonce]))
+                if waiting.over:
+                    logger.warning("not waiting longer for rank %s, which has not said that it left", late)
+                    return
+                waiting.about(f"done; keeping the store for rank {late}, which has not finished")
+            time.sleep(0.01)
 
     def _attempt(self) -> str:
         if self.spec.agent_store:
@@ -208,6 +225,7 @@ class Meeting:
         return "0"
 
     def _met(self, hello: Hello) -> None:
+        self._met_rank_0 = True
         # From here on a failure of this rank has a place on disk.
         self.run_dir = Path(hello.run_dir) if hello.run_dir else None
 

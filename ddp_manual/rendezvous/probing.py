@@ -33,6 +33,7 @@ class Answer(Enum):
     REFUSED = "nothing listens"
     SILENT = "no answer: the packets are dropped, or there is no route"
     MUTE = "something accepts connections there but says nothing"
+    CLOSED = "something accepts connections there and closes them"
     STRANGER = "something else answers"
 
 
@@ -57,7 +58,7 @@ def probe(address: str, port: int) -> Probe:
             except TimeoutError:
                 return Probe(address, Answer.MUTE)
             except OSError as error:
-                return Probe(address, Answer.STRANGER, error.strerror or str(error))
+                return Probe(address, Answer.CLOSED, error.strerror or str(error))
     except ConnectionRefusedError:
         return Probe(address, Answer.REFUSED)
     except TimeoutError:
@@ -67,7 +68,7 @@ def probe(address: str, port: int) -> Probe:
     if reply == nonce:
         return Probe(address, Answer.STORE)
     if not reply:
-        return Probe(address, Answer.STRANGER, "it closed the connection")
+        return Probe(address, Answer.CLOSED, "it closed the connection")
     return Probe(address, Answer.STRANGER, repr(reply.decode("ascii", "backslashreplace"))[1:-1])
 
 
@@ -101,6 +102,7 @@ def wait_for_store(
     who = who or f"rank {spec.rank}"
     if all(is_loopback(address) for address in addresses):
         resolved += f", which is {environment.host_name()} itself"
+    closed_before = False
     while True:
         with ThreadPoolExecutor(max_workers=len(addresses)) as pool:
             probes = list(pool.map(lambda address: probe(address, spec.master_port), addresses))
@@ -108,7 +110,10 @@ def wait_for_store(
             if one.answer is Answer.STORE:
                 return one.address
         worst = max(probes, key=lambda one: list(Answer).index(one.answer))
-        if worst.answer in (Answer.STRANGER, Answer.MUTE):
+        # A store that is just ending does so too, once.
+        ending = worst.answer is Answer.CLOSED and not closed_before
+        closed_before = worst.answer is Answer.CLOSED
+        if worst.answer in (Answer.STRANGER, Answer.MUTE, Answer.CLOSED) and not ending:
             raise _not_a_store(spec, where, worst)
         refused = any(one.answer is Answer.REFUSED for one in probes)
         if refused and spec.rank == 0 and spec.agent_store:

@@ -89,6 +89,7 @@ class RollCall:
         self._nonces: set[str] = set()
         self._version = 0
         self._complete = False
+        self._over = False
         self._closed_by: DdpManualError | None = None
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -122,15 +123,21 @@ class RollCall:
             if not self._complete and not self._closed_by:
                 self._close(error)
 
-    def stop(self) -> dict[int, str]:
-        """Judge no more; returns the ranks that were admitted, each with the nonce of its process.
+    def end(self) -> dict[int, str]:
+        """From now on tell whoever comes that this run is over; returns the ranks that were admitted, each with the
+        nonce of its process."""
+        with self._lock:
+            self._over = True
+            return {seat.entry.rank: seat.nonce for seat in self._roster.seats}
+
+    def stop(self) -> None:
+        """Judge no more.
 
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
         self._stopping.set()
         self._store.arrive({"stop": True})
         self._judge_thread.join(timeout=5)
-        return {seat.entry.rank: seat.nonce for seat in self._roster.seats}
 
     # -- judging ------------------------------------------------------------------------------------------------
 
@@ -249,9 +256,13 @@ class RollCall:
                 ),
             )
             return
+        holder = self._roster.of(entry.rank)
+        if self._over or (self._complete and holder and self._store.have_left([holder.nonce])):
+            # It comes too early for the next run, and asks again.
+            self._set_verdict(nonce, {"over": True})
+            return
         refusal, warnings = unlike(entry, self._rank_0, self._hello, time.time())
         refusal = self._closed_by or refusal
-        holder = self._roster.of(entry.rank)
         if refusal is None and holder is not None:
             if self._complete or entry.rank == 0:
                 refusal = self._taken(entry, holder.entry)
@@ -353,6 +364,8 @@ class RollCall:
 
     def _close(self, error: DdpManualError) -> None:
         self._closed_by = error
+        for claim in self._claims:
+            self._refuse(claim.nonce, claim.entry.who(), error)
         self._publish()
 
     def _complete_roll_call(self) -> None:

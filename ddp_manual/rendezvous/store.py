@@ -52,11 +52,22 @@ LARGEST_REQUEST = 1 << 16
 LARGEST_MESSAGE = 1 << 22
 
 
+class StoreGone(MasterLost):
+    """The store of a run has ended under a client, or is about to."""
+
+    def __init__(self, address: str, port: int, why: str) -> None:
+        super().__init__(
+            f"rank 0's store at {at(address, port)} is gone",
+            why=why,
+            next="look at rank 0's last lines for why it left, then start all ranks again",
+        )
+
+
 class RunStore:
     """One client of the run's TCPStore.
 
     A blocked read holds its connection, so each thread has a client of its own: ``clone()``.
-    Every method raises MasterLost when the store is gone.
+    Every method raises StoreGone when the store is gone.
     """
 
     def __init__(self, client: TCPStore, address: str, port: int, attempt: str) -> None:
@@ -348,8 +359,4 @@ def _torch_errors(address: str, port: int) -> Iterator[None]:
         yield
     except DistError as error:
         first_line = str(error).strip().splitlines()[0]
-        raise MasterLost(
-            f"rank 0's store at {at(address, port)} is gone",
-            why=f"the connection to it broke: {first_line}",
-            next="look at rank 0's last lines for why it left, then start all ranks again",
-        ) from error
+        raise StoreGone(address, port, f"the connection to it broke: {first_line}") from error

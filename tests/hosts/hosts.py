@@ -19,8 +19,6 @@ from tests.conftest import RankProcess, Start
 
 RankCommand = Callable[..., list[object]]
 
-# Steps of this many samples make a training of 2 s out of one of 20 s.
-QUICK = ("--batch_size", 2000)
 PREFIX = "ddp-manual-test-"
 ETC = Path("/etc/netns")
 # Applied by sh in place, so that the process keeps its id and its group from ip to the command.
@@ -67,7 +65,7 @@ def why_not() -> str | None:
 
 def start_ranks(on: list[Host], *options: object, **env: str) -> list[RankProcess]:
     """One rank per host, for a quick training."""
-    return [host.start_rank(rank, len(on), *QUICK, *options, **env) for rank, host in enumerate(on)]
+    return [host.start_rank(rank, len(on), *options, **env) for rank, host in enumerate(on)]
 
 
 def remove_leftovers() -> None:

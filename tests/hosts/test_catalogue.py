@@ -11,7 +11,7 @@ import pytest
 from tests.catalogue import record
 from tests.clock import all_loaded, loaded, said
 from tests.hosts.conftest import Hosts
-from tests.hosts.hosts import QUICK, start_ranks
+from tests.hosts.hosts import start_ranks
 from tests.world.test_rendezvous import last_error
 
 # Copies bytes between who connects to the first address and the second one; a number is a port on loopback, a path is
@@ -49,11 +49,11 @@ while True:
 
 def test_a_name_that_one_host_cannot_resolve_ends_its_rank_at_once(hosts: Hosts, clock: dict[str, str]) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
-    lost = two[1].start_rank(1, 2, *QUICK, "--master_addr", "no.such.host.invalid", **clock)
+    rank_0 = two[0].start_rank(0, 2)
+    lost = two[1].start_rank(1, 2, "--master_addr", "no.such.host.invalid", **clock)
     seconds = said(lost, "error[master-unresolvable]: rank 0's address 'no.such.host.invalid' has no") - loaded(lost)
     assert "looking it up on hostB gave: " in lost.err
-    right = two[1].start_rank(1, 2, *QUICK)
+    right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, lost)]
     assert codes == [0, 0, 11], rank_0.err
     named = "the name, and what looking it up gave, on which host"
@@ -146,16 +146,16 @@ def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(
 
 def test_rank_0_on_a_host_that_does_not_have_its_address_is_told_which_has(hosts: Hosts, clock: dict[str, str]) -> None:
     two = hosts(2)
-    rank_1 = two[1].start_rank(1, 2, *QUICK)
+    rank_1 = two[1].start_rank(1, 2)
     rank_1.wait_for("is rank 0 started?")
-    astray = two[1].start_rank(0, 2, *QUICK, **clock)
+    astray = two[1].start_rank(0, 2, **clock)
     what = f"rank 0 runs on hostB, but {two[0].address} is not an address of this host"
     seconds = said(astray, f"error[address-not-local]: {what}\n") - loaded(astray)
     assert astray.wait() == 11
     assert two[1].address in last_error(astray.err)
     assert f"start rank 0 on the host that has {two[0].address}" in last_error(astray.err)
     assert rank_1.process.poll() is None
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0 = two[0].start_rank(0, 2)
     codes = [process.wait() for process in (rank_0, rank_1, astray)]
     assert codes == [0, 0, 11], rank_0.err
     fault, named = "rank 0 on another host than its address", "that host, its addresses, the address asked for"
@@ -166,18 +166,18 @@ def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
     hosts: Hosts, port: int, tmp_path: Path, clock: dict[str, str]
 ) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, *QUICK, "--master_addr", "127.0.0.1")
+    rank_0 = two[0].start_rank(0, 2, "--master_addr", "127.0.0.1")
     rank_0.wait_for("listening at ")
     tunnel = tmp_path / "tunnel"
     two[0].start(sys.executable, "-c", FORWARD, tunnel, port).wait_for("forwarding")
     two[1].start(sys.executable, "-c", FORWARD, port, tunnel).wait_for("forwarding")
-    through = two[1].start_rank(1, 2, *QUICK, "--master_addr", "127.0.0.1", **clock)
+    through = two[1].start_rank(1, 2, "--master_addr", "127.0.0.1", **clock)
     what = "rank 0 listens on 127.0.0.1, which is not for other hosts, and rank 1 is on hostB"
     seconds = said(through, f"error[loopback-master]: {what}\n") - loaded(through)
     assert through.wait() == 11
     assert "came through a tunnel to hostA" in last_error(through.err)
     rank_0.wait_for(f"rank 1 (hostB, pid {through.process.pid}) was refused: loopback-master")
-    right = two[0].start_rank(1, 2, *QUICK, "--master_addr", "127.0.0.1")
+    right = two[0].start_rank(1, 2, "--master_addr", "127.0.0.1")
     codes = [process.wait() for process in (rank_0, right, through)]
     assert codes == [0, 0, 11], rank_0.err
     fault, named = (

@@ -11,13 +11,13 @@ from tests.catalogue import record
 from tests.clock import all_loaded, clocked, loaded, said
 from tests.conftest import REPOSITORY, RankProcess
 from tests.hosts.conftest import Hosts
-from tests.hosts.hosts import QUICK, Host, start_ranks
+from tests.hosts.hosts import Host, start_ranks
 from tests.world.test_rendezvous import last_error
 
 
 def start_below(limit: str, host: Host, world_size: int, **env: str) -> RankProcess:
     """Rank 0 in a shell that has called ``ulimit``."""
-    command = host.network.rank_command(0, world_size, "--master_addr", host.address, *QUICK)
+    command = host.network.rank_command(0, world_size, "--master_addr", host.address)
     return host.start("sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *command, **env)
 
 
@@ -37,16 +37,16 @@ def other_code(tmp_path: Path) -> Path:
 
 def test_a_rank_with_other_code_is_told_which_part_differs(hosts: Hosts, other_code: Path, tmp_path: Path) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    odd = two[1].start_rank(1, 2, *QUICK, cwd=other_code, **clocked(tmp_path / "clock", package=other_code))
+    odd = two[1].start_rank(1, 2, cwd=other_code, **clocked(tmp_path / "clock", package=other_code))
     what = f"rank 1 (hostB, pid {odd.process.pid}) runs other code than rank 0: ddp_manual/training"
     seconds = said(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
     assert odd.wait() == 12
     assert "ddp_manual/training: rank 0 (hostA) has digest " in last_error(odd.err)
     assert "--allow_mismatch" in last_error(odd.err)
     rank_0.wait_for(f"rank 1 (hostB, pid {odd.process.pid}) was refused: config-mismatch")
-    right = two[1].start_rank(1, 2, *QUICK)
+    right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, odd)]
     assert codes == [0, 0, 12], rank_0.err
     fault, named = "one changed line in a training module", "the part of the package, both digests and hosts"
@@ -57,9 +57,9 @@ def test_other_code_that_is_allowed_is_a_warning(
     hosts: Hosts, other_code: Path, tmp_path: Path, clock: dict[str, str]
 ) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, *QUICK, "--allow_mismatch", **clock)
+    rank_0 = two[0].start_rank(0, 2, "--allow_mismatch", **clock)
     environment = clocked(tmp_path / "odd", package=other_code)
-    odd = two[1].start_rank(1, 2, *QUICK, "--allow_mismatch", cwd=other_code, **environment)
+    odd = two[1].start_rank(1, 2, "--allow_mismatch", cwd=other_code, **environment)
     seconds = said(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - all_loaded([rank_0, odd])
     codes = [rank_0.wait(), odd.wait()]
     assert codes == [0, 0], rank_0.err
@@ -69,10 +69,10 @@ def test_other_code_that_is_allowed_is_a_warning(
 
 def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_path: Path) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
     # A second torch takes minutes to install. This one only says that it is another.
-    odd = two[1].start_rank(1, 2, *QUICK, **clocked(tmp_path / "clock", "torch.__version__ = '2.9.1'"))
+    odd = two[1].start_rank(1, 2, **clocked(tmp_path / "clock", "torch.__version__ = '2.9.1'"))
     what = f"rank 1 (hostB, pid {odd.process.pid}) has other versions than rank 0: torch"
     seconds = said(odd, f"error[version-mismatch]: {what}\n") - loaded(odd)
     assert odd.wait() == 12
@@ -80,7 +80,7 @@ def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_pat
     assert "rank 1 has 2.9.1\n" in last_error(odd.err)
     assert "on hostB: pip install torch==" in last_error(odd.err)
     rank_0.wait_for(f"rank 1 (hostB, pid {odd.process.pid}) was refused: version-mismatch")
-    right = two[1].start_rank(1, 2, *QUICK)
+    right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, odd)]
     assert codes == [0, 0, 12], rank_0.err
     fault, named = "another torch on one host", "both versions and hosts, what to install"
@@ -103,7 +103,7 @@ def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
     content["images"][0, 14, 14] ^= 1
     torch.save(content, path)
     ranks = [
-        host.start_rank(rank, count, *QUICK, "--data_dir", tmp_path / "other" if rank == 1 else small_data, **clock)
+        host.start_rank(rank, count, "--data_dir", tmp_path / "other" if rank == 1 else small_data, **clock)
         for rank, host in enumerate(several)
     ]
     # From here on they read it.
@@ -141,7 +141,19 @@ def test_a_name_server_that_does_not_answer_delays_nobody_for_5_s(
 
 
 # -- 26: limits of a host -------------------------------------------------------------------------------------------
-# A clock that is off is not provoked here: a time namespace shifts all clocks but the one that tells the time of day.
+
+
+def test_a_host_whose_clock_is_off_is_warned_about(hosts: Hosts, tmp_path: Path, clock: dict[str, str]) -> None:
+    """The clock is shifted inside the process: a time namespace leaves the time of day alone, and libfaketime makes
+    sleeps of 10 ms fail."""
+    two = hosts(2)
+    shifted = clocked(tmp_path / "ahead", "real = time.time; time.time = lambda: real() + 120")
+    ranks = [two[0].start_rank(0, 2, **clock), two[1].start_rank(1, 2, **shifted)]
+    seconds = max(said(rank, "the clock of hostB is 120 s ahead of hostA's") for rank in ranks) - all_loaded(ranks)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], ranks[0].err
+    fault, named = "a clock that is 120 s ahead (shifted in the process)", "both hosts and by how much, on every rank"
+    record(fault, "(joins)", named, seconds=seconds, within=2, codes=codes, row=26)
 
 
 def test_rank_0_that_may_not_open_enough_files_says_how_many_it_needs(hosts: Hosts, clock: dict[str, str]) -> None:
@@ -163,7 +175,7 @@ def test_a_soft_limit_of_open_files_is_raised_to_the_hard_one(hosts: Hosts, cloc
     limits = Path(f"/proc/{rank_0.process.pid}/limits").read_text()
     (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
     assert line.split()[3:5] == ["4000", "4000"]
-    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2, *QUICK))]
+    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2))]
     assert codes == [0, 0], rank_0.err
     fault, named = "ulimit -S -n 64 for rank 0 of 2", "(raised to the hard limit)"
     record(fault, "(joins)", named, seconds=seconds, within=2, codes=codes, row=26)
@@ -177,9 +189,9 @@ def test_a_rank_whose_interface_has_another_address_family_is_told(hosts: Hosts,
     commands = ("link add only6 type veth peer name end", "link set end up", "link set only6 up")
     for command in (*commands, "address add fd00:99::1/64 dev only6 nodad"):
         two[1].run("ip", *command.split())
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    odd = two[1].start_rank(1, 2, *QUICK, GLOO_SOCKET_IFNAME="only6", **clock)
+    odd = two[1].start_rank(1, 2, GLOO_SOCKET_IFNAME="only6", **clock)
     what = f"rank 1 (hostB, pid {odd.process.pid}) was started with other options than rank 0: address_family"
     seconds = said(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
     assert odd.wait() == 12
@@ -188,7 +200,7 @@ def test_a_rank_whose_interface_has_another_address_family_is_told(hosts: Hosts,
         in (last_error(odd.err))
     )
     rank_0.wait_for(f"rank 1 (hostB, pid {odd.process.pid}) was refused: config-mismatch")
-    right = two[1].start_rank(1, 2, *QUICK)
+    right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, odd)]
     assert codes == [0, 0, 12], rank_0.err
     fault, named = "an interface with IPv6 only against one with IPv4", "both families, interfaces, and who chose them"

@@ -13,7 +13,7 @@ from tests.catalogue import record
 from tests.clock import all_loaded, loaded, said
 from tests.conftest import RankProcess
 from tests.hosts.conftest import Hosts
-from tests.hosts.hosts import QUICK, Host, start_ranks
+from tests.hosts.hosts import Host, start_ranks
 from tests.world.test_rendezvous import last_error
 
 
@@ -79,9 +79,9 @@ def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(
 ) -> None:
     two = hosts(2)
     two[0].drop_from(two[1], port)
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    lost = two[1].start_rank(1, 2, *QUICK, "--join_timeout", 4, **clock)
+    lost = two[1].start_rank(1, 2, "--join_timeout", 4, **clock)
     # A connection is given 2 s; the system's own timeout for one is two minutes.
     seconds = said(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - loaded(lost)
     ended = said(lost, "error[master-unreachable]: no answer for ") - loaded(lost)
@@ -89,7 +89,7 @@ def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(
     assert "nothing listens" not in lost.err
     assert f"rank 1 on hostB tried {two[0].address}:{port}: no answer" in last_error(lost.err)
     two[0].open_all()
-    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2, *QUICK), lost)]
+    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2), lost)]
     assert codes == [0, 0, 11], rank_0.err
     fault, named = "packets to rank 0's port dropped", "address, port, dropped or no route"
     record(fault, "master-unreachable (its line)", named, seconds=seconds, within=4, codes=codes, row=4)
@@ -101,15 +101,15 @@ def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(
 ) -> None:
     two = hosts(2)
     two[0].reject_from(two[1], port)
-    rank_0 = two[0].start_rank(0, 2, *QUICK)
+    rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    lost = two[1].start_rank(1, 2, *QUICK, "--join_timeout", 3, **clock)
+    lost = two[1].start_rank(1, 2, "--join_timeout", 3, **clock)
     seconds = said(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - loaded(lost)
     assert lost.wait(15) == 11
     assert last_error(lost.err).startswith("error[master-refused]")
     assert "no answer" not in lost.err
     two[0].open_all()
-    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2, *QUICK), lost)]
+    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2), lost)]
     assert codes == [0, 0, 11], rank_0.err
     fault, named = "packets to rank 0's port rejected", "address, port, that nothing listens"
     record(fault, "master-refused (its line)", named, seconds=seconds, within=2, codes=codes, row=4)

@@ -221,7 +221,8 @@ def test_ranks_that_were_told_their_gpus_are_compared_with_one_another_but_not_w
         rank_0 = pool.submit(ask, ranks[0])
         answered = [rank_0.result(), rank_1.result()]
     assert [one.place.local_rank if isinstance(one, Answered) else one for one in answered] == [0, 1]
-    assert list(roll_call.stop()) == [0, 1]
+    assert list(roll_call.end()) == [0, 1]
+    roll_call.stop()
 
 
 def test_two_containers_that_see_the_same_gpu_share_it() -> None:

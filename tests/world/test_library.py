@@ -103,22 +103,25 @@ def test_two_rendezvous_after_one_another_in_one_process(start: Start, port: int
     script.write_text(
         textwrap.dedent(
             """
-            import torch, torch.distributed as dist
+            import time, torch, torch.distributed as dist
             from ddp_manual import WorldSpec
             from ddp_manual.rendezvous import rendezvous
 
-            for _ in range(2):
+            for late in (2, 1):
                 with rendezvous(WorldSpec.from_environment()) as world:
                     total = torch.ones(1)
                     dist.all_reduce(total)
                     print(total.item())
+                    if world.rank == late:
+                        time.sleep(3)
             """
         )
     )
-    meeting = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(2)]
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    assert [rank.out for rank in ranks] == ["2.0\n2.0\n"] * 2
+    meeting = {"WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert [rank.out for rank in ranks] == ["3.0\n3.0\n"] * 3
+    assert "it was that of another run, which has just ended; waiting for the next run" in ranks[1].err
     assert list(tmp_path.glob("**/failure-*")) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import Start
 
 
+@pytest.mark.alone
 def test_64_ranks_that_come_at_once_cost_the_store_a_request_and_one_answer_each(start: Start) -> None:
     sizes = ["--ranks", 64, "--repetitions", 1, "--trickle", 64]
     benchmark = start(sys.executable, "-m", "benchmarks.rollcall", *sizes)

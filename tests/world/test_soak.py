@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import SHORT, Start
 
 HEALTHY_STARTS = int(os.environ.get("DDP_MANUAL_SOAK_STARTS", "2"))
 
@@ -22,6 +22,7 @@ def busy_cores(start: Start) -> None:
         start(sys.executable, "-c", "while True: pass")
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_cores")
 def test_no_fault_is_seen_in_healthy_starts_under_load(
@@ -32,7 +33,7 @@ def test_no_fault_is_seen_in_healthy_starts_under_load(
         world_size = order.choice((2, 3))
         ranks = list(range(world_size))
         order.shuffle(ranks)
-        training = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 1]
+        training = [*SHORT, "--data_dir", small_data]
         meeting = [
             "--world_size",
             world_size,

@@ -21,7 +21,7 @@ import pytest
 
 from tests.catalogue import record
 from tests.clock import connected, left
-from tests.conftest import RankProcess, Start
+from tests.conftest import LONGER, RankProcess, Start
 from tests.world.test_rendezvous import last_error
 
 RANDOM_BYTES = random.Random(0).randbytes(10_000_000)
@@ -125,11 +125,11 @@ def test_what_listens_in_rank_0s_place_is_named_to_rank_1_by_its_first_bytes_and
 
 def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: Start, start: Start, port: int) -> None:
     """While it waits, while it trains, and with connections that are still open when it ends."""
-    ranks = [start_rank(0, 2, "--epochs", 8)]
+    ranks = [start_rank(0, 2, *LONGER, 8)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     with ExitStack() as held:
         come_as_strangers(start, port, held)
-        ranks.append(start_rank(1, 2, "--epochs", 8))
+        ranks.append(start_rank(1, 2, *LONGER, 8))
         for rank in ranks:
             rank.wait_for("step 100/")
         come_as_strangers(start, port, held)
@@ -139,7 +139,7 @@ def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: St
     texts = "".join(rank.err for rank in ranks)
     assert codes == [0, 0], texts
     assert "error[" not in texts and "refused" not in texts and "stranger" not in texts
-    record("strangers on a healthy run's port", "none", "nothing", seconds=0, within=0, codes=codes, row=29)
+    record("strangers on a healthy run's port", "none", "nothing", seconds=None, within=None, codes=codes, row=29)
 
 
 def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from ddp_manual.rendezvous.seal import Seal
 from tests.catalogue import record
 from tests.clock import connected, left
-from tests.conftest import RankProcess, Start
+from tests.conftest import LONGER, SHORT, RankProcess, Start
 from tests.world.test_rendezvous import last_error
 
 HOST = os.uname().nodename
@@ -229,8 +229,7 @@ def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
 def test_two_ranks_with_the_same_token_train_and_it_is_nowhere_to_be_seen(
     start: Start, small_data: Path, tmp_path: Path, token_file: Path
 ) -> None:
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 3]
-    options += ["--token_file", token_file]
+    options = [*SHORT, *LONGER, 3, "--data_dir", small_data, "--token_file", token_file]
     run_dir = tmp_path / "run"
     program = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", run_dir, "--", *options]
     launcher = start(*program)

@@ -79,6 +79,7 @@ def unpacked_mnist(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
     start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int
@@ -108,6 +109,7 @@ def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
         assert all(line.startswith(f"[rank {number}] ") for line in rank.err.splitlines())
 
 
+@pytest.mark.alone
 def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(
     start: Start, small_data: Path, unpacked_mnist: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(
     assert independent_accuracy(tmp_path / "run" / "model.pt", unpacked_mnist) >= 0.85
 
 
+@pytest.mark.alone
 def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_ranks(
     start: Start, port: int, mnist: Path, tmp_path: Path
 ) -> None:
