@@ -85,7 +85,7 @@ def answer(store: RunStore, entry: Entry, waiting: Waiting, how: Answering) -> A
     except BaseException as error:
         if how.abandon is not None:
             how.abandon(error)
-        elif thread.is_alive():
+        elif thread.is_alive() or asking.placed:
             asking.withdraw(speaking, first_line(as_ours(entry.rank, error)))
         # Rank 0 answers a withdrawal. A thread inside torch when the interpreter ends would abort the process.
         thread.join(LAST_ANSWER)
@@ -130,9 +130,16 @@ def _await_the_others(
                 gave_up = waiting.waited
                 how.give_up(gave_up)
             elif gave_up is None or waiting.waited > gave_up + LAST_ANSWER:
-                if news is None or hello is None:
-                    raise _no_answer(speaking, waiting)
-                raise missing_ranks_error(news, hello, waiting.waited)
+                if news and news["missing"] and hello and _answers(speaking):
+                    raise missing_ranks_error(news, hello, waiting.waited)
+                raise _no_answer(speaking, waiting)
+
+
+def _answers(store: RunStore) -> bool:
+    try:
+        return bool(interruptibly(store.hello_if_any, Waiting(LAST_ANSWER, logger), "asking rank 0 once more"))
+    except TimeoutError:
+        return False
 
 
 def _no_answer(store: RunStore, waiting: Waiting) -> DdpManualError:
@@ -149,7 +156,7 @@ def _no_answer(store: RunStore, waiting: Waiting) -> DdpManualError:
         )
     return MasterLost(
         f"rank 0 ({hello.get('host')}, pid {hello.get('pid')}) does not answer",
-        why=f"it opened a roll call at {where}, but did not judge this rank's request within {waiting.waited:.0f} s",
+        why=f"it opened a roll call at {where}, but did not complete or close it within {waiting.waited:.0f} s",
         next="look whether rank 0 is stopped or frozen, then start all ranks again",
     )
 
@@ -164,6 +171,7 @@ class Asking:
         self._nonce = how.nonce or secrets.token_hex(8)
         self._run: str | None = None
         self._asked = False
+        self.placed = False
         self._warned: set[str] = set()
 
     def withdraw(self, speaking: RunStore, reason: str) -> None:
@@ -227,11 +235,12 @@ class Asking:
             if news["error"]:
                 raise from_dict(news["error"])
             self._warn(news)
-            if news["complete"]:
+            if news["complete"] or self._nonce in news["struck"]:
                 stands = seal.open(f"place {self._nonce}", store.place(self._nonce))
                 if stands["error"]:
                     raise from_dict(stands["error"])
                 place = stands["place"]
+        self.placed = True
         yield Place(**place)
 
     def _warn(self, news: Mapping[str, Any]) -> None:

@@ -51,12 +51,12 @@ class Bundle:
         )
 
     def is_for_all(self, here: int) -> bool:
-        """Every message is read by all who wait. Of many ranks that come one by one, as many as an eighth of those here
-        are one change: so all the messages together are read O(world_size) times, but for one every TELL_EVERY."""
+        """Every message is read by all who wait. Of many ranks that come one by one, half as many as were here are one
+        change: so all the messages together are read O(world_size) times, but for one every TELL_EVERY."""
         return (
             self._noteworthy
             or here <= SMALL_WORLD
-            or here >= self._told_of * 9 / 8
+            or here >= self._told_of * 3 / 2
             or time.monotonic() >= self._told_at + TELL_EVERY
         )
 

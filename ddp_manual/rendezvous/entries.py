@@ -62,10 +62,10 @@ class Entry:
             raise TypeError("an entry with a time or a port that cannot be")
         if not 0 <= entry.rank < entry.world_size:
             raise TypeError("an entry that cannot be a rank's")
-        ipaddress.ip_address(entry.address.split("%")[0])
+        ipaddress.ip_address(entry.address)
         versions = [version for version in entry.versions.values() if version]
-        texts = [entry.host, entry.host_id, entry.device, entry.world_size_source, *entry.gpus, *versions]
-        texts += [*entry.versions, *entry.code, *entry.code.values(), *entry.options]
+        texts = [entry.host, entry.host_id, entry.address, entry.device, entry.world_size_source, *entry.gpus]
+        texts += [*versions, *entry.versions, *entry.code, *entry.code.values(), *entry.options]
         if not all(isinstance(text, str) and text == printable(text) for text in texts):
             raise TypeError("an entry whose words are not short and printable")
         if not all(isinstance(option, list) and len(option) == 2 for option in entry.options.values()):

@@ -82,10 +82,12 @@ class Meeting:
         self._command = command
         self._steps = steps
         self._seal = Seal(environment.token(spec.token_file))
-        self.nonce = secrets.token_hex(8)
+        self.nonce = ""
         """Tells this process from any other that was, or wanted to be, the same rank."""
         self._roll_call: RollCall | None = None
         self._met_rank_0 = False
+        # Seconds. All ranks together ask the store 20,000 times a second at most.
+        self._look_every = max(0.01, spec.world_size / 20_000)
 
     def meet(self) -> Answered:
         """Block until every rank has joined, and those of different hosts can connect to each other.
@@ -103,6 +105,7 @@ class Meeting:
             if words := addresses.resolved(self.spec.master_addr, found):
                 logger.info("%s", words)
             addresses.refuse_loopback(self.spec, found)
+        done = len(self._steps)
         while True:
             try:
                 self._open_store(found, waiting)
@@ -112,12 +115,14 @@ class Meeting:
                 if self._met_rank_0 or self.spec.rank == 0 or self.spec.agent_store or waiting.over:
                     raise
                 waiting.about(f"{ended.what}: {ended.why}; waiting for the next run")
+                del self._steps[done:]
                 time.sleep(POLL_EVERY)
 
     def _join(self, waiting: Waiting, program: Program) -> Answered:
         if self.spec.rank != 0 or self.spec.agent_store:
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             waiting = Waiting(self.spec.join_timeout, logger)
+        self.nonce = secrets.token_hex(8)
         listening = self.store.clone()
         answered = None
         try:
@@ -187,7 +192,7 @@ class Meeting:
         finished = self.store.set_finished(self.spec.rank)
         deadline = time.monotonic() + FINISH_TOGETHER
         while finished < self.spec.world_size and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(self._look_every)
             finished = self.store.count_finished()
         return finished >= self.spec.world_size
 
@@ -217,7 +222,7 @@ class Meeting:
                     logger.warning("not waiting longer for rank %s, which has not said that it left", late)
                     return
                 waiting.about(f"done; keeping the store for rank {late}, which has not finished")
-            time.sleep(0.01)
+            time.sleep(self._look_every)
 
     def _attempt(self) -> str:
         if self.spec.agent_store:

@@ -77,6 +77,12 @@ class Answerer:
                 connection.sendall(self._greeting)
 
 
+def who_answers(places: Sequence[tuple[str, int]]) -> list[bool]:
+    """Which of these addresses and ports accept a connection; a host that does not answer at all takes 0.3 s."""
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        return list(pool.map(lambda place: answers(*place), places))
+
+
 def greeting(port: int) -> bytes:
     """What an Answerer sends: tells it from something else that listens there."""
     return f"ddp_manual {port}\n".encode().ljust(GREETING_BYTES, b".")

@@ -27,11 +27,13 @@ from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
     PeerLost,
+    PeerUnreachable,
     RankTaken,
     TokenMismatch,
     VersionMismatch,
 )
-from ddp_manual.rendezvous.bundling import Bundle
+from ddp_manual.rendezvous.address import at
+from ddp_manual.rendezvous.bundling import LULL, Bundle
 from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import (
     Entry,
@@ -42,7 +44,7 @@ from ddp_manual.rendezvous.entries import (
     printable,
 )
 from ddp_manual.rendezvous.progress import Progress
-from ddp_manual.rendezvous.reachability import answers
+from ddp_manual.rendezvous.reachability import who_answers
 from ddp_manual.rendezvous.roster import Roster, Seat
 from ddp_manual.rendezvous.seal import Seal, Unsealed, claimed
 from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
@@ -62,23 +64,31 @@ class Claim:
 
     nonce: str
     entry: Entry
+    warnings: list[str]
 
 
 class Muster:
     """All who wait are asked to show that they live. The word they answer with is new each time, so that an answer
     cannot be played back."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: list[Seat]) -> None:
         self.word = secrets.token_hex(8)
-        self.until = time.monotonic() + PROVE_WITHIN
-        self.alive: set[str] = set()
+        self.awaited = {seat.nonce for seat in waiting}
+        # Each reads the question and puts in its answer.
+        self.until = time.monotonic() + PROVE_WITHIN + 2 * LULL * len(waiting)
+
+    def goes_on(self, *, queue_empty: bool) -> bool:
+        """While somebody has not answered in time; answers that are in the queue already are in time."""
+        now = time.monotonic()
+        return bool(self.awaited) and (now < self.until or (not queue_empty and now < self.until + PROVE_WITHIN))
 
 
 class RollCall:
     """Rank 0's side. It goes on refusing late-comers after all ranks are here."""
 
     def __init__(self, store: RunStore, hello: Hello, rank_0: Entry, seal: Seal) -> None:
-        self._store = store
+        # Another client than the one that the main thread may block.
+        self._store = store.clone()
         self._hello = hello
         self._rank_0 = rank_0
         self._seal = seal
@@ -87,6 +97,8 @@ class RollCall:
         self._claims: list[Claim] = []
         self._muster: Muster | None = None
         self._nonces: set[str] = set()
+        self._struck: list[str] = []
+        self._gave_up: float | None = None
         self._version = 0
         self._complete = False
         self._over = False
@@ -108,14 +120,15 @@ class RollCall:
                 why=f"{first.host} (pid {first.pid}) opened this roll call as rank 0",
                 next="start this process as another rank, or end the other one first",
             )
-        self._store.set_summary(self._summary(None))
+        self._set_summary()
         self._judge_thread.start()
 
     def give_up(self, waited: float) -> None:
         """End the wait of every rank: not all came within ``waited`` seconds."""
         with self._lock:
-            if not self._complete and not self._closed_by:
-                self._close(missing_ranks_error(self._news(), self._hello, waited))
+            self._gave_up = waited
+            if self._muster is None:  # else it is decided when that is over
+                self._close_for_missing_ranks()
 
     def abandon(self, error: DdpManualError) -> None:
         """End the wait of every rank: rank 0 itself is leaving."""
@@ -148,7 +161,7 @@ class RollCall:
                 with self._lock:
                     if message is not None and not self._judge(message):
                         return
-                    self._go_on()
+                    self._go_on(queue_empty=message is None)
                 if message is None:
                     time.sleep(POLL_EVERY)
         except MasterLost as error:
@@ -166,18 +179,22 @@ class RollCall:
         """When there is something to do even if nobody comes."""
         return min((due for due in (self._untold.due, self._muster and self._muster.until) if due), default=None)
 
-    def _go_on(self) -> None:
+    def _go_on(self, *, queue_empty: bool) -> None:
         """Do what is due: end a muster or begin one, complete the roll call, tell of changes."""
         if self._complete or self._closed_by:
             if self._untold.is_due:
                 self._publish()
             return
-        if self._muster is not None and not self._end_muster():
-            return
         mustered = self._muster is not None
-        self._muster = None
-        if self._claims or (self._roster.full and not mustered and self._roster.waiting):
-            self._muster = Muster()
+        if self._muster is not None:
+            if self._muster.goes_on(queue_empty=queue_empty):
+                return
+            self._end_muster(self._muster)
+            self._muster = None
+        if self._gave_up is not None and not self._roster.full:
+            self._close_for_missing_ranks()
+        elif self._claims or (self._roster.full and not mustered and self._roster.waiting):
+            self._muster = Muster(self._roster.waiting)
             self._publish()
         elif self._roster.full:
             self._complete_roll_call()
@@ -185,7 +202,7 @@ class RollCall:
             if self._untold.is_for_all(len(self._roster)):
                 self._publish()
             else:
-                self._tell_newcomers({**self._news(), "complete": False, "error": None}, {})
+                self._tell_newcomers(self._news(), {})
                 self._untold.told_newcomers()
 
     def _judge(self, message: bytes) -> bool:
@@ -211,7 +228,7 @@ class RollCall:
                 self._withdraw(nonce, printable(str(request["withdraw"])))
             elif "alive" in request:
                 if self._muster is not None and request["alive"] == self._muster.word:
-                    self._muster.alive.add(nonce)
+                    self._muster.awaited.discard(nonce)
             else:
                 self._judge_request(nonce, request)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsealed) as error:
@@ -259,7 +276,7 @@ class RollCall:
         holder = self._roster.of(entry.rank)
         if self._over or (self._complete and holder and self._store.have_left([holder.nonce])):
             # It comes too early for the next run, and asks again.
-            self._set_verdict(nonce, {"over": True})
+            self._set_verdicts({nonce: {"over": True}})
             return
         refusal, warnings = unlike(entry, self._rank_0, self._hello, time.time())
         refusal = self._closed_by or refusal
@@ -267,32 +284,35 @@ class RollCall:
             if self._complete or entry.rank == 0:
                 refusal = self._taken(entry, holder.entry)
             else:
-                self._claims.append(Claim(nonce, entry))
+                self._claims.append(Claim(nonce, entry, warnings))
                 self._nonces.add(nonce)
                 return
+        self._seat_or_refuse(nonce, entry, refusal, warnings)
+
+    def _seat_or_refuse(self, nonce: str, entry: Entry, refusal: DdpManualError | None, warnings: list[str]) -> None:
         if refusal is None:
             user = self._roster.user_of_the_gpu_of(entry)
             refusal = shared_gpu([user, entry] if user and user.rank != entry.rank else [entry])
         if refusal is not None:
             self._refuse(nonce, entry.who(), refusal)
             return
-        self._admit(nonce, entry)
+        self._nonces.add(nonce)
+        self._roster.admit(nonce, entry)
+        self._untold.add(len(self._roster), noteworthy=False)
         for warning in warnings:
             logger.warning("%s", warning)
         self._roster.warnings += warnings
 
-    def _admit(self, nonce: str, entry: Entry) -> None:
-        self._nonces.add(nonce)
-        self._roster.admit(nonce, entry)
-        self._untold.add(len(self._roster), noteworthy=False)
-
     def _refuse(self, nonce: str, who: str, error: DdpManualError, *, sealed: bool = True) -> None:
         self._nonces.add(nonce)
         self._roster.refused.append(f"{who} was refused: {error.identifier}: {error.what}")
-        self._set_verdict(nonce, {"error": error.as_dict()}, sealed=sealed)
+        verdict = {"error": error.as_dict()}
+        self._set_verdicts({nonce: verdict}) if sealed else self._store.set_verdicts({nonce: verdict})
         self._untold.add(len(self._roster), noteworthy=True)
 
     def _withdraw(self, nonce: str, reason: str) -> None:
+        if self._muster is not None:
+            self._muster.awaited.discard(nonce)
         self._nonces.add(nonce)  # a request that was held back on its way must not be a rank now
         left = RankTaken("this process has left the roll call", why=reason, next=START_AGAIN)
         self._claims = [claim for claim in self._claims if claim.nonce != nonce]
@@ -308,7 +328,7 @@ class RollCall:
                 self._remove(seat)
                 self._roster.gone.append(f"{seat.entry.who()} left again: {reason}")
         # Its own thread may still wait for an answer.
-        self._set_verdict(nonce, {"error": left.as_dict()})
+        self._set_verdicts({nonce: {"error": left.as_dict()}})
 
     def _remove(self, seat: Seat) -> None:
         self._roster.remove(seat)
@@ -316,33 +336,31 @@ class RollCall:
 
     # -- who still lives ------------------------------------------------------------------------------------------
 
-    def _end_muster(self) -> bool:
-        """Remove those who have neither answered through the store nor accept connections; judge the claims.
-
-        Returns whether the muster is over.
-        """
-        assert self._muster is not None
-        silent = [seat for seat in self._roster.waiting if seat.nonce not in self._muster.alive]
-        if silent and time.monotonic() < self._muster.until:
-            return False
-        frozen = [seat.nonce for seat in silent if answers(seat.entry.address, seat.entry.probe_port)]
-        dead = [seat for seat in silent if seat.nonce not in frozen]
+    def _end_muster(self, muster: Muster) -> None:
+        """Remove those who have neither answered through the store nor accept connections; judge the claims."""
+        silent = [seat for seat in map(self._roster.held_by, muster.awaited) if seat is not None]
+        claims, self._claims = self._claims, []
+        asked: list[Seat | Claim] = [*silent, *claims]
+        answered = who_answers([(one.entry.address, one.entry.probe_port) for one in asked])
+        reached = {one.nonce for one, answers in zip(asked, answered, strict=True) if answers}
+        dead = [seat for seat in silent if seat.nonce not in reached]
+        frozen = {seat.nonce for seat in silent if seat.nonce in reached}
         for seat in dead:
             self._remove(seat)
-            self._set_place(seat.nonce, {"error": _gone(seat.entry).as_dict()})
-        claims, self._claims = self._claims, []
+        self._struck = [seat.nonce for seat in dead]
+        self._set_places({seat.nonce: {"error": _gone(seat.entry).as_dict()} for seat in dead})
         for claim in claims:
             holder = self._roster.of(claim.entry.rank)
+            refusal: DdpManualError | None = None
             if holder is not None:
-                error = self._taken(claim.entry, holder.entry, frozen=holder.nonce in frozen)
-                self._refuse(claim.nonce, claim.entry.who(), error)
-            elif answers(claim.entry.address, claim.entry.probe_port):
-                self._admit(claim.nonce, claim.entry)
+                refusal = self._taken(claim.entry, holder.entry, frozen=holder.nonce in frozen)
+            elif claim.nonce not in reached:
+                refusal = _out_of_reach(claim.entry, self._hello)
+            self._seat_or_refuse(claim.nonce, claim.entry, refusal, claim.warnings)
         for seat in dead:
             heir = self._roster.of(seat.entry.rank)
             what = f"; pid {heir.entry.pid} has taken its place" if heir else ": its process has ended"
             self._roster.gone.append(f"{seat.entry.who()} is gone{what}")
-        return True
 
     def _taken(self, entry: Entry, holder: Entry, *, frozen: bool = False) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
@@ -364,9 +382,14 @@ class RollCall:
 
     def _close(self, error: DdpManualError) -> None:
         self._closed_by = error
-        for claim in self._claims:
+        claims, self._claims = self._claims, []
+        for claim in claims:
             self._refuse(claim.nonce, claim.entry.who(), error)
         self._publish()
+
+    def _close_for_missing_ranks(self) -> None:
+        if not self._complete and not self._closed_by and self._gave_up is not None:
+            self._close(missing_ranks_error(self._roster.news(), self._hello, self._gave_up))
 
     def _complete_roll_call(self) -> None:
         places = assign_places(self._roster.entries)
@@ -380,44 +403,46 @@ class RollCall:
     def _publish(self, places: Mapping[int, Place] | None = None) -> None:
         """Tell everybody who waits how it stands; when all are here, where each of them stands."""
         self._untold.told_all(len(self._roster))
-        error = self._closed_by.as_dict() if self._closed_by else None
         # Before anybody is let go, so that whoever is can read it.
-        self._store.set_summary(self._summary(error))
+        self._set_summary()
         if self._complete and places is None:
             return  # only those who look on care who was refused since
         self._version += 1
-        news = {**self._news(), "complete": self._complete, "error": error}
+        news = self._news()
         waiting = self._tell_newcomers(news, places or {})
         if places:
-            for seat in waiting:
-                self._set_place(seat.nonce, {"place": vars(places[seat.entry.rank]), "error": None})
+            self._set_places({seat.nonce: {"place": vars(places[seat.entry.rank]), "error": None} for seat in waiting})
         self._store.publish_news(self._version, self._seal.close(f"{self._run()} news {self._version}", news))
 
     def _tell_newcomers(self, news: Mapping[str, Any], places: Mapping[int, Place]) -> list[Seat]:
         """Answer those who have had no answer, and give each its place if there is one; returns the others."""
-        hello = asdict(self._hello)
-        told = []
+        waiting = [seat for seat in self._roster.seats if seat.told]
+        news_for_all = {"hello": asdict(self._hello), "version": self._version, "news": news, "error": news["error"]}
+        verdicts = {}
         for seat in self._roster.seats:
-            if seat.told:
-                told.append(seat)
-                continue
-            seat.told = True
-            place = places.get(seat.entry.rank)
-            answer = {"hello": hello, "version": self._version, "news": news, "error": news["error"]}
-            self._set_verdict(seat.nonce, {**answer, "place": vars(place) if place else None})
-        return told
+            if not seat.told:
+                seat.told = True
+                place = places.get(seat.entry.rank)
+                verdicts[seat.nonce] = {**news_for_all, "place": vars(place) if place else None}
+        self._set_verdicts(verdicts)
+        return waiting
 
-    def _set_verdict(self, nonce: str, verdict: dict[str, Any], *, sealed: bool = True) -> None:
-        self._store.set_verdict(nonce, self._seal.close(f"verdict {nonce}", verdict) if sealed else verdict)
+    def _set_summary(self) -> None:
+        self._store.set_summary({**self._roster.news(), **self._state(), "ranks": self._roster.in_full()})
 
-    def _set_place(self, nonce: str, place: dict[str, Any]) -> None:
-        self._store.set_place(nonce, self._seal.close(f"place {nonce}", place))
+    def _set_verdicts(self, verdicts: Mapping[str, Mapping[str, Any]]) -> None:
+        self._store.set_verdicts({nonce: self._seal.close(f"verdict {nonce}", one) for nonce, one in verdicts.items()})
+
+    def _set_places(self, places: Mapping[str, Mapping[str, Any]]) -> None:
+        self._store.set_places({nonce: self._seal.close(f"place {nonce}", one) for nonce, one in places.items()})
 
     def _news(self) -> dict[str, Any]:
-        return {**self._roster.news(), "prove": self._muster.word if self._muster else None}
+        """What those who wait are told: how it stands, who is asked to show that it lives, who was not heard."""
+        prove = self._muster.word if self._muster else None
+        return {**self._roster.news(), **self._state(), "prove": prove, "struck": self._struck}
 
-    def _summary(self, error: dict[str, str] | None) -> dict[str, Any]:
-        return {**self._news(), "complete": self._complete, "error": error, "ranks": self._roster.in_full()}
+    def _state(self) -> dict[str, Any]:
+        return {"complete": self._complete, "error": self._closed_by.as_dict() if self._closed_by else None}
 
 
 def _gone(entry: Entry) -> RankTaken:
@@ -426,4 +451,12 @@ def _gone(entry: Entry) -> RankTaken:
         f"{entry.who()} was not heard in time, and is no rank any more",
         why=f"rank 0 asked it through the store and at its port, and had no answer within {PROVE_WITHIN} s",
         next="start it again if its rank is still missing",
+    )
+
+
+def _out_of_reach(entry: Entry, run: Hello) -> PeerUnreachable:
+    return PeerUnreachable(
+        f"{entry.who()} cannot be reached from rank 0's host",
+        why=f"rank 0 on {run.host} (pid {run.pid}) could not connect to {at(entry.address, entry.probe_port)}",
+        next=f"open all TCP ports of {entry.host} to {run.host}, then start this rank again",
     )

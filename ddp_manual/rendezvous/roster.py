@@ -27,6 +27,7 @@ class Roster:
     def __init__(self, world_size: int, rank_0: Entry) -> None:
         self._world_size = world_size
         self._seats: dict[int, Seat] = {}
+        self._by_nonce: dict[str, Seat] = {}
         # Rank 0 has its GPU before it asks to be a rank as all do.
         self._gpu_users = {named_gpu(rank_0): rank_0}
         self.refused: deque[str] = deque(maxlen=MOST_NAMED)
@@ -62,7 +63,7 @@ class Roster:
         return self._seats.get(rank)
 
     def held_by(self, nonce: str) -> Seat | None:
-        return next((seat for seat in self._seats.values() if seat.nonce == nonce), None)
+        return self._by_nonce.get(nonce)
 
     def user_of_the_gpu_of(self, entry: Entry) -> Entry | None:
         """The rank that named the same GPU; looking through all of them took 1.2 s for 4,096."""
@@ -70,11 +71,11 @@ class Roster:
         return self._gpu_users.get(gpu) if gpu else None
 
     def admit(self, nonce: str, entry: Entry) -> None:
-        self._seats[entry.rank] = Seat(nonce, entry)
+        self._seats[entry.rank] = self._by_nonce[nonce] = Seat(nonce, entry)
         self._gpu_users[named_gpu(entry)] = entry
 
     def remove(self, seat: Seat) -> None:
-        del self._seats[seat.entry.rank]
+        del self._seats[seat.entry.rank], self._by_nonce[seat.nonce]
         self._gpu_users.pop(named_gpu(seat.entry), None)
 
     def news(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Seal:
 
     def _sign(self, purpose: str, text: str) -> str:
         assert self._token is not None
-        return hmac.new(self._token, f"{purpose}\n{text}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._token, json.dumps([purpose, text]).encode(), hashlib.sha256).hexdigest()
 
 
 def claimed(message: Mapping[str, Any]) -> Mapping[str, Any]:

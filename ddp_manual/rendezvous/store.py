@@ -50,6 +50,8 @@ CURRENT_ATTEMPT = "ddp_manual/current"
 LARGEST_REQUEST = 1 << 16
 # Whatever else is read from the store; the summary of 4,096 ranks takes 0.8 MB.
 LARGEST_MESSAGE = 1 << 22
+# Keys in one message: rank 0's verdicts, of 2 KB each, are then less than LARGEST_MESSAGE together.
+MOST_AT_ONCE = 1024
 
 
 class StoreGone(MasterLost):
@@ -138,8 +140,8 @@ class RunStore:
             except QueueEmptyError:
                 return None
 
-    def set_verdict(self, nonce: str, verdict: Mapping[str, Any]) -> None:
-        self._set(f"verdict/{nonce}", verdict)
+    def set_verdicts(self, verdicts: Mapping[str, Mapping[str, Any]]) -> None:
+        self._set_all({f"verdict/{nonce}": verdict for nonce, verdict in verdicts.items()})
 
     def verdict(self, nonce: str) -> Any:
         return self._get(f"verdict/{nonce}")
@@ -150,8 +152,8 @@ class RunStore:
     def news(self, version: int) -> Any:
         return self._get(f"news/{version}")
 
-    def set_place(self, nonce: str, place: Mapping[str, Any]) -> None:
-        self._set(f"place/{nonce}", place)
+    def set_places(self, places: Mapping[str, Mapping[str, Any]]) -> None:
+        self._set_all({f"place/{nonce}": place for nonce, place in places.items()})
 
     def place(self, nonce: str) -> Any:
         return self._get(f"place/{nonce}")
@@ -195,9 +197,7 @@ class RunStore:
 
     def start_beats(self, world_size: int, beat: Sequence[Any]) -> None:
         """A first beat for every rank, so that reading all of them never blocks."""
-        names = [self._key(f"beat/{rank}") for rank in range(world_size)]
-        with self._errors():
-            self._client.multi_set(names, [json.dumps(beat)] * world_size)  # type: ignore[attr-defined]
+        self._set_all({f"beat/{rank}": beat for rank in range(world_size)})
 
     def set_beat(self, rank: int, beat: Sequence[Any]) -> None:
         self._set(f"beat/{rank}", beat)
@@ -258,6 +258,14 @@ class RunStore:
     def _set(self, name: str, value: Any) -> None:
         with self._errors():
             self._client.set(self._key(name), json.dumps(value))
+
+    def _set_all(self, values: Mapping[str, Any]) -> None:
+        """Many keys in few messages."""
+        names = list(values)
+        for some in (names[first : first + MOST_AT_ONCE] for first in range(0, len(names), MOST_AT_ONCE)):
+            texts = [json.dumps(values[name]) for name in some]
+            with self._errors():
+                self._client.multi_set([self._key(name) for name in some], texts)  # type: ignore[attr-defined]
 
     def _set_once(self, name: str, value: Any) -> bool:
         """Set a key that has no value yet; False if it has another one."""

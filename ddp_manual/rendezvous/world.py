@@ -19,6 +19,7 @@ from ddp_manual.errors import (
     DataMissing,
     DdpManualError,
     PeerGone,
+    PeerLost,
     RanksDoNotBelongTogether,
     RankTaken,
     StopSignal,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+# Seconds for the reports of all ranks, which have done the same until then.
+REPORT_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +76,29 @@ class World:
         return roster
 
     def gather(self, report: Mapping[str, Any]) -> list[Any]:
-        """Every rank's report, on rank 0 and in rank order; [] on the others. Once a run: JSON of up to 4 MiB."""
+        """Every rank's report, on rank 0 and in rank order; [] on the others. Once a run: JSON of up to 4 MiB.
+
+        Raises:
+            PeerLost: one did not come within 30 s.
+        """
         self._store.set_report(self.rank, report)
         if self.rank != 0:
             return []
-        return [self._store.report(rank) for rank in range(self.world_size)]
+        store = self._store.clone()
+        reports: list[Any] = []
+
+        def read() -> None:
+            reports.extend(store.report(rank) for rank in range(self.world_size))
+
+        try:
+            interruptibly(read, Waiting(REPORT_TIMEOUT, logger), "waiting for the reports of all ranks")
+        except TimeoutError:
+            raise PeerLost(
+                f"rank {len(reports)} did not report within {REPORT_TIMEOUT:.0f} s",
+                why="every other collective step was done together; its process has ended, or is frozen",
+                next="look at that rank's last lines, then start all ranks again",
+            ) from None
+        return reports
 
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
         """Have the first rank of each host do ``action`` while the others of that host wait for it.
@@ -172,11 +194,12 @@ def rendezvous(
         console.print_error(error)
 
     progress = Progress()
-    of_the_watchdog = meeting.store.clone()
-    heartbeat = Heartbeat(of_the_watchdog, spec.rank, spec.world_size, progress)
-    watchdog = Watchdog(of_the_watchdog, meeting.nonce, heartbeat, report)
-    watchdog.start()
+    watchdog: Watchdog | None = None
     try:
+        of_the_watchdog = meeting.store.clone()
+        heartbeat = Heartbeat(of_the_watchdog, spec.rank, spec.world_size, progress)
+        watchdog = Watchdog(of_the_watchdog, meeting.nonce, heartbeat, report)
+        watchdog.start()
         with steps.step("process group") as step:
             world = _open_world(meeting, answered, device, backend, progress, started)
             step.detail = f"{world.backend} on {world.device}"
@@ -190,7 +213,8 @@ def rendezvous(
             _stand_down(watchdog)
         meeting.store.close()
     except BaseException as error:
-        failure = lastwords.publish(meeting.store, spec, error, watchdog.stand_down())
+        seen = watchdog.stand_down() if watchdog else None
+        failure = lastwords.publish(meeting.store, spec, error, seen)
         lastwords.write_failure(failure, spec.rank, meeting.run_dir)
         meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
         if isinstance(failure, PeerGone) and failure is not error:
