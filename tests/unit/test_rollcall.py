@@ -14,12 +14,13 @@ from ddp_manual.errors import (
     DeviceMissing,
     DeviceTaken,
     LoopbackMaster,
+    RankMissing,
     VersionMismatch,
 )
 from ddp_manual.rendezvous.answer import Answered, Answering, answer
 from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import Entry, Hello, as_ranges, assign_places, in_words, missing_ranks_error
-from ddp_manual.rendezvous.reachability import targets
+from ddp_manual.rendezvous.reachability import Answerer, targets
 from ddp_manual.rendezvous.rollcall import RollCall
 from ddp_manual.rendezvous.seal import Seal
 from ddp_manual.rendezvous.store import RunStore
@@ -222,6 +223,76 @@ def test_ranks_that_were_told_their_gpus_are_compared_with_one_another_but_not_w
         answered = [rank_0.result(), rank_1.result()]
     assert [one.place.local_rank if isinstance(one, Answered) else one for one in answered] == [0, 1]
     assert list(roll_call.end()) == [0, 1]
+    roll_call.stop()
+
+
+@pytest.fixture
+def store() -> RunStore:
+    return RunStore.host(socket.create_server(("127.0.0.1", 0)))
+
+
+def ask_as(store: RunStore, nonce: str, who: Entry) -> None:
+    """A request by hand; whoever put it in answers no muster."""
+    store.arrive({**vars(who), "nonce": nonce * 16})
+
+
+def test_a_rank_that_comes_as_the_time_is_up_is_not_missing_while_the_others_are_mustered(store: RunStore) -> None:
+    """Rank 1 is frozen: it does not answer, but its port is open, so it keeps its rank."""
+    with Answerer("127.0.0.1") as answerer:
+        here = {"address": "127.0.0.1", "probe_port": answerer.port}
+        roll_call = RollCall(store, RUN, entry(0, "a"), Seal(None))
+        roll_call.open()
+        ask_as(store, "1", entry(1, "a", **here))
+        assert store.verdict("1" * 16)["news"]["missing"] == [[0, 0], [2, 2]]
+        ask_as(store, "0", entry(0, "a"))
+        ask_as(store, "2", entry(2, "a", **here))
+        assert store.news(2)["prove"]
+        roll_call.give_up(5.0)
+        assert store.news(3)["complete"]
+        roll_call.stop()
+
+
+def test_a_process_that_is_taken_for_dead_is_told_at_once(store: RunStore) -> None:
+    roll_call = RollCall(store, RUN, entry(0, "a"), Seal(None))
+    roll_call.open()
+    ask_as(store, "1", entry(1, "a", address="127.0.0.1", probe_port=1))
+    assert store.verdict("1" * 16)["error"] is None
+    with Answerer("127.0.0.1") as answerer:
+        ask_as(store, "2", entry(1, "a", address="127.0.0.1", probe_port=answerer.port))
+        assert store.verdict("2" * 16)["error"] is None
+    last = store.news(3)
+    assert last["struck"] == ["1" * 16]
+    assert last["gone"] == ["rank 1 (a, pid 1) is gone; pid 1 has taken its place"]
+    assert "was not heard in time" in store.place("1" * 16)["error"]["what"]
+    roll_call.stop()
+
+
+def test_who_takes_a_dead_ranks_place_is_held_to_the_same_as_all(store: RunStore) -> None:
+    """It may not name rank 0's GPU, nor be where rank 0 cannot connect to it."""
+    gpus = {"gpus": ["GPU-1", "GPU-2"], **NCCL}
+    roll_call = RollCall(store, RUN, entry(0, "a", 0, **gpus), Seal(None))
+    roll_call.open()
+    ask_as(store, "1", entry(1, "a", 1, address="127.0.0.1", probe_port=1, **gpus))
+    assert store.verdict("1" * 16)["error"] is None
+    ask_as(store, "2", entry(1, "a", 1, address="127.0.0.1", probe_port=1, **gpus))
+    with Answerer("127.0.0.1") as answerer:
+        ask_as(store, "3", entry(1, "a", 0, address="127.0.0.1", probe_port=answerer.port, **gpus))
+        refused = [store.verdict(nonce * 16)["error"]["identifier"] for nonce in "23"]
+    assert refused == ["peer-unreachable", "device-taken"]
+    roll_call.stop()
+
+
+def test_a_claim_is_answered_when_the_roll_call_is_given_up(store: RunStore) -> None:
+    roll_call = RollCall(store, RUN, entry(0, "a"), Seal(None))
+    roll_call.open()
+    with Answerer("127.0.0.1") as answerer:
+        here = {"address": "127.0.0.1", "probe_port": answerer.port}
+        ask_as(store, "1", entry(1, "a", **here))
+        assert store.verdict("1" * 16)["error"] is None
+        ask_as(store, "2", entry(1, "a", **here))
+        assert store.news(2)["prove"]  # which is asked because of the claim
+        roll_call.abandon(RankMissing("rank 0 left", why="-", next="-"))
+        assert store.verdict("2" * 16)["error"]["what"] == "rank 0 left"
     roll_call.stop()
 
 
