@@ -66,7 +66,7 @@ class Entry:
         versions = [version for version in entry.versions.values() if version]
         texts = [entry.host, entry.host_id, entry.address, entry.device, entry.world_size_source, *entry.gpus]
         texts += [*versions, *entry.versions, *entry.code, *entry.code.values(), *entry.options]
-        if not all(isinstance(text, str) and text == printable(text) for text in texts):
+        if max(map(len, texts)) > LONGEST_WORDS or not "".join(texts).isprintable():
             raise TypeError("an entry whose words are not short and printable")
         if not all(isinstance(option, list) and len(option) == 2 for option in entry.options.values()):
             raise TypeError("an entry whose options are not pairs of value and source")

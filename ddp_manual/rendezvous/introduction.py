@@ -114,7 +114,7 @@ def versions() -> dict[str, str | None]:
 
     nccl = getattr(torch.cuda, "nccl", None)
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl.version())) if nccl and torch.distributed.is_nccl_available() else None,

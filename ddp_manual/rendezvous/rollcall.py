@@ -20,19 +20,15 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from typing import Any
 
 from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
     PeerLost,
-    PeerUnreachable,
     RankTaken,
-    TokenMismatch,
-    VersionMismatch,
 )
-from ddp_manual.rendezvous.address import at
+from ddp_manual.rendezvous import refusals
 from ddp_manual.rendezvous.bundling import LULL, Bundle
 from ddp_manual.rendezvous.comparing import shared_gpu, unlike
 from ddp_manual.rendezvous.entries import (
@@ -246,11 +242,7 @@ class RollCall:
         self._refuse(
             nonce,
             who,
-            TokenMismatch(
-                f"{who} does not have rank 0's token",
-                why=f"rank 0 on {self._hello.host} (pid {self._hello.pid}) says of its request: {reason}",
-                next="give every rank the same DDP_MANUAL_TOKEN or --token_file",
-            ),
+            refusals.other_token(who, self._hello, reason),
             # Whoever has no token reads it as it is; whoever has another one sees that it is signed with another.
             sealed=sealed,
         )
@@ -259,19 +251,14 @@ class RollCall:
         if nonce in self._nonces:
             logger.warning("a request came twice to the roll call: it was recorded, and is ignored")
             return
+        # Nearly all say the same; thousands of copies would be a quarter of the time, for the garbage collector.
+        common = {name: getattr(self._rank_0, name) for name in ("versions", "code", "options")}
+        request |= {name: known for name, known in common.items() if request.get(name) == known}
         try:
             entry = Entry.from_request(request)
         except (TypeError, ValueError) as error:
             who = f"a process on {request.get('host')!r:.60}"
-            self._refuse(
-                nonce,
-                who,
-                VersionMismatch(
-                    f"{who} was started with another version of ddp_manual than rank 0",
-                    why=f"rank 0 on {self._hello.host} cannot read its request: {error}",
-                    next="install the same version on every host",
-                ),
-            )
+            self._refuse(nonce, who, refusals.other_version(who, self._hello, error))
             return
         holder = self._roster.of(entry.rank)
         if self._over or (self._complete and holder and self._store.have_left([holder.nonce])):
@@ -282,7 +269,7 @@ class RollCall:
         refusal = self._closed_by or refusal
         if refusal is None and holder is not None:
             if self._complete or entry.rank == 0:
-                refusal = self._taken(entry, holder.entry)
+                refusal = refusals.taken(entry, holder.entry, self._hello, self._roster.missing)
             else:
                 self._claims.append(Claim(nonce, entry, warnings))
                 self._nonces.add(nonce)
@@ -348,35 +335,23 @@ class RollCall:
         for seat in dead:
             self._remove(seat)
         self._struck = [seat.nonce for seat in dead]
-        self._set_places({seat.nonce: {"error": _gone(seat.entry).as_dict()} for seat in dead})
+        self._set_places(
+            {seat.nonce: {"error": refusals.not_heard(seat.entry, PROVE_WITHIN).as_dict()} for seat in dead}
+        )
         for claim in claims:
             holder = self._roster.of(claim.entry.rank)
             refusal: DdpManualError | None = None
             if holder is not None:
-                refusal = self._taken(claim.entry, holder.entry, frozen=holder.nonce in frozen)
+                refusal = refusals.taken(
+                    claim.entry, holder.entry, self._hello, self._roster.missing, frozen=holder.nonce in frozen
+                )
             elif claim.nonce not in reached:
-                refusal = _out_of_reach(claim.entry, self._hello)
+                refusal = refusals.out_of_reach(claim.entry, self._hello)
             self._seat_or_refuse(claim.nonce, claim.entry, refusal, claim.warnings)
         for seat in dead:
             heir = self._roster.of(seat.entry.rank)
             what = f"; pid {heir.entry.pid} has taken its place" if heir else ": its process has ended"
             self._roster.gone.append(f"{seat.entry.who()} is gone{what}")
-
-    def _taken(self, entry: Entry, holder: Entry, *, frozen: bool = False) -> RankTaken:
-        since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
-        odd = "; it does not answer, but its port is open: it is frozen" if frozen else ""
-        free = self._roster.missing
-        if frozen:
-            next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
-        elif free:
-            next = self._hello.command_for(free[0])
-        else:
-            next = f"all ranks are here; to replace rank {entry.rank}, end that process and start all ranks again"
-        return RankTaken(
-            f"rank {entry.rank} is taken by {holder.host} (pid {holder.pid})",
-            why=f"that process has held it since {since}; this one is {entry.host} (pid {entry.pid}){odd}",
-            next=next,
-        )
 
     # -- telling ------------------------------------------------------------------------------------------------
 
@@ -443,20 +418,3 @@ class RollCall:
 
     def _state(self) -> dict[str, Any]:
         return {"complete": self._complete, "error": self._closed_by.as_dict() if self._closed_by else None}
-
-
-def _gone(entry: Entry) -> RankTaken:
-    """For a process that was taken for dead and goes on after all."""
-    return RankTaken(
-        f"{entry.who()} was not heard in time, and is no rank any more",
-        why=f"rank 0 asked it through the store and at its port, and had no answer within {PROVE_WITHIN} s",
-        next="start it again if its rank is still missing",
-    )
-
-
-def _out_of_reach(entry: Entry, run: Hello) -> PeerUnreachable:
-    return PeerUnreachable(
-        f"{entry.who()} cannot be reached from rank 0's host",
-        why=f"rank 0 on {run.host} (pid {run.pid}) could not connect to {at(entry.address, entry.probe_port)}",
-        next=f"open all TCP ports of {entry.host} to {run.host}, then start this rank again",
-    )
