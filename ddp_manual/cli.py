@@ -148,11 +148,16 @@ def status(watch: bool, as_json: bool, **flags: Any) -> None:
     spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
     texts = (write(seen) for seen in look(spec, again=watch))
-    if watch and not as_json and sys.stdout.isatty():
-        console.redraw(texts)
-    else:
-        for text in texts:
-            click.echo(text)
+    try:
+        if watch and not as_json and sys.stdout.isatty():
+            console.redraw(texts)
+        else:
+            for text in texts:
+                click.echo(text)
+    except DdpManualError as error:
+        if as_json:
+            click.echo(json.dumps({"error": error.as_dict()}))
+        raise
     if watch and not as_json:
         click.echo("the run has ended")
 

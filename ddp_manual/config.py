@@ -72,7 +72,7 @@ class WorldSpec(Options):
     )
     join_timeout: float = option(
         1800.0,
-        "Seconds to wait for rank 0, and then for all ranks to join.",
+        "Seconds to wait for rank 0, and then for all ranks to join (check: 30).",
         group="rendezvous",
         above=0,
         shared=False,

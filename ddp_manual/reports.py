@@ -35,7 +35,8 @@ def check_text(report: Mapping[str, Any]) -> str:
         "settings:",
         *columns([[name, _shown(value), f"({source})"] for name, value, source in report["settings"]]),
     ]
-    lines += ["variables in force:", *columns([[name, value] for name, value in report["variables"].items()])]
+    variables = [[name, value] for name, value in report["variables"].items()]
+    lines += ["variables in force:", *columns(variables)] if variables else ["variables in force: none"]
     return "\n".join(lines)
 
 

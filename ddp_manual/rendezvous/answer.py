@@ -117,13 +117,13 @@ def _await_the_others(
             return Answered(hello, update)
         elif update is not None:
             news = update
-            waiting.about(situation(update, asking.entry.world_size))
+            asking.say(update, waiting)
         elif hello is None and waiting.waited > how.hello_timeout:
             raise _no_answer(speaking, waiting)
         elif news is None or hello is None:
             waiting.about(f"rank 0 has not answered yet at {at(store.address, store.port)}")
         else:
-            waiting.about(situation(news, asking.entry.world_size))
+            asking.say(news, waiting)
             waiting.advise(advice_for(news["missing"], hello))
         if waiting.over and update is None:
             if how.give_up and gave_up is None:
@@ -173,6 +173,13 @@ class Asking:
         self._asked = False
         self.placed = False
         self._warned: set[str] = set()
+        self._told: set[str] = set()
+
+    def say(self, news: Mapping[str, Any], waiting: Waiting) -> None:
+        """Who is missing and, once, who left or was refused."""
+        untold = [words for words in (*news["gone"], *news["refused"]) if words not in self._told]
+        if waiting.about(situation(news, self.entry.world_size), untold):
+            self._told.update(untold)
 
     def withdraw(self, speaking: RunStore, reason: str) -> None:
         """Give the rank back, so that the others see it missing again.

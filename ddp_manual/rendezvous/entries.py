@@ -169,12 +169,11 @@ def in_words(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def situation(news: Mapping[str, Any], world_size: int) -> str:
-    """One line for everybody who waits: who is here, who is missing, who was refused or left."""
+    """One line for everybody who waits: who is here, and who is missing."""
     ranges = news["missing"]
     parts = [f"waiting for {in_words(ranges)}" if ranges else "all ranks are here"]
     named = ", ".join(news["named"]) + (", ..." if news["here"] > len(news["named"]) else "")
     parts.append(f"{news['here']} of {world_size} here: {named}")
-    parts += news["gone"][-1:] + news["refused"][-1:]
     return "; ".join(parts)
 
 

@@ -221,7 +221,7 @@ class Meeting:
                 if waiting.over:
                     logger.warning("not waiting longer for rank %s, which has not said that it left", late)
                     return
-                waiting.about(f"done; keeping the store for rank {late}, which has not finished")
+                waiting.about(f"keeping the store for rank {late}, which has not left yet")
             time.sleep(self._look_every)
 
     def _attempt(self) -> str:

@@ -106,6 +106,7 @@ class Roster:
 
 def _line(entry: Entry, gpu: int | None) -> dict[str, Any]:
     known = gpu is not None and gpu < len(entry.gpus)
+    telling = ("torch", "python", "cuda", "nccl") if entry.device == "cuda" else ("torch", "python")
     return {
         "rank": entry.rank,
         "host": entry.host,
@@ -114,5 +115,5 @@ def _line(entry: Entry, gpu: int | None) -> dict[str, Any]:
         **({"gpu": entry.gpus[gpu]} if known and gpu is not None else {}),
         "address": entry.address,
         "since": round(entry.since, 1),
-        "versions": " ".join(f"{name} {version}" for name, version in entry.versions.items() if version),
+        "versions": " ".join(f"{name} {entry.versions[name]}" for name in telling if entry.versions.get(name)),
     }

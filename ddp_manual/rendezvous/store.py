@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 # A read that blocks until its key is set is ended by the key, by the process or by rank 0's socket closing.
 UNBOUNDED = timedelta(days=365)
-# For an address that was just seen to answer as a store.
-CONNECT_TIMEOUT = timedelta(seconds=30)
+# For an address that was just seen to answer as a store; torch does not listen to Ctrl-C meanwhile.
+CONNECT_TIMEOUT = timedelta(seconds=10)
 CURRENT_ATTEMPT = "ddp_manual/current"
 # Bytes. What a process may say of itself: with every option and digest it takes 3 KB.
 LARGEST_REQUEST = 1 << 16

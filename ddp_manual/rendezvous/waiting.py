@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 FIRST_LINE = 1.5
 LINE_EVERY = 10.0
@@ -44,15 +45,18 @@ class Waiting:
         """Seconds until there is something to do: say a line, or give up."""
         return max(0.0, min(self._next_line, self._deadline) - time.monotonic())
 
-    def about(self, text: str) -> None:
-        """Say ``text`` if a line is due, or if it differs from the last one said."""
+    def about(self, text: str, news: Sequence[str] = ()) -> bool:
+        """Say ``text`` and ``news`` if a line is due, if the text is not the last one said or if there is news; returns
+        whether it was said."""
         now = time.monotonic()
-        changed = self._said is not None and text != self._said
+        changed = self._said is not None and (text != self._said or bool(news))
         if now < self._next_line and not changed:
-            return
-        self._logger.info("%s (%.0f s of %.0f s)", text, self.waited, self._deadline - self._started)
+            return False
+        words = "; ".join([text, *news])
+        self._logger.info("%s (%.0f s of %.0f s)", words, self.waited, self._deadline - self._started)
         self._said = text
         self._next_line = now + LINE_EVERY
+        return True
 
     def advise(self, commands: list[str]) -> None:
         """Say once, after the first line, what to type."""
