@@ -23,6 +23,12 @@ LONGER = ("--batch_size", 100, "--epochs")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+def pytest_configure() -> None:
+    """A shell ignores Ctrl-C on behalf of what it runs in the background, and whatever that starts inherits it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped where there is none."""
     import torch
