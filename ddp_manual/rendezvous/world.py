@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the reports of all ranks, which have done the same until then.
 REPORT_TIMEOUT = 30.0
+# Seconds to write why a rank leaves.
+KEEP_WITHIN = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +195,13 @@ def rendezvous(
         raise
 
     def report(error: DdpManualError) -> None:
-        lastwords.write_failure(error, spec.rank, meeting.run_dir)
         console.print_error(error)
+        # In a thread: the disk may be what the rank hangs in, and the process has to end.
+        keeping = threading.Thread(
+            target=lastwords.write_failure, args=(error, spec.rank, meeting.run_dir), daemon=True
+        )
+        keeping.start()
+        keeping.join(KEEP_WITHIN)
 
     progress = Progress()
     watchdog = _watchdog(meeting, answered.hello, backend, progress, report)
