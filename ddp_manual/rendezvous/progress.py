@@ -29,6 +29,8 @@ class Progress:
     epoch: int = 0
     step: int = 0
     samples_per_second: float = 0.0
+    step_seconds: float = 0.0
+    """Mean of this rank's own work per step since the last sync point, without waiting for others."""
 
     def beat(self, number: int) -> list[Any]:
         return [number, self.phase, self.epoch, self.step, round(self.samples_per_second, 1)]
