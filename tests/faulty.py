@@ -5,8 +5,8 @@ python tests/faulty.py raise@training:30 -- --world_size 3 --rank 1 <more train 
 A fault is ``KIND[:SECONDS]@PHASE[:N]``: in step N of training, else the Nth time the rank enters that phase (1 unless
 told otherwise). Kinds: raise; loop (for ever, in Python); sleep; hold (a call of C that keeps the GIL for SECONDS);
 slow (this and every later step takes SECONDS longer); eat (memory, until the kernel ends the process); kill and stop
-(the signals, to itself). ``--set MODULE.NAME=NUMBER`` before the ``--`` changes a constant, such as one that would make a
-test long. With no fault at all it still says on stderr when it enters each phase and when each fault strikes.
+(the signals, to itself). ``--set MODULE.NAME=NUMBER`` before the ``--`` changes a constant, such as one that would make
+a test long. With no fault at all it still says on stderr when it enters each phase and when each fault strikes.
 
 The three places where it gets in are all in ``install``. Times are seconds of CLOCK_MONOTONIC.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,9 +28,9 @@ class MemoryGroup:
         if self._has(pair[1]):
             self._write(pair[1], 0 if pair[0] == "memory.max" else most)
 
-    def take(self, pid: int) -> None:
-        """From now on, what this process allocates counts; what it has already does not."""
-        self._write("cgroup.procs", pid)
+    def command(self, words: Sequence[object]) -> list[object]:
+        """The same command, in the group from its first instruction on, and with the process id it would have had."""
+        return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self._folder / "cgroup.procs", *words]
 
     @property
     def killed(self) -> int:

@@ -17,6 +17,7 @@ import psutil
 
 from tests.conftest import LONGER, RankProcess, Start
 from tests.faulty import faulty
+from tests.memory import MemoryGroup
 
 HOST = os.uname().nodename
 # Seconds, as the ranks of these tests are told them.
@@ -56,14 +57,19 @@ class Three:
 
 
 def start_three(
-    start: Start, rank_command: Callable[..., list[object]], victim: int, *faults: str, options: Sequence[object] = ()
+    start: Start,
+    rank_command: Callable[..., list[object]],
+    victim: int,
+    *faults: str,
+    options: Sequence[object] = (),
+    memory: MemoryGroup | None = None,
 ) -> Three:
-    """Every rank says which phase it is in; the victim has these faults too."""
-    ranks = [
-        start(*faulty(rank_command(rank, 3, *TRAINING, *options), *(faults if rank == victim else ())))
-        for rank in range(3)
-    ]
-    return Three(ranks, victim)
+    """Every rank says which phase it is in; the victim has these faults too, and its memory is limited."""
+    commands = [rank_command(rank, 3, *TRAINING, *options) for rank in range(3)]
+    commands = [faulty(command, *(faults if rank == victim else ())) for rank, command in enumerate(commands)]
+    if memory is not None:
+        commands[victim] = memory.command(commands[victim])
+    return Three([start(*command) for command in commands], victim)
 
 
 def until_trained(three: Three, step: int = 100) -> None:
@@ -118,7 +124,9 @@ def faults_found(
 
 def last_lines(text: str) -> str | None:
     """The error, if it is the very last thing that was said."""
-    match = re.search(r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z", text, re.MULTILINE)
+    match = re.search(
+        r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z", text, re.MULTILINE
+    )
     return match[0] if match else None
 
 

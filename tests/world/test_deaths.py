@@ -42,7 +42,8 @@ RAISED = r"left with error\[training-failed\]\n"
 STUCK = "is stuck while others wait"
 # Where a rank was seen last, in a run that any of these tests makes.
 LAST_STEP = r"step [1-9]\d* of epoch [1-9]"
-MEMORY = 256 << 20
+# Bytes: a rank takes less than half of it.
+MEMORY = 1 << 30
 
 
 @pytest.fixture
@@ -116,9 +117,7 @@ def test_a_rank_that_raises_in_the_train_step_is_named_by_all_others_with_its_tr
 def test_a_rank_in_a_dead_loop_is_named_by_all_with_the_line_it_is_on(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path
 ) -> None:
-    three = start_three(
-        start, rank_command, 2, "loop@training:150", options=["--stall_timeout", STALL_TIMEOUT]
-    )
+    three = start_three(start, rank_command, 2, "loop@training:150", options=["--stall_timeout", STALL_TIMEOUT])
     three.process.wait_for("faulty: loop in training 150")
     since = said_at(three.process.err, "loop in training 150")
     stack = r"step 149 of epoch 1.*tests/faulty\.py\", line \d+, in loop_for_ever"
@@ -137,9 +136,7 @@ def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_named_by_all_others(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
 ) -> None:
     group = memory(MEMORY)
-    three = start_three(start, rank_command, 1, "eat@training:120")
-    three.process.wait_for("process group ready")
-    group.take(three.process.process.pid)
+    three = start_three(start, rank_command, 1, "eat@training:120", memory=group)
     since = ended({three.victim: three.process}, 60)[three.victim]
     found, seconds = faults_found(
         *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier="peer-lost", what=GONE, why=LAST_STEP
@@ -228,11 +225,10 @@ def test_deaths_at_random_moments(
         run_dir = tmp_path / f"run{number}"
         fault = [f"{trial.kind}@{trial.moment}"] if trial.moment else []
         three = start_three(
-            start, rank_command, trial.victim, *fault, options=[*trial.options, "--run_dir", run_dir]
+            *(start, rank_command, trial.victim, *fault),
+            options=[*trial.options, "--run_dir", run_dir],
+            memory=memory(MEMORY) if trial.kind == "eat" else None,
         )
-        if trial.kind == "eat":
-            three.process.wait_for("process group ready")
-            memory(MEMORY).take(three.process.process.pid)
         since = trial.strike(three)
         found, seconds = trial.wrong(three, since, run_dir)
         three.process.process.send_signal(signal.SIGCONT)
