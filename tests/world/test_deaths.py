@@ -52,6 +52,10 @@ def memory(tmp_path: Path) -> Iterator[MakeGroup]:
         yield make
 
 
+def check(found: list[str]) -> None:
+    assert not found, "\n".join(found)
+
+
 def codes_of(three: Three) -> list[int]:
     """In rank order; of a signal 128 + its number."""
     codes = [rank.wait(10) for rank in three.ranks]
@@ -70,7 +74,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(
         *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier=three.lost, what=GONE, why=LAST_STEP
     )
     codes = codes_of(three)
-    assert found + left_behind(three.ranks, port) == []
+    check(found + left_behind(three.ranks, port))
     fault, row = f"SIGKILL of rank {victim} of 3", 17 if victim else 20
     named = "rank, host, pid, last step and phase"
     record(fault, three.lost, named, seconds=seconds, within=WHERE_SOCKETS_CLOSE, codes=codes, row=row)
@@ -89,7 +93,7 @@ def test_a_rank_that_freezes_is_named_by_all_others_and_leaves_when_it_thaws(
     )
     three.process.process.send_signal(signal.SIGCONT)
     codes = codes_of(three)
-    assert found + left_behind(three.ranks, port) == []
+    check(found + left_behind(three.ranks, port))
     assert codes == [14, 14, 14], three.process.err
     fault, row = f"SIGSTOP of rank {victim} of 3, --peer_timeout {PEER_TIMEOUT}", 18 if victim else 20
     named = "rank, host, pid, last step and phase, for how long it has been silent"
@@ -107,7 +111,7 @@ def test_a_rank_that_raises_in_the_train_step_is_named_by_all_others_with_its_tr
         *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier="peer-failed", what=RAISED, why=traceback
     )
     codes = codes_of(three)
-    assert found + left_behind(three.ranks, port) == []
+    check(found + left_behind(three.ranks, port))
     assert codes == [14, 1, 14]
     named = "rank, host, pid, exception, end of its traceback"
     fault = "an exception in the train step of rank 1 of 3"
@@ -125,7 +129,7 @@ def test_a_rank_in_a_dead_loop_is_named_by_all_with_the_line_it_is_on(
         *(three, since, WHERE_STUCK, tmp_path / "run"), identifier="peer-stalled", what=STUCK, why=stack
     )
     codes = codes_of(three)
-    assert found + left_behind(three.ranks, port) == []
+    check(found + left_behind(three.ranks, port))
     assert codes == [14, 14, 14]
     fault = f"a dead loop in the data path of rank 2 of 3, --stall_timeout {STALL_TIMEOUT}"
     named = "who waits where; rank, host, pid, step and stack of the one that is stuck"
@@ -142,7 +146,7 @@ def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_named_by_all_others(
         *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier="peer-lost", what=GONE, why=LAST_STEP
     )
     codes = codes_of(three)
-    assert found + left_behind(three.ranks, port) == []
+    check(found + left_behind(three.ranks, port))
     assert group.killed == 1
     assert codes == [14, 137, 14]
     named = "rank, host, pid, last step and phase"
@@ -240,4 +244,4 @@ def test_deaths_at_random_moments(
             failed.append(f"{number} ({trial}): {'; '.join(found)}")
         for rank in three.ranks:
             rank.kill()
-    assert failed == []
+    check(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import signal
@@ -146,14 +147,16 @@ def test_nothing_is_said_of_a_run_on_cores_that_are_four_times_oversubscribed(
     ranks = [start(*faulty(command, *faults[rank])) for rank, command in enumerate(commands)]
     for rank in ranks:
         rank.wait_for("faulty: phase training", 120 + BUSY_SECONDS)
+    watching = look(start, port, "--watch", "--json")
     deadline = time.monotonic() + SECONDS
-    steps, silence = 0, 0.0
     while time.monotonic() < deadline:
         quiet(ranks)
         assert [rank.process.poll() for rank in ranks] == [None, None]
-        for line in looked(start, port)["progress"]:
-            steps, silence = max(steps, line["step"]), max(silence, line["silent_seconds"])
         time.sleep(1)
-    print(f"{SECONDS:g} s: {steps} steps, silent for {silence:.1f} s at most", flush=True)
+    lines = [line for text in watching.out.splitlines() for line in json.loads(text)["progress"]]
+    steps = max(line["step"] for line in lines)
+    silence = max(line["silent_seconds"] for line in lines)
+    print(f"{SECONDS:g} s: {steps} steps; silent for {silence:.1f} s at most, of {PEER_TIMEOUT:g}", flush=True)
     quiet(ranks)
+    assert watching.process.poll() is None, watching.err
     assert steps > 300
