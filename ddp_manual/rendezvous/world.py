@@ -6,6 +6,7 @@ address -> store -> roll call -> pin the device -> process group -> (the caller'
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,13 +29,15 @@ from ddp_manual.errors import (
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords, preflight
 from ddp_manual.rendezvous.answer import Answered
+from ddp_manual.rendezvous.entries import Hello
 from ddp_manual.rendezvous.group import close_process_group, open_process_group
+from ddp_manual.rendezvous.keeper import Keeper
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
-from ddp_manual.rendezvous.progress import Heartbeat, Progress
+from ddp_manual.rendezvous.progress import LEAVING, Progress
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
-from ddp_manual.rendezvous.watchdog import Watchdog
+from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched
 
 if TYPE_CHECKING:
     import torch
@@ -194,17 +197,14 @@ def rendezvous(
         console.print_error(error)
 
     progress = Progress()
-    watchdog: Watchdog | None = None
+    watchdog = _watchdog(meeting, answered.hello, backend, progress, report)
+    watchdog.start()
     try:
-        of_the_watchdog = meeting.store.clone()
-        heartbeat = Heartbeat(of_the_watchdog, spec.rank, spec.world_size, progress)
-        watchdog = Watchdog(of_the_watchdog, meeting.nonce, heartbeat, report)
-        watchdog.start()
         with steps.step("process group") as step:
             world = _open_world(meeting, answered, device, backend, progress, started)
             step.detail = f"{world.backend} on {world.device}"
         yield world
-        progress.phase = "leaving"
+        progress.phase = LEAVING
         close_process_group(all_finished=meeting.all_finish_soon())
         if spec.rank != 0:
             _stand_down(watchdog)
@@ -213,13 +213,31 @@ def rendezvous(
             _stand_down(watchdog)
         meeting.store.close()
     except BaseException as error:
-        seen = watchdog.stand_down() if watchdog else None
-        failure = lastwords.publish(meeting.store, spec, error, seen)
+        failure = lastwords.conclude(watchdog, meeting.store, spec, error)
         lastwords.write_failure(failure, spec.rank, meeting.run_dir)
-        meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
+        watchdog.stand_down()
+        meeting.drop()
         if isinstance(failure, PeerGone) and failure is not error:
             raise failure from error
         raise
+
+
+def _watchdog(
+    meeting: Meeting, hello: Hello, backend: str, progress: Progress, report: Callable[[DdpManualError], None]
+) -> Watchdog:
+    watched = Watched(
+        rank=meeting.spec.rank,
+        nonce=meeting.nonce,
+        hello=hello,
+        seal=meeting.seal,
+        backend=backend,
+        progress=progress,
+        thread=threading.get_ident(),
+        report=report,
+    )
+    if meeting.lifelines is None:
+        return Follower(watched)
+    return Keeper(watched, meeting.lifelines, meeting.members, meeting.store.clone())
 
 
 def _stand_down(watchdog: Watchdog) -> None:
