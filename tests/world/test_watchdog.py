@@ -43,12 +43,12 @@ def test_status_shows_the_line_of_a_dead_loop_as_often_as_it_is_asked(
     for _ in range(2):
         seen = look(start, port, "--stacks")
         assert seen.wait(30) == 0, seen.err
-        of_rank_2 = seen.out[seen.out.rindex(f"rank 2 ({HOST}, pid {three.process.process.pid})") :]
+        of_rank_2 = seen.out[seen.out.index(f"\nrank 2 on {HOST} (pid {three.process.process.pid}):\n") :]
         # A loop of `while True: pass` is on one of its two lines.
         assert re.search(rf'tests/faulty\.py", line ({line}|{line + 1}), in loop_for_ever', of_rank_2), seen.out
         assert "in train_epoch" in of_rank_2
         for rank in (0, 1):
-            assert f"rank {rank} ({HOST}, pid {three.ranks[rank].process.pid})" in seen.out
+            assert f"\nrank {rank} on {HOST} (pid {three.ranks[rank].process.pid}):\n" in seen.out
         assert "backward" in seen.out
     assert all(rank.process.poll() is None for rank in three.ranks)
     assert "error[" not in "".join(rank.err for rank in three.ranks)
