@@ -28,7 +28,7 @@ from ddp_manual.rendezvous.lifeline import Lifeline, LineClosed, kept_from_child
 from ddp_manual.rendezvous.progress import Beat, Progress
 from ddp_manual.rendezvous.seal import Seal, Unsealed
 from ddp_manual.rendezvous.stacks import OWN_THREADS, stacks, whereabouts
-from ddp_manual.rendezvous.verdicts import as_error
+from ddp_manual.rendezvous.verdicts import as_error, last_words
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Follower(Watchdog):
             if self._welcome and now >= next_beat:
                 next_beat = now + self._limits.beat_every
                 line.send({"beat": vars(self.watched.beat())})
-            self._judge_rank_0(now, stopped=now - waited_since)
+            self._judge_rank_0(line, now, stopped=now - waited_since)
 
     def _say_hello(self, line: Lifeline, challenge: str) -> None:
         watched = self.watched
@@ -262,17 +262,18 @@ class Follower(Watchdog):
         elif "over" in message:
             raise LineClosed("rank 0 has left, while this rank still worked")
 
-    def _judge_rank_0(self, now: float, stopped: float) -> None:
+    def _judge_rank_0(self, line: Lifeline, now: float, stopped: float) -> None:
         if stopped > self._limits.peer_timeout:  # this process was, perhaps with all its host
             self._heard = now
         silence = now - self._heard
         if silence > self._limits.silence:
-            self._see(
-                self._rank_0_lost(
-                    f"has been silent for {silence:.0f} s",
-                    "its process is stopped or frozen, its host is down, or the network between the hosts is cut",
-                )
+            lost = self._rank_0_lost(
+                f"has been silent for {silence:.0f} s",
+                "its process is stopped or frozen, its host is down, or the network between the hosts is cut",
             )
+            self._see(lost)
+            # What rank 0 reads if it is only stopped, and goes on.
+            line.send({"failed": last_words(self.watched.rank, lost)})
 
     def _rank_0_lost(self, what: str, why: str) -> MasterLost:
         hello = self.watched.hello
