@@ -94,6 +94,7 @@ def _open_roll_call(store: RunStore, ranks: int, token: str | None) -> tuple[Rol
         lifeline=("10.0.0.1", 20000),
         peer_timeout=10.0,
         stall_timeout=300.0,
+        script=False,
     )
     roll_call = RollCall(store, hello, entry, seal(token))
     roll_call.open()

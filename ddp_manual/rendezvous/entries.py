@@ -122,6 +122,9 @@ class Hello:
     peer_timeout: float
     stall_timeout: float
 
+    script: bool
+    """Whether ranks run a script of the user's own, whose options are not ours to know."""
+
     @property
     def limits(self) -> Limits:
         return Limits.of_a_world(self.world_size, self.peer_timeout, self.stall_timeout)
@@ -129,7 +132,7 @@ class Hello:
     @property
     def start_again(self) -> str:
         """What to do when the run has ended, as the end of a sentence."""
-        if self.run_dir is None:
+        if self.run_dir is None or self.script:
             return "start all ranks again"
         return f"start all ranks again; with --run_dir {self.run_dir} --resume auto they go on from the last checkpoint"
 

@@ -140,6 +140,7 @@ class Meeting:
                 with self._steps.step("roll call") as step:
                     answered = self._answer_roll_call(listening, program, answerer.port, waiting)
                     step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
+                self._stay_with_the_run(listening)
                 with self._steps.step("reachability") as step:
                     place = answered.place
                     check_pairs(listening, self.spec.rank, place)
@@ -152,6 +153,14 @@ class Meeting:
             if self.lifelines is not None:
                 self.lifelines.close()
             raise
+
+    def _stay_with_the_run(self, listening: RunStore) -> None:
+        """The first connection may have been to the store of the last run here, which went just before the second was
+        made, to this run's."""
+        try:
+            self.store.count_finished()
+        except StoreGone:
+            self.store = listening.clone()
 
     def _open_store(self, found: list[str], waiting: Waiting) -> None:
         if self.spec.rank == 0 and not self.spec.agent_store:
@@ -270,6 +279,7 @@ class Meeting:
             lifeline=(self.own.address, self._lifeline_port()),
             peer_timeout=self.spec.peer_timeout,
             stall_timeout=self.spec.stall_timeout,
+            script=self._command is None,
         )
 
     def _lifeline_port(self) -> int:

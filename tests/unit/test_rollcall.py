@@ -39,6 +39,7 @@ RUN = Hello(
     lifeline=("10.0.0.1", 20000),
     peer_timeout=10.0,
     stall_timeout=300.0,
+    script=False,
 )
 
 
