@@ -16,13 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.conftest import RankProcess, Start
+from tests.forking import named
 
 RankCommand = Callable[..., list[object]]
 
 PREFIX = "ddp-manual-test-"
 ETC = Path("/etc/netns")
-# Applied by sh in place, so that the process keeps its id and its group from ip to the command.
-_NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 _SYN = "tcp flags & (syn | ack) == syn"
 
 
@@ -134,7 +133,7 @@ class Host:
 
     def start(self, *arguments: object, **env: str) -> RankProcess:
         """Any command, like the fixture ``start``."""
-        return self.network.start("ip", "netns", "exec", self.namespace.name, *_NAMED, self.name, *arguments, **env)
+        return self.network.start(*arguments, place=(self.namespace.name, self.name), **env)
 
     def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
         """A rank that is told the first host's address, unless ``options`` say another; else like ``start_rank``."""
@@ -143,7 +142,7 @@ class Host:
 
     def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """A command to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
-        return self.namespace.execute(*_NAMED, self.name, *arguments, check=check, stdin=stdin)
+        return self.namespace.execute(*named(self.name), *arguments, check=check, stdin=stdin)
 
     # -- names --------------------------------------------------------------------------------------------------
 
@@ -181,6 +180,13 @@ class Host:
         """Leave connections from any other host to any other port unanswered."""
         self.nft(f'add rule inet filter input iifname != "lo" tcp dport != {port} {_SYN} drop')
 
+    def cut_from(self, *others: Host) -> None:
+        """Drop every packet to and from them, also those of the connections they have with this host."""
+        for direction, other in ((end, other) for end in ("input {} saddr", "output {} daddr") for other in others):
+            for family, address in (("ip", other.ipv4), ("ip6", other.ipv6)):
+                if address:
+                    self.nft(f"add rule inet filter {direction.format(family)} {address} drop")
+
     def open_all(self) -> None:
         """Take all firewall rules back."""
         self.nft("flush table inet filter")
@@ -188,6 +194,10 @@ class Host:
     def disconnect(self) -> None:
         """Pull the cable out of the switch: no other host gets a word of it, and addresses and routes stay."""
         self.network.switch.execute("ip", "link", "set", self.name, "down")
+
+    def interface_down(self) -> None:
+        """As its administrator would do it: here the routes go too, and the other hosts get no word of it either."""
+        self.namespace.execute("ip", "link", "set", "eth0", "down")
 
     def reconnect(self) -> None:
         self.network.switch.execute("ip", "link", "set", self.name, "up")

@@ -22,6 +22,7 @@ def busy_cores(start: Start) -> None:
         start(sys.executable, "-c", "while True: pass")
 
 
+@pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_cores")
@@ -46,7 +47,7 @@ def test_no_fault_is_seen_in_healthy_starts_under_load(
         processes = []
         for rank in ranks:
             command = [sys.executable, "run_multi_gpu_train.py", *meeting, "--rank", rank, *training]
-            processes.append(start(*command, **token))
+            processes.append(start(*command, fresh=True, **token))
             time.sleep(order.random())  # people do not type at the same moment
         assert [process.wait(120) for process in processes] == [0] * world_size
         said = "".join(process.err + process.out for process in processes)
