@@ -24,7 +24,7 @@ from tests.conftest import REPOSITORY, RankProcess, Start
 KILLS = int(os.environ.get("DDP_MANUAL_SOAK_KILLS", "2"))
 # 300 steps of two ranks, a line of metrics every 10.
 LONG = ("--batch_size", 200, "--epochs", 2, "--log_every", 10)
-RECORDING = "tests.world.recording_rank"
+RECORDING = "tests/world/recording_rank.py"
 
 StartWorld = Callable[..., list[RankProcess]]
 
@@ -49,18 +49,17 @@ def start_world(start: Start, small_data: Path) -> StartWorld:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, small_data: Path) -> Path:
-    """The folder of a run of two ranks that nobody stops."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    train_undisturbed(run, small_data, LONG)
+def undisturbed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture
+def undisturbed(undisturbed_folder: Path, start_world: StartWorld) -> Path:
+    """The folder of a run of two ranks that nobody stops, trained for the first test that asks."""
+    run = undisturbed_folder / "run"
+    if not run.exists():
+        assert [rank.wait() for rank in start_world(2, run, *LONG)] == [0, 0]
     return run
-
-
-def train_undisturbed(run: Path, small_data: Path, options: tuple[object, ...]) -> None:
-    launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", "2", "--run_dir", str(run), "--"]
-    training = ["--dataset", "synthetic", "--model", "mlp", "--data_dir", str(small_data), *map(str, options)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launch, *training], cwd=REPOSITORY, env=env, check=True, capture_output=True, timeout=200)
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
@@ -149,7 +148,7 @@ def test_stopped_at_2_ranks_and_resumed_at_1_and_at_4_each_image_is_seen_once(
     def start_recording(name: str, world_size: int, run: Path, *options: object) -> list[RankProcess]:
         return [
             start(
-                *(sys.executable, "-m", RECORDING, "train", "--world_size", world_size, "--rank", rank),
+                *(sys.executable, RECORDING, "train", "--world_size", world_size, "--rank", rank),
                 *("--master_port", port, "--dataset", "synthetic", "--model", "mlp", "--data_dir", small_data),
                 *("--run_dir", run, "--epochs", 1, "--global_batch_size", batch, "--log_every", 5, *options),
                 RECORD=str(tmp_path / f"{name}{rank}.txt"),
@@ -178,7 +177,7 @@ def test_stopped_at_2_ranks_and_resumed_at_1_and_at_4_each_image_is_seen_once(
 def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(start: Start, port: int) -> None:
     def train(world_size: int, port: int) -> list[float]:
         meeting = {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
-        script = [sys.executable, "-m", "tests.world.uneven_steps"]
+        script = [sys.executable, "tests/world/uneven_steps.py"]
         ranks = [start(*script, RANK=str(rank), **meeting) for rank in range(world_size)]
         assert [rank.wait() for rank in ranks] == [0] * world_size
         assert len({rank.out for rank in ranks}) == 1
@@ -261,7 +260,7 @@ def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_dat
 @pytest.mark.soak
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_a_run_that_is_killed_again_and_again_ends_with_the_parameters_of_one_that_was_not(
-    start_world: StartWorld, small_data: Path, tmp_path: Path
+    start_world: StartWorld, tmp_path: Path
 ) -> None:
     """Each kill costs at most the 20 steps between two checkpoints."""
     order = random.Random(KILLS)
@@ -287,5 +286,6 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_parameters_of_one_th
     ranks = start_world(2, run, *options, "--resume", "auto")
     assert [rank.wait(200) for rank in ranks] == [0, 0]
     assert resumed_step(ranks[0]) >= reached - 20
-    train_undisturbed(tmp_path / "undisturbed", small_data, options)
+    ranks = start_world(2, tmp_path / "undisturbed", *options)
+    assert [rank.wait(200) for rank in ranks] == [0, 0]
     assert_same_run(run, tmp_path / "undisturbed")
