@@ -1,0 +1,283 @@
+"""The files of checkpoints and what is in them: written whole, read whole or not at all, listed, kept and removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_manual import checkpoints, cli, resuming, rundir
+from ddp_manual.config import TrainConfig, WorldSpec, command_to_go_on
+from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, DdpManualError, DiskFull
+from ddp_manual.rundir import RunPaths
+from ddp_manual.training import checkpoint, models
+from ddp_manual.training.checkpoint import History, Saved, Unreadable
+from ddp_manual.training.course import Position
+from ddp_manual.training.evaluation import Evaluation
+from ddp_manual.training.metering import Window
+
+EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
+
+
+def trained(steps: int = 3, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    network = models.build("convnet", device=torch.device("cpu"), seed=seed)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    train(network, optimizer, steps)
+    return network, optimizer
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        network(torch.randn(4, 1, 28, 28)).square().mean().backward()
+        optimizer.step()
+
+
+def taken(network: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
+    return checkpoint.take(
+        network,
+        optimizer,
+        Position(epoch=2, taken=7, step=33),
+        History(evaluations=EVALUATIONS, window=Window(loss=1.5, correct=3.0, count=4.0), train_seconds=2.5),
+        {"model": "convnet", "seed": 0},
+        world_size=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return checkpoint.pack(taken(*trained()))
+
+
+def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> None:
+    network, optimizer = trained()
+    saved = taken(network, optimizer)
+    content = checkpoint.pack(saved)
+    train(network, optimizer, 3)
+    drawn = random.random()
+
+    again, its_optimizer = trained(1, seed=5)
+    read = checkpoint.unpack(content)
+    checkpoint.restore(read, again, its_optimizer)
+    train(again, its_optimizer, 3)
+    assert random.random() == drawn
+    assert (read.position, read.history, read.options, read.world_size) == (
+        *(saved.position, saved.history),
+        *(saved.options, saved.world_size),
+    )
+    for name, value in network.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("tenths", range(10))
+def test_a_checkpoint_cut_off_at_any_tenth_is_named_and_the_one_before_is_taken(
+    content: bytes, tmp_path: Path, tenths: int
+) -> None:
+    whole = checkpoints.write(tmp_path, 20, content, {})
+    other = checkpoint.pack(taken(*trained(4)))
+    cut = checkpoints.write(tmp_path, 40, other, {})
+    cut.write_bytes(other[: len(other) * tenths // 10])
+    with pytest.raises(CheckpointCorrupt) as caught:
+        checkpoints.named(cut)
+    assert cut.name in caught.value.what and "bytes instead of" in caught.value.why
+    found = checkpoints.newest_whole(tmp_path)
+    assert found and (found[0].path, found[1]) == (whole, content)
+    with pytest.raises(Unreadable):
+        checkpoint.unpack(other[: len(other) * tenths // 10])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".json"])
+def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path, suffix: str) -> None:
+    path = checkpoints.write(tmp_path, 20, content, {"test_accuracy": 0.5}).with_suffix(suffix)
+    before = path.read_bytes()
+    order = random.Random(0)
+    for place in sorted({0, len(before) - 2, *(order.randrange(len(before)) for _ in range(100))}):
+        damaged = bytearray(before)
+        damaged[place] ^= 1 << order.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = checkpoints.named(tmp_path)
+        except CheckpointCorrupt:
+            continue
+        # White space in the description is nobody's loss.
+        assert suffix == ".json" and found[1] == content and found[0].test_accuracy == 0.5
+
+
+def test_any_bytes_end_in_an_error_of_ours(content: bytes) -> None:
+    order = random.Random(0)
+    network, optimizer = trained(1)
+    for _ in range(200):
+        damaged = bytearray(content)
+        for _ in range(order.choice((1, 10, 1000))):
+            damaged[order.randrange(len(damaged))] = order.randrange(256)
+        try:
+            checkpoint.restore(checkpoint.unpack(bytes(damaged)), network, optimizer)
+        except Unreadable:
+            continue
+    for wrong in (b"", b"\x80", b"PK\x03\x04", os.urandom(1000)):
+        with pytest.raises(Unreadable):
+            checkpoint.unpack(wrong)
+
+
+def test_a_state_of_another_network_does_not_fit() -> None:
+    saved = taken(*trained())
+    other = models.build("mlp", device=torch.device("cpu"), seed=0)
+    with pytest.raises(Unreadable):
+        checkpoint.restore(saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    network, optimizer = trained()
+    momentum = {0: {"momentum_buffer": torch.zeros(3)}}
+    with pytest.raises(Unreadable, match="another shape"):
+        checkpoint.restore(Saved(**{**vars(saved), "optimizer": momentum}), network, optimizer)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
+def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
+    path = checkpoints.write(tmp_path, 20, b"content", {})
+    path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointCorrupt):
+        checkpoints.named(path)
+    assert [one["verdict"] != "ok" for one in checkpoints.listed(tmp_path)] == [True]
+
+
+def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere_is_missing(tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path, 20, b"content", {})
+    assert checkpoints.named(path.with_suffix(".json"))[1] == b"content"
+    path.with_suffix(".json").unlink()
+    with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
+        checkpoints.named(path)
+    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", tmp_path):
+        with pytest.raises(CheckpointMissing):
+            checkpoints.named(nowhere)
+
+
+def test_the_newest_stay_and_the_best_and_nothing_of_anybody_else_goes(tmp_path: Path) -> None:
+    mine = tmp_path / "step-mine.pt"
+    mine.touch()
+    accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: None, 50: 0.1, 60: None}
+    for step, accuracy in accuracies.items():
+        checkpoints.write(tmp_path, step, b"%d" % step, {"test_accuracy": accuracy})
+        checkpoints.prune(tmp_path, 2)
+    assert [found.step for found in checkpoints.find(tmp_path)] == [60, 50, 30]
+    assert mine.exists()
+
+
+def test_what_comes_after_the_step_a_run_goes_on_from_is_removed_and_so_is_what_a_kill_has_left(
+    tmp_path: Path,
+) -> None:
+    for step in (10, 20, 30):
+        checkpoints.write(tmp_path, step, b"%d" % step, {})
+    left = [tmp_path / ".step-00000040-0123abcd.pt.123.tmp", tmp_path / "step-00000040-0123abcd.pt"]
+    others = [tmp_path / ".notes.123.tmp", tmp_path / "notes.pt"]
+    for path in (*left, *others):
+        path.touch()
+    checkpoints.rewind(tmp_path, 20)
+    assert [found.step for found in checkpoints.find(tmp_path)] == [20, 10]
+    assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+
+
+def test_a_disk_that_is_full_while_the_description_is_written_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.write(tmp_path, 10, b"ten", {})
+    replace_file = rundir.replace_file
+
+    def full(path: Path, content: bytes) -> None:
+        if path.suffix == ".json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(path, content)
+
+    monkeypatch.setattr(rundir, "replace_file", full)
+    with pytest.raises(DiskFull):
+        checkpoints.write(tmp_path, 20, b"twenty", {})
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["step-00000010"] * 2
+
+
+def test_the_list_has_step_accuracy_size_verdict_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunPaths(tmp_path).checkpoints
+    about = {"epochs": 1.0, "test_accuracy": 0.9876}
+    checkpoints.write(folder, 10, bytes(3 << 20), about)
+    checkpoints.write(folder, 20, b"twenty", {"epochs": 1.5, "test_accuracy": None})
+    checkpoints.write(folder, 30, b"thirty", {**about, "epochs": 2.0}).write_bytes(b"thirsty")
+    assert cli.run(["checkpoints", str(tmp_path)]) == 0
+    header, *rows, damaged = capsys.readouterr().out.splitlines()
+    assert header.split() == ["step", "epochs", "test", "accuracy", "size", "written", "verdict", "file"]
+    assert [row.split()[0] for row in rows] == ["30", "20", "10"]
+    assert "corrupt" in rows[0] and "ok, newest" in rows[1] and "98.76%" in rows[2] and "ok, best" in rows[2]
+    assert "3 MB" in rows[2] and "it has 7 bytes instead of 6" in damaged
+    assert cli.run(["checkpoints", str(folder), "--json"]) == 0
+    listed: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [one["marks"] for one in listed] == [[], ["newest"], ["best"]]
+
+
+def test_a_folder_without_checkpoints_exits_15_and_no_folder_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["checkpoints", str(tmp_path)]) == 15
+    assert cli.run(["checkpoints", str(tmp_path / "nowhere")]) == 2
+    assert "error[checkpoint-missing]" in (said := capsys.readouterr().err) and "error[bad-option]" in said
+
+
+def test_listing_needs_no_torch(tmp_path: Path) -> None:
+    checkpoints.write(tmp_path, 10, b"ten", {"epochs": 1.0})
+    script = (
+        "import sys; from ddp_manual import cli; status = cli.run(['checkpoints', sys.argv[1]]);"
+        "sys.exit(99 if 'torch' in sys.modules else status)"
+    )
+    repository = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=repository, capture_output=True, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_there_already(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="--resume auto needs a --run_dir"):
+        resuming.check_run_dir(TrainConfig(resume="auto"))
+    paths = RunPaths(tmp_path)
+    path = checkpoints.write(paths.checkpoints, 10, b"ten", {})
+    for resume in (None, str(tmp_path.parent / "other.pt")):
+        with pytest.raises(BadOption, match="already holds a run"):
+            resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+    for resume in ("auto", str(path), str(tmp_path)):
+        resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+
+
+def test_metrics_after_a_step_and_a_line_that_was_cut_off_go(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rundir.keep_json_lines(path, lambda line: True)
+    assert not path.exists()
+    for step in (10, 20, 30):
+        rundir.append_json_line(path, {"step": step})
+    path.write_text(path.read_text() + '{"step": 1')
+    rundir.keep_json_lines(path, lambda line: line["step"] <= 20)
+    assert path.read_text() == '{"step": 10}\n{"step": 20}\n'
+
+
+def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "LOCK_TIMEOUT", 0.2)
+    paths = RunPaths(tmp_path)
+    with paths.locked(), pytest.raises(DdpManualError, match="is in use") as caught, paths.locked():
+        pass
+    assert f"pid {os.getpid()}" in caught.value.why
+    with paths.locked():
+        pass
+
+
+def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--seed", "3"])
+    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--seed", "3"])
+    config = TrainConfig(seed=3, resume="old.pt", sources={"seed": "flag", "resume": "flag"})
+    command = command_to_go_on(WorldSpec(world_size=2), config, 1, "my run")
+    assert command == (
+        "python run_multi_gpu_train.py --world_size 2 --rank 1 --master_addr 127.0.0.1 --master_port 29500 "
+        "--seed 3 --resume auto --run_dir 'my run'"
+    )

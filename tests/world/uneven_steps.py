@@ -1,0 +1,41 @@
+"""Two epochs of 61 samples, 10 per step and rank, by as many ranks as WORLD_SIZE says; prints the parameters.
+
+At 3 ranks the last step of an epoch has one sample, so two ranks have none.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ddp_manual import TrainConfig, WorldSpec
+from ddp_manual.rendezvous import rendezvous
+from ddp_manual.signals import Wishes
+from ddp_manual.training import data, models
+from ddp_manual.training.course import Position
+from ddp_manual.training.data import Split
+from ddp_manual.training.engine import Trainer
+from ddp_manual.training.metering import Meter
+
+with rendezvous(WorldSpec.from_environment()) as world:
+    drawn = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (61, 1, 28, 28), generator=drawn, dtype=torch.uint8)
+    train = Split(images, torch.randint(0, 10, (61,), generator=drawn), data.DIGITS)
+    network = models.build("mlp", device=world.device, seed=0)
+    wrapped = models.wrap(network, world.device)
+    trainer = Trainer.create(
+        model=wrapped,
+        optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
+        train=train,
+        normalise=data.Normalise(data.SOURCES["synthetic"]),
+        rank=world.rank,
+        world_size=world.world_size,
+        config=TrainConfig(global_batch_size=30, epochs=2),
+    )
+    position, meter, counted = Position(), Meter(world.device), 0.0
+    while not trainer.course.ended(position):
+        for sync in trainer.train_epoch(position, meter, Wishes(), on_step=lambda position: None):
+            position = sync.position
+        assert sync.metrics is not None
+        position = position.next_epoch()
+    values = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    print(position.step, sync.metrics.loss, *values[:: len(values) // 500].tolist())
