@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, get_type_hints
 
@@ -24,7 +25,7 @@ from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Sto
 from ddp_manual.options import option_fields
 
 FOUND_A_PROBLEM = 3
-GROUPS = ("identity", "rendezvous", "training", "data", "output")
+GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints")
 
 
 class GroupedCommand(click.Command):
@@ -112,11 +113,11 @@ def train(**flags: Any) -> None:
     given = _given(TrainConfig, flags)
     config = TrainConfig(**given, sources=dict.fromkeys(given, "flag"))
 
-    from ddp_manual import worker
+    from ddp_manual import outcome, worker
 
     summary = worker.run(spec, config)
     if spec.rank == 0:
-        click.echo(worker.result_text(summary))
+        click.echo(outcome.result_text(summary))
 
 
 @ddp_manual.command(cls=GroupedCommand)
@@ -161,6 +162,20 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
         raise
     if watch and not as_json:
         click.echo("the run has ended")
+
+
+@ddp_manual.command("checkpoints")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of text.")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+def list_checkpoints(as_json: bool, folder: Path) -> None:
+    """List the checkpoints of the run in DIR, newest first, and whether each is what was written.
+
+    The exit code is 0, also where one is damaged; 15 if there is none.
+    """
+    from ddp_manual import checkpoints, reports
+
+    found = checkpoints.listed(folder)
+    click.echo(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

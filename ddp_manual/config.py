@@ -179,7 +179,7 @@ class WorldSpec(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Options):
-    """What is trained, on what, and how. The ranks of a run must agree on all but the paths.
+    """What is trained, on what, and how. The ranks of a run must agree on all but paths and what rank 0 alone does.
 
     Raises:
         BadOption: a value is out of its bounds, or two of them contradict each other.
@@ -233,6 +233,26 @@ class TrainConfig(Options):
         shared=False,
     )
     log_every: int = option(100, "Steps between two lines of metrics.", group="output", minimum=1)
+    checkpoint_every: int = option(
+        1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", group="checkpoints", minimum=0
+    )
+    checkpoint_steps: int = option(
+        0, "Steps between two checkpoints, besides those of the epochs. 0: none.", group="checkpoints", minimum=0
+    )
+    keep: int = option(
+        3,
+        "How many of the newest checkpoints stay, and the one with the best test accuracy.",
+        group="checkpoints",
+        minimum=1,
+        shared=False,
+    )
+    resume: str | None = option(
+        None,
+        "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, else from the beginning. "
+        "Rank 0's counts, and only its machine needs the file.",
+        group="checkpoints",
+        shared=False,
+    )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     """Option -> "flag"; what is not in it is a default."""
 
@@ -243,6 +263,12 @@ class TrainConfig(Options):
                 "--run_dir is empty",
                 why=f"{self.named('run_dir')}: files cannot be written there",
                 next="name a folder, or leave the option out for a new one below runs/",
+            )
+        if self.resume is not None and not self.resume.strip():
+            raise BadOption(
+                "--resume is empty",
+                why=f"{self.named('resume')}: it names no checkpoint",
+                next="name a checkpoint or a run's folder, or say --resume auto",
             )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
@@ -301,6 +327,13 @@ class TrainConfig(Options):
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
+
+
+def command_to_go_on(spec: WorldSpec, config: TrainConfig, rank: int, run_dir: str) -> str:
+    """What to type as a rank of a run that was stopped, to go on with it."""
+    config = dataclasses.replace(config, resume="auto", sources={**config.sources, "resume": "flag"})
+    command = command_template(spec, config).replace("{rank}", str(rank))
+    return f"{command.replace('{master_port}', str(spec.master_port))} --run_dir {shlex.quote(run_dir)}"
 
 
 def command_template(spec: WorldSpec, config: TrainConfig | None = None) -> str:

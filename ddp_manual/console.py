@@ -76,8 +76,8 @@ class _Bar(Progress):
 
 
 @contextmanager
-def progress(total_steps: int, *, bar: bool) -> Iterator[Progress]:
-    """Progress over ``total_steps``, as a ``bar`` on stderr or as lines alone."""
+def progress(total_steps: int, *, done: int, bar: bool) -> Iterator[Progress]:
+    """Progress over ``total_steps``, of which some are ``done``, as a ``bar`` on stderr or as lines alone."""
     if not bar:
         yield Progress()
         return
@@ -87,7 +87,7 @@ def progress(total_steps: int, *, bar: bool) -> Iterator[Progress]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        yield _Bar(drawn, drawn.add_task("", total=total_steps))
+        yield _Bar(drawn, drawn.add_task("", total=total_steps, completed=done))
 
 
 def on_a_terminal() -> bool:

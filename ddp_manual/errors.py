@@ -23,7 +23,11 @@
     |   |-- PeerLost                    it vanished without a word
     |   |-- PeerStalled                 it lives, and the others wait for it in vain
     |   `-- MasterLost                  it was rank 0
-    |-- DiskFull                   15   a file of the run could not be written
+    |-- RunFilesError              15   what a run keeps on disk
+    |   |-- DiskFull                    a file of the run could not be written
+    |   |-- CheckpointMissing           there is none to go on from
+    |   |-- CheckpointCorrupt           it is not what was written
+    |   `-- CheckpointMismatch          it is of another run
     |-- DataError                  16   the data set
     |   |-- DataMissing
     |   |-- DataCorrupt
@@ -179,8 +183,24 @@ class MasterLost(PeerGone):
     identifier = "master-lost"
 
 
-class DiskFull(DdpManualError):
-    identifier, exit_code = "disk-full", 15
+class RunFilesError(DdpManualError):
+    exit_code = 15
+
+
+class DiskFull(RunFilesError):
+    identifier = "disk-full"
+
+
+class CheckpointMissing(RunFilesError):
+    identifier = "checkpoint-missing"
+
+
+class CheckpointCorrupt(RunFilesError):
+    identifier = "checkpoint-corrupt"
+
+
+class CheckpointMismatch(RunFilesError):
+    identifier = "checkpoint-mismatch"
 
 
 class DataError(DdpManualError):
@@ -224,18 +244,28 @@ class PeerUnreachable(DdpManualError):
 
 
 class Stopped(DdpManualError):
-    """A signal asked this process to stop; the exit status is 128 + its number."""
+    """A signal asked this process to stop; the exit status is 128 + its number.
+
+    Args:
+        where: how far the run was, such as "after step 120".
+        why, next: None where nothing was trained yet that could be gone on with.
+    """
 
     identifier = "stopped"
 
-    def __init__(self, number: int) -> None:
-        name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+    def __init__(self, number: int, where: str = "", *, why: str | None = None, next: str | None = None) -> None:
         super().__init__(
-            f"stopped by {name}",
-            why="the signal came from outside this program: a person, an orchestrator or a scheduler",
-            next="start this rank again if the others still wait for it, else all ranks, with a new --run_dir",
+            " ".join(filter(None, (f"stopped by {signal_name(number)}", where))),
+            why=why or "the signal came from outside this program: a person, an orchestrator or a scheduler",
+            next=next
+            or "start this rank again if the others still wait for it, else all ranks, with a new --run_dir\n"
+            "or, where the run had saved a checkpoint: with the same --run_dir and --resume auto",
         )
         self.exit_code = 128 + number  # type: ignore[misc]  # the one code that is not fixed per class
+
+
+def signal_name(number: int) -> str:
+    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class StopSignal(BaseException):

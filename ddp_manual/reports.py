@@ -71,6 +71,26 @@ def _stacks(ranks: Sequence[Mapping[str, Any]], stacks: Mapping[str, str]) -> li
     return lines
 
 
+def checkpoints_text(found: Sequence[Mapping[str, Any]]) -> str:
+    """The checkpoints of a run, one a line."""
+    rows = [["step", "epochs", "test accuracy", "size", "written", "verdict", "file"]]
+    for one in found:
+        known = one["written"] is not None
+        rows.append(
+            [
+                str(one["step"]),
+                f"{one['epochs']:.2f}" if known else "-",
+                "-" if one["test_accuracy"] is None else f"{100 * one['test_accuracy']:.2f}%",
+                _size(one["bytes"]) if known else "-",
+                datetime.fromtimestamp(one["written"]).strftime("%Y-%m-%d %H:%M:%S") if known else "-",
+                ", ".join([one["verdict"] if one["verdict"] == "ok" else "corrupt", *one["marks"]]),
+                one["path"],
+            ]
+        )
+    damaged = [f"{one['path']}: {one['verdict']}" for one in found if one["verdict"] != "ok"]
+    return "\n".join([*columns(rows), *damaged])
+
+
 def _any_notes(seen: Mapping[str, Any]) -> bool:
     return any(seen[name] for name in ("refused", "gone", "warnings"))
 

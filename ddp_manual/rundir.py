@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+import re
 import secrets
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption, writing
+
+logger = logging.getLogger(__name__)
+
+# Seconds: a rank 0 that is started again may come while the last one is still ending.
+LOCK_TIMEOUT = 3.0
 
 
 def new_run_id() -> str:
@@ -54,28 +64,78 @@ class RunPaths:
     def summary(self) -> Path:
         return self.run_dir / "summary.json"
 
+    @property
+    def checkpoints(self) -> Path:
+        """A folder; ``checkpoints`` names what is in it."""
+        return self.run_dir / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        return self.run_dir / ".lock"
+
     def log(self, rank: int) -> Path:
         return self.run_dir / f"log-rank{rank}.txt"
 
     def failure(self, rank: int) -> Path:
         return self.run_dir / f"failure-rank{rank}.json"
 
-    def create(self) -> RunPaths:
+    def create(self, *, resuming: bool = False) -> RunPaths:
         """Make the folder.
+
+        Args:
+            resuming: it may hold a run already, which is to go on.
 
         Raises:
             BadOption: it cannot be written, or holds an earlier run, whose files would be lost.
         """
         with writing(self.run_dir, "--run_dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if self.config.exists():
+            there = next((path for path in (self.config, self.checkpoints) if path.exists()), None)
+            if there is not None and not resuming:
                 raise BadOption(
                     f"--run_dir {self.run_dir} already holds a run",
-                    why=f"{self.config} exists; training into it would overwrite its model and metrics",
-                    next="choose another --run_dir, or leave the option out for a new one",
+                    why=f"{there} exists; training into it would overwrite its model and metrics",
+                    next="choose another --run_dir, or leave the option out for a new one\n"
+                    "or go on with that run: --resume auto",
                 )
             tempfile.TemporaryFile(dir=self.run_dir).close()
         return self
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the folder for this process while the body runs; the kernel gives it back even after a SIGKILL.
+
+        Raises:
+            BadOption: another process writes there, and still does after a few seconds.
+        """
+        with writing(self.run_dir, "--run_dir"):
+            file = open(self.lock, "a+", encoding="utf-8")  # noqa: SIM115  # closed below, where the lock ends
+        with file:
+            deadline = time.monotonic() + LOCK_TIMEOUT
+            while not _lock(file.fileno()):
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise BadOption(
+                        f"--run_dir {self.run_dir} is in use",
+                        why=f"{file.read().strip() or 'another process'} holds {self.lock} and trains into that folder",
+                        next="wait until that run has ended, or stop it; or choose another --run_dir",
+                    )
+                time.sleep(0.1)
+            file.truncate(0)
+            file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+            yield
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Some network file systems know no locks; then nobody can be told apart, and the run is as before there were.
+        logger.warning("no lock on the run's folder, so a second run into it would go unnoticed: %s", error.strerror)
+    return True
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -99,6 +159,27 @@ def replace_file(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    _flush_names(path.parent)
+
+
+def _flush_names(folder: Path) -> None:
+    """A new name is on disk only once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove what processes that were killed while they wrote files of these ``names`` have left behind.
+
+    Only for who holds the folder: nobody else may be writing there.
+    """
+    for path in folder.glob(".*.tmp"):
+        written = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
+        if written and names.fullmatch(written[1]):
+            path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -109,3 +190,17 @@ def append_json_line(path: Path, content: Any) -> None:
     """One line of a ``.jsonl`` file, in a single write."""
     with writing(path, "--run_dir"), open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(content, allow_nan=False) + "\n")
+
+
+def keep_json_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
+    """Keep those lines of a ``.jsonl`` file, if it is there; one that a kill has cut off goes."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if wanted(json.loads(line)):
+                kept.append(line + "\n")
+        except (ValueError, LookupError, TypeError):
+            continue  # cut off, or none of ours
+    write_bytes(path, "".join(kept).encode())

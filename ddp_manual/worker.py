@@ -6,23 +6,30 @@ The only file that knows both how ranks meet and what they do then.
 from __future__ import annotations
 
 import logging
-import math
-import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, rundir
-from ddp_manual.config import TrainConfig, WorldSpec, command_template
-from ddp_manual.errors import DdpManualError
+from ddp_manual import console, outcome, resuming, rundir, signals
+from ddp_manual.config import TrainConfig, WorldSpec, command_template, command_to_go_on
+from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
     from ddp_manual.rendezvous import World
     from ddp_manual.training.data import Split
-    from ddp_manual.training.engine import Metrics, Trainer
-    from ddp_manual.training.evaluation import Evaluation
+    from ddp_manual.training.engine import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """All ranks have stopped after the same ``step``, by signal ``number``, and rank 0 has saved a checkpoint."""
+
+    number: int
+    step: int
 
 
 def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
@@ -33,11 +40,11 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     """
     console.log_to_stderr(spec.rank)
     config.batch_size_per_rank(spec.world_size)
-    if spec.rank == 0 and config.run_dir is not None:
-        RunPaths(Path(config.run_dir)).create()
+    if spec.rank == 0:
+        resuming.check_run_dir(config)
 
     from ddp_manual.rendezvous import rendezvous
-    from ddp_manual.rendezvous.lastwords import as_ours
+    from ddp_manual.rendezvous.lastwords import as_ours, write_failure
 
     try:
         with rendezvous(
@@ -47,14 +54,19 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
             command=command_template(spec, config),
         ) as world:
             assert world.run_dir is not None
-            if world.rank == 0 and config.run_dir is None:
-                RunPaths(world.run_dir).create()
-            train, test = _load(world, spec, config)
-            return _train(world, RunPaths(world.run_dir), config, train, test)
+            paths = RunPaths(world.run_dir)
+            with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
+                train, test = _load(world, spec, config)
+                ended = _train(world, spec, paths, config, train, test)
     except DdpManualError:
         raise
     except Exception as error:
         raise as_ours(spec.rank, error) from error
+    if isinstance(ended, Stop):
+        stopped = _stopped(spec, paths, config, ended)
+        write_failure(stopped, spec.rank, paths.run_dir)
+        raise stopped
+    return ended
 
 
 def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Split]:
@@ -78,53 +90,54 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
     return train.to(world.device), test.to(world.device)
 
 
-def _train(world: World, paths: RunPaths, config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
+def _train(
+    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, train: Split, test: Split
+) -> dict[str, Any] | Stop:
     from ddp_manual.training import models
-    from ddp_manual.training.engine import diverged
-    from ddp_manual.training.evaluation import evaluate
+    from ddp_manual.training.checkpoint import History
+    from ddp_manual.training.course import Position
+    from ddp_manual.training.run import Run
     from ddp_manual.training.tracking import RunFiles, Tracker
 
     network = models.build(config.model, device=world.device, seed=config.seed, sync_bn=config.sync_bn)
     trainer = _trainer(world, config, models.wrap(network, world.device), train)
-    tracker = RunFiles(paths) if world.rank == 0 else Tracker()
-    tracker.started(_described(world, paths, config, trainer), train)
-    logger.info(
-        "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
-        *(config.model, len(train), config.dataset, config.epochs, trainer.steps_per_epoch),
-        *(trainer.batch_size, trainer.schedule.peak),
+    course = trainer.course
+    tracker = RunFiles(paths, keep=config.keep) if world.rank == 0 else Tracker()
+    position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
+    if config.resume is not None:
+        tracker.resumed(position, history, complete=course.ended(position))
+    run = Run(
+        network=network,
+        trainer=trainer,
+        test=test,
+        tracker=tracker,
+        position=position,
+        history=history,
+        options=resuming.options_of(config, len(train)),
+        doing=world.progress,
     )
-    evaluations: list[Evaluation] = []
-    train_seconds = 0.0
-    steps = config.epochs * trainer.steps_per_epoch
-    progress = world.progress
-    with console.progress(steps, bar=world.rank == 0 and console.on_a_terminal()) as bar:
-
-        def step_done() -> None:
-            progress.step += 1
-            bar.advance()
-
-        for epoch in range(config.epochs):
-            began = time.perf_counter()
-            progress.phase, progress.epoch = "training", epoch + 1
-            for metrics in trainer.train_epoch(epoch, on_step=step_done):
-                progress.samples_per_second = metrics.samples_per_second
-                tracker.trained(metrics)
-                bar.say(_line(metrics, steps, config.epochs))
-            train_seconds += time.perf_counter() - began
-            progress.phase = "evaluating"
-            models.share_buffers(network)
-            result = evaluate(network, test, trainer.normalise, rank=world.rank, world_size=world.world_size)
-            if not math.isfinite(result.loss):
-                raise diverged((epoch + 1) * trainer.steps_per_epoch, trainer.schedule.peak)
-            evaluations.append(result)
-            progress.phase = "saving"
-            tracker.evaluated(epoch + 1, result, network)
-            logger.info(
-                "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
-                *(epoch + 1, config.epochs, 100 * result.accuracy, result.loss, result.samples),
-            )
-    summary = _summary(world, paths, config, evaluations, train_seconds, trainer.samples_per_epoch)
-    tracker.finished(summary)
+    if course.ended(position):
+        logger.info("the run is complete: all its %d epochs are done", config.epochs)
+    else:
+        tracker.started(outcome.described(world, paths, config, trainer), train)
+        logger.info(
+            "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
+            *(config.model, len(train), config.dataset, config.epochs, course.steps_per_epoch),
+            *(trainer.batch_size, trainer.schedule.peak),
+        )
+        with (
+            console.progress(
+                course.steps(position), done=position.step, bar=world.rank == 0 and console.on_a_terminal()
+            ) as bar,
+            signals.noted(lambda number: _leave_at_once(world, spec, paths, config, number)) as wishes,
+        ):
+            number = run.go(bar, wishes)
+        if number:
+            return Stop(number, run.position.step)
+    summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
+    if summary is None:
+        summary = outcome.summary(world, paths, config, trainer, run.evaluations, run.train_seconds)
+        tracker.finished(summary)
     return summary
 
 
@@ -152,75 +165,30 @@ def _trainer(world: World, config: TrainConfig, model: Any, train: Split) -> Tra
     )
 
 
-def _described(world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
-    """``config.json``: the options, and what followed from them."""
-    return {
-        **config.as_dict(),
-        "run_dir": str(paths.run_dir),
-        "run_id": world.run_id,
-        "world_size": world.world_size,
-        "batch_size_per_rank": trainer.batch_size,
-        "peak_lr": trainer.schedule.peak,
-        "steps_per_epoch": trainer.steps_per_epoch,
-        "mean": trainer.normalise.mean,
-        "std": trainer.normalise.std,
-    }
-
-
-def _summary(
-    world: World,
-    paths: RunPaths,
-    config: TrainConfig,
-    evaluations: list[Evaluation],
-    train_seconds: float,
-    samples_per_epoch: int,
-) -> dict[str, Any]:
-    import torch
-
-    return {
-        "run_id": world.run_id,
-        "run_dir": str(paths.run_dir),
-        "world_size": world.world_size,
-        "backend": world.backend,
-        "device": world.device.type,
-        "dataset": config.dataset,
-        "model": config.model,
-        "epochs": config.epochs,
-        "final_test_accuracy": evaluations[-1].accuracy,
-        "best_test_accuracy": max(evaluation.accuracy for evaluation in evaluations),
-        "final_test_loss": evaluations[-1].loss,
-        "rendezvous_seconds": world.rendezvous_seconds,
-        "train_seconds": train_seconds,
-        "samples_per_second": config.epochs * samples_per_epoch / train_seconds,
-        "torch_version": torch.__version__,
-        "roster": world.roster() if world.rank == 0 else [],
-    }
-
-
-def _line(metrics: Metrics, steps: int, epochs: int) -> str:
-    return (
-        f"step {metrics.step}/{steps} epoch {metrics.epoch}/{epochs} loss {metrics.loss:.4f} "
-        f"accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} {metrics.samples_per_second:,.0f} samples/s"
+def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) -> Stopped:
+    return Stopped(
+        stop.number,
+        f"after step {stop.step}, like all ranks of the run",
+        why=f"the signal came to this rank or another; rank 0 has saved a checkpoint in {paths.checkpoints}",
+        next="go on, with any number of ranks:\n" + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
     )
 
 
-def result_text(summary: dict[str, Any]) -> str:
-    """What rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
-    paths = RunPaths(Path(summary["run_dir"]))
-    lines = [
-        f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
-        f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
-        f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
-        *(
-            f"  {path}"
-            for path in (
-                paths.summary,
-                paths.model,
-                paths.metrics,
-                paths.accuracies,
-                paths.samples,
-                paths.config,
-            )
-        ),
-    ]
-    return "\n".join(lines)
+def _leave_at_once(world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int) -> None:
+    """A second signal: the main thread may be blocked for good, so it is not asked."""
+    from ddp_manual.rendezvous.lastwords import write_failure
+    from ddp_manual.rendezvous.watchdog import exit_now
+
+    stopped = Stopped(
+        number,
+        "at once, by a second signal",
+        why="the ranks had not yet agreed on a step to stop after; what was trained since the last checkpoint is lost",
+        next="go on from the last checkpoint, if there is one:\n"
+        + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
+    )
+    try:
+        world.tell(stopped)
+        write_failure(stopped, spec.rank, paths.run_dir)
+        console.print_error(stopped)
+    finally:
+        exit_now(stopped.exit_code)

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests import forking
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A training of less than a second.
@@ -51,14 +54,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 class RankProcess:
     """A command in a process of its own, its output in files. Times are seconds."""
 
-    def __init__(self, arguments: list[str], folder: Path, name: str, env: dict[str, str], cwd: Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        name: str,
+        env: dict[str, str],
+        cwd: Path,
+        place: tuple[str, str] | None,
+        fresh: bool,
+    ) -> None:
         self.arguments = arguments
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         self.started = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True
-            )
+            self.process = forking.start(arguments, env=env, cwd=cwd, out=out, err=err, place=place, fresh=fresh)
 
     @property
     def out(self) -> str:
@@ -88,10 +98,8 @@ class RankProcess:
 
     def kill(self) -> None:
         """The process and all it has started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
         self.process.wait()
 
 
@@ -115,12 +123,19 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start any command; every process is gone when the test is over."""
+    """Start any command; every process is gone when the test is over. ``place``, ``fresh``: see ``forking.start``."""
     started: list[RankProcess] = []
 
-    def start(*arguments: object, cwd: Path = REPOSITORY, **env: str) -> RankProcess:
+    def start(
+        *arguments: object,
+        cwd: Path = REPOSITORY,
+        place: tuple[str, str] | None = None,
+        fresh: bool = False,
+        **env: str,
+    ) -> RankProcess:
         words = [str(argument) for argument in arguments]
-        process = RankProcess(words, tmp_path, f"process{len(started)}", clean_environment(**env), cwd)
+        name = f"process{len(started)}"
+        process = RankProcess(words, tmp_path, name, clean_environment(**env), cwd, place, fresh)
         started.append(process)
         return process
 

@@ -125,14 +125,17 @@ class Keeper(Watchdog):
                 now = time.monotonic()
                 if now - waited_since > self._limits.peer_timeout:
                     self._judge.restart(now)
-                if now >= next_beat:
+                beats = now >= next_beat
+                if beats:
                     next_beat = now + self._limits.beat_every
                     self._judge.hear(0, self.watched.beat(), now)
                     self._send_all({"ping": True})
                     self._board.post(self._judge.progress(now))
                 self._finish_asking(now)
                 if self._failure is None:
-                    self._pass_judgement(now)
+                    self._end_silence(now)
+                    if beats:
+                        self._name_the_slow_and_stalled(now)
                     if leaving:
                         self._send_all({"over": True})
                         return
@@ -251,7 +254,8 @@ class Keeper(Watchdog):
 
     # -- judging ------------------------------------------------------------------------------------------------
 
-    def _pass_judgement(self, now: float) -> None:
+    def _end_silence(self, now: float) -> None:
+        """Of strangers, and of ranks."""
         for caller in [stranger for stranger in self._strangers if now - stranger.since > HELLO_WITHIN]:
             self._hang_up(caller, "it did not say which rank it is")
         silent = self._judge.silent(now)
@@ -263,7 +267,8 @@ class Keeper(Watchdog):
                     self._again,
                 )
             )
-            return
+
+    def _name_the_slow_and_stalled(self, now: float) -> None:
         for rank, seconds, median in self._judge.newly_slow(now):
             logger.warning("%s", verdicts.slow(self._members[rank], seconds, median))
         stall = None if self._stalled else self._judge.stall(now)

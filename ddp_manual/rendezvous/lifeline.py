@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import socket
 import time
 import weakref
@@ -51,10 +51,6 @@ class Lifeline:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = bytearray()
         self._unsent = bytearray()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send as much as the network takes; ``flush`` sends the rest later.
@@ -106,9 +102,10 @@ class Lifeline:
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + timeout
-        with suppress(LineClosed):
+        with suppress(LineClosed), selectors.DefaultSelector() as selector:
+            selector.register(self.connection, selectors.EVENT_READ)
             while (left := deadline - time.monotonic()) > 0:
-                select.select([self.connection], [], [], left)
+                selector.select(left)
                 self.receive()
 
     def close(self) -> None:

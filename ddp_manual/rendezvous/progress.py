@@ -42,15 +42,16 @@ class Beat:
 
     @classmethod
     def of(cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str) -> Beat:
+        """Whatever a program has put there, a heartbeat is what ``from_message`` takes."""
         return cls(
-            phase=progress.phase,
-            epoch=progress.epoch,
-            step=progress.step,
-            samples_per_second=round(progress.samples_per_second, 1),
-            step_seconds=round(progress.step_seconds, 6),
+            phase=_printable(str(progress.phase)),
+            epoch=int(progress.epoch),
+            step=int(progress.step),
+            samples_per_second=round(float(progress.samples_per_second), 1),
+            step_seconds=round(float(progress.step_seconds), 6),
             collectives=collectives,
             inside=inside,
-            place=place[-LONGEST_PLACE:],
+            place=_printable(place),
         )
 
     @classmethod
@@ -73,3 +74,7 @@ class Beat:
     def at_step(self) -> str:
         """``training, at step 120 of epoch 2``; where nobody counts steps the phase alone."""
         return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text[-LONGEST_PLACE:])

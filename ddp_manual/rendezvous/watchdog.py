@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import select
+import selectors
 import socket
 import sys
 import threading
@@ -214,16 +214,15 @@ class Follower(Watchdog):
     def _follow(self, line: Lifeline) -> None:
         next_beat = self._heard = time.monotonic()
         said_hello = False
+        # Not select(), which refuses a file descriptor above 1,023.
+        selector = selectors.DefaultSelector()
+        selector.register(line.connection, selectors.EVENT_READ)
+        selector.register(self._woken, selectors.EVENT_READ)
         while self.seen is None:
             waited_since = time.monotonic()
-            readable, _, _ = select.select(
-                [line.connection, self._woken],
-                [line.connection] if line.has_unsent else [],
-                [],
-                max(0.0, min(LOOK_EVERY, next_beat - waited_since)),
-            )
+            ready = [key.fileobj for key, _ in selector.select(max(0.0, min(LOOK_EVERY, next_beat - waited_since)))]
             line.flush()
-            if line.connection in readable:
+            if line.connection in ready:
                 self._heard = time.monotonic()
                 for message in line.receive():
                     if "challenge" in message and not said_hello:

@@ -36,6 +36,7 @@ from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
 from ddp_manual.rendezvous.progress import LEAVING, Progress
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.verdicts import last_words
 from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched
 
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the reports of all ranks, which have done the same until then.
 REPORT_TIMEOUT = 30.0
+# Seconds to write why a rank leaves.
+KEEP_WITHIN = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +75,17 @@ class World:
     progress: Progress
     """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
     _store: RunStore = field(repr=False)
+    _watchdog: Watchdog = field(repr=False)
 
     def roster(self) -> list[dict[str, Any]]:
         """All ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, a GPU's UUID."""
         roster: list[dict[str, Any]] = self._store.summary()["ranks"]
         return roster
+
+    def tell(self, error: DdpManualError) -> None:
+        """Tell the other ranks why this one is about to leave; for where it leaves without an exception in the body."""
+        self._watchdog.main_thread_leaves()
+        self._watchdog.tell(last_words(self.rank, error))
 
     def gather(self, report: Mapping[str, Any]) -> list[Any]:
         """Every rank's report, on rank 0 and in rank order; [] on the others. Once a run: JSON of up to 4 MiB.
@@ -193,15 +202,20 @@ def rendezvous(
         raise
 
     def report(error: DdpManualError) -> None:
-        lastwords.write_failure(error, spec.rank, meeting.run_dir)
         console.print_error(error)
+        # In a thread: the disk may be what the rank hangs in, and the process has to end.
+        keeping = threading.Thread(
+            target=lastwords.write_failure, args=(error, spec.rank, meeting.run_dir), daemon=True
+        )
+        keeping.start()
+        keeping.join(KEEP_WITHIN)
 
     progress = Progress()
     watchdog = _watchdog(meeting, answered.hello, backend, progress, report)
     watchdog.start()
     try:
         with steps.step("process group") as step:
-            world = _open_world(meeting, answered, device, backend, progress, started)
+            world = _open_world(meeting, answered, device, backend, watchdog, progress, started)
             step.detail = f"{world.backend} on {world.device}"
         yield world
         progress.phase = LEAVING
@@ -247,7 +261,13 @@ def _stand_down(watchdog: Watchdog) -> None:
 
 
 def _open_world(
-    meeting: Meeting, answered: Answered, device_type: str, backend: str, progress: Progress, started: float
+    meeting: Meeting,
+    answered: Answered,
+    device_type: str,
+    backend: str,
+    watchdog: Watchdog,
+    progress: Progress,
+    started: float,
 ) -> World:
     spec, place, store = meeting.spec, answered.place, meeting.store
     if meeting.own.interface:
@@ -271,6 +291,7 @@ def _open_world(
         host_leader=place.host_leader,
         progress=progress,
         _store=store,
+        _watchdog=watchdog,
     )
     logger.info(
         "process group ready after %.1f s: rank %d of %d on %s, %s, %s",

@@ -77,18 +77,19 @@ class Split:
         return Split(self.images.to(device), self.labels.to(device), self.classes)
 
 
-def shard(count: int, *, rank: int, world_size: int, seed: int, epoch: int) -> Tensor:
-    """The samples a rank takes in an epoch, in order: int64 [ceil(count / world_size)].
+def epoch_order(count: int, *, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch goes through its samples: int64 [count], a permutation drawn from seed and epoch."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
 
-    The same as torch.utils.data.DistributedSampler(shuffle=True, drop_last=False): a new order each epoch from seed and
-    epoch, of which each rank takes every world_size-th; the first few come twice where world_size does not divide
-    count. The ranks' n-th batches together are the same samples whatever the world size.
+
+def share(order: Tensor, *, start: int, stop: int, rank: int, world_size: int) -> Tensor:
+    """The samples ``rank`` takes in a step for which all ranks together take ``order[start:stop]``.
+
+    Every world_size-th, as in torch.utils.data.DistributedSampler, but none twice: the shares differ by one sample, or
+    are empty, where there is not enough for all. So however many ranks go on from ``stop``, none is seen again and none
+    left out.
     """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
-    missing = -count % world_size
-    if missing:
-        order = torch.cat([order, order.repeat(-(-missing // count))[:missing]])
-    return order[rank::world_size]
+    return order[start + rank : stop : world_size]
 
 
 def draw_shifts(count: int, most: int, *, seed: int, epoch: int) -> Tensor:

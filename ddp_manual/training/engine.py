@@ -1,91 +1,31 @@
-"""The training loop. Per step nothing is copied from the device to the host: the metrics add up on the device and are
-all-reduced every ``log_every`` steps."""
+"""The training loop. Per step nothing is copied from the device to the host: the metrics add up on the device, and the
+ranks agree on them, and on what signals ask, at a sync point every second or so."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_manual.config import TrainConfig
-from ddp_manual.errors import TrainingFailed
-from ddp_manual.training.data import Normalise, Split, check_batch_fits, draw_shifts, shard, shifted
+from ddp_manual.signals import Wishes
+from ddp_manual.training import data
+from ddp_manual.training.course import Course, Position, steps_until_sync
+from ddp_manual.training.data import Normalise, Split
+from ddp_manual.training.metering import Agreed, Meter, Metrics
 from ddp_manual.training.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """Over all ranks, since the metrics before. ``step`` counts from 1, ``epoch`` from 1; ``loss`` in nats."""
+class SyncPoint:
+    """Where all ranks have agreed on how to go on. ``metrics`` where a line of them is due."""
 
-    step: int
-    epoch: int
-    loss: float
-    accuracy: float
-    lr: float
-    samples_per_second: float
-
-
-class Meter:
-    """Adds up loss, correct samples and samples on the device; remembers the first step whose loss is not finite."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._totals = torch.zeros(3, dtype=torch.float64, device=device)
-        self._never = torch.iinfo(torch.int64).max
-        self._first_bad_step = torch.full((), self._never, dtype=torch.int64, device=device)
-        self._since = time.perf_counter()
-
-    def add(self, step: int, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """``loss``: the batch's mean, ``scores`` [N, classes], ``labels`` [N]."""
-        loss = loss.detach()
-        correct = (scores.detach().argmax(dim=1) == labels).sum()
-        count = len(labels)
-        self._totals += torch.stack([loss.double() * count, correct.double(), correct.new_full((), count).double()])
-        bad = torch.where(loss.isfinite(), self._never, step)
-        torch.minimum(self._first_bad_step, bad, out=self._first_bad_step)
-
-    def read(self, *, step: int, epoch: int, lr: float) -> Metrics:
-        """The metrics over all ranks since the last time; a collective, and the only copy to the host.
-
-        Raises:
-            TrainingFailed: the loss was not finite on some rank; on every rank alike.
-        """
-        dist.all_reduce(self._totals)
-        loss, correct, count = self._totals.tolist()
-        now = time.perf_counter()
-        elapsed, self._since = now - self._since, now
-        if not torch.isfinite(self._totals[0]):
-            dist.all_reduce(self._first_bad_step, op=dist.ReduceOp.MIN)
-            raise diverged(int(self._first_bad_step), lr)
-        self._totals.zero_()
-        return Metrics(
-            step=step,
-            epoch=epoch,
-            loss=loss / count,
-            accuracy=correct / count,
-            lr=lr,
-            samples_per_second=count / elapsed,
-        )
-
-
-def diverged(step: int, lr: float) -> TrainingFailed:
-    """The loss was not finite after ``step`` steps, with about this learning rate."""
-    return TrainingFailed(
-        f"the loss was not finite at step {step}: training has diverged",
-        why=f"the learning rate was about {lr:g}; parameters that are not numbers do not recover, "
-        "so training stopped and what was saved before is kept",
-        next="try a smaller --lr, a longer --warmup_epochs, or --lr_scaling sqrt",
-    )
-
-
-def count_steps(count: int, world_size: int, batch_size: int) -> int:
-    """Steps in which ``world_size`` ranks go through ``count`` samples, ``batch_size`` per rank and step."""
-    return math.ceil(math.ceil(count / world_size) / batch_size)
+    position: Position
+    agreed: Agreed
+    metrics: Metrics | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +35,14 @@ class Trainer:
     Args:
         model: wrapped in DDP, on the device of ``train``.
         batch_size: samples per rank and step.
+        empty_batches: whether the model computes on none; else a rank for which nothing is left in the last step of an
+            epoch computes on one sample that does not count.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    course: Course
     train: Split
     normalise: Normalise
     rank: int
@@ -108,7 +51,7 @@ class Trainer:
     seed: int
     clip_grad_norm: float
     shift: int
-    log_every: int
+    empty_batches: bool
 
     @classmethod
     def create(
@@ -128,17 +71,23 @@ class Trainer:
             BadOption: a rank's share of the training set does not fill one batch.
         """
         batch_size = config.batch_size_per_rank(world_size)
-        check_batch_fits(len(train), batch_size, world_size)
-        steps_per_epoch = count_steps(len(train), world_size, batch_size)
-        total_steps = config.epochs * steps_per_epoch
+        data.check_batch_fits(len(train), batch_size, world_size)
         return cls(
             model=model,
             optimizer=optimizer,
             schedule=Schedule(
                 peak=config.peak_lr(world_size),
-                warmup_steps=min(total_steps, math.ceil(config.warmup_epochs * steps_per_epoch)),
-                total_steps=total_steps,
+                warmup=config.warmup_epochs * len(train),
+                total=config.epochs * len(train),
                 shape=config.lr_schedule,
+            ),
+            course=Course(
+                samples=len(train),
+                batch=world_size * batch_size,
+                epochs=config.epochs,
+                log_every=config.log_every,
+                checkpoint_every=config.checkpoint_every,
+                checkpoint_steps=config.checkpoint_steps,
             ),
             train=train,
             normalise=normalise,
@@ -148,56 +97,73 @@ class Trainer:
             seed=config.seed,
             clip_grad_norm=config.clip_grad_norm,
             shift=config.shift,
-            log_every=config.log_every,
+            # Batch statistics of no samples are an error, unless they are those of all ranks.
+            empty_batches=config.sync_bn,
         )
 
-    @property
-    def samples_per_rank(self) -> int:
-        return math.ceil(len(self.train) / self.world_size)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Over all ranks."""
-        return self.samples_per_rank * self.world_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return count_steps(len(self.train), self.world_size, self.batch_size)
-
-    def train_epoch(self, epoch: int, *, on_step: Callable[[], None]) -> Iterator[Metrics]:
-        """Train for one epoch, counted from 0; yields the metrics over all ranks every ``log_every`` steps.
+    def train_epoch(
+        self, position: Position, meter: Meter, wishes: Wishes, *, on_step: Callable[[Position], None]
+    ) -> Iterator[SyncPoint]:
+        """Train to the end of the epoch that ``position`` is in; yields wherever all ranks agree.
 
         Raises:
             TrainingFailed: the loss is not finite.
         """
         device = self.train.labels.device
-        order = shard(len(self.train), rank=self.rank, world_size=self.world_size, seed=self.seed, epoch=epoch).to(
-            device
-        )
-        shifts = draw_shifts(len(self.train), self.shift, seed=self.seed, epoch=epoch).to(device)
-        meter = Meter(device)
-        for batch, samples in enumerate(order.split(self.batch_size)):
-            step = epoch * self.steps_per_epoch + batch + 1
-            lr = self.schedule.lr(step - 1)
+        order = data.epoch_order(len(self.train), seed=self.seed, epoch=position.epoch).to(device)
+        shifts = data.draw_shifts(len(self.train), self.shift, seed=self.seed, epoch=position.epoch).to(device)
+        meter.begin(position.step)
+        sync_at = position.step + steps_until_sync(meter.seconds_per_step)
+        while not self.course.epoch_ended(position):
+            meter.work.start()
+            start, seen = position.taken, self.course.seen(position)
+            position = self.course.after_a_step(position)
+            taking = position.taken - start
+            lr = self.schedule.lr(seen, taking)
+            samples = data.share(order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size)
+            counted = len(samples)
+            if not counted and not self.empty_batches:
+                samples = order[:1]
             images = self.train.images[samples]
             if self.shift:
-                images = shifted(images, shifts[samples], most=self.shift)
+                images = data.shifted(images, shifts[samples], most=self.shift)
             labels = self.train.labels[samples]
-            loss, scores = self._train_step(self.normalise(images), labels, lr)
-            meter.add(step, loss, scores, labels)
-            on_step()
-            if step % self.log_every == 0 or batch + 1 == self.steps_per_epoch:
-                yield meter.read(step=step, epoch=epoch + 1, lr=lr)
+            # DDP takes the mean over the ranks; their shares of the samples may differ.
+            weight = counted * self.world_size / taking
+            loss, scores = self._train_step(self.normalise(images), labels, lr, weight, meter)
+            if counted:
+                meter.add(position.step, loss, scores, labels)
+            on_step(position)
+            logs = self.course.logs(position)
+            if logs or self.course.saves(position) or position.step >= sync_at:
+                agreed = meter.sync(position.step, lr, wishes)
+                sync_at = position.step + steps_until_sync(meter.seconds_per_step)
+                metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr) if logs else None
+                yield SyncPoint(position=position, agreed=agreed, metrics=metrics)
 
-    def _train_step(self, images: Tensor, labels: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    def _train_step(
+        self, images: Tensor, labels: Tensor, lr: float, weight: float, meter: Meter
+    ) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
         scores = self.model(images)
-        loss = F.cross_entropy(scores, labels)
-        loss.backward()
+        loss = F.cross_entropy(scores, labels, reduction="mean" if len(labels) else "sum")
+        meter.work.stop()
+        (loss if weight == 1.0 else loss * weight).backward()
         if self.clip_grad_norm:
             # At 4 ranks' learning rate one seed in three diverged for a while without it, and ended below 98%.
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.optimizer.step()
         return loss, scores
+
+    def settle_buckets(self) -> None:
+        """Have DDP lay out its gradient buckets as it does after the first step of a run.
+
+        It orders them anew once it has seen a backward pass, and how three or more ranks' gradients are summed depends
+        on where in a bucket they lie. A run that goes on from a checkpoint has to sum them as it would have without the
+        pause. For before the state is restored: it moves batch statistics.
+        """
+        images = self.normalise(self.train.images[:1])
+        F.cross_entropy(self.model(images), self.train.labels[:1]).backward()
+        self.optimizer.zero_grad()

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddp_manual import rundir
+from ddp_manual import checkpoints, rundir
+from ddp_manual.errors import writing
 from ddp_manual.rundir import RunPaths
+from ddp_manual.training.checkpoint import History, Saved, pack
+from ddp_manual.training.course import Course, Position
 from ddp_manual.training.data import Split
-from ddp_manual.training.engine import Metrics
 from ddp_manual.training.evaluation import Evaluation
+from ddp_manual.training.metering import Metrics
 from ddp_manual.training.pictures import image_grid
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -24,11 +31,17 @@ class Tracker:
     def started(self, config: Mapping[str, Any], train: Split) -> None:
         """The run is about to train with these settings on this data."""
 
+    def resumed(self, position: Position, history: History, *, complete: bool) -> None:
+        """The run goes on from ``position``, or is ``complete``."""
+
     def trained(self, metrics: Metrics) -> None:
         """Some steps are done."""
 
     def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
         """An epoch (counted from 1) is done and ``model``, without its DDP wrapper, has been evaluated."""
+
+    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+        """Save what ``take`` returns."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """The run is complete."""
@@ -38,15 +51,30 @@ class RunFiles(Tracker):
     """Writes each of them as soon as it is known, so that a run that stops early leaves what it had.
 
     Every method raises DiskFull or BadOption when the folder cannot take the file.
+
+    Args:
+        keep: how many of the newest checkpoints stay.
     """
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, *, keep: int) -> None:
         self._paths = paths
+        self._keep = keep
         self._accuracies: list[float] = []
 
     def started(self, config: Mapping[str, Any], train: Split) -> None:
         rundir.write_json(self._paths.config, config)
         rundir.write_bytes(self._paths.samples, image_grid(train))
+
+    def resumed(self, position: Position, history: History, *, complete: bool) -> None:
+        """The files become what they were at ``position``."""
+        self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+        with writing(self._paths.run_dir, "--run_dir"):
+            rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png)"))
+            checkpoints.rewind(self._paths.checkpoints, position.step)
+            if not complete:
+                self._paths.summary.unlink(missing_ok=True)
+        rundir.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
+        rundir.write_json(self._paths.accuracies, self._accuracies)
 
     def trained(self, metrics: Metrics) -> None:
         rundir.append_json_line(self._paths.metrics, asdict(metrics))
@@ -58,6 +86,24 @@ class RunFiles(Tracker):
         rundir.write_bytes(self._paths.model, content.getvalue())
         self._accuracies.append(evaluation.accuracy)
         rundir.write_json(self._paths.accuracies, self._accuracies)
+
+    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+        saved = take()
+        position, history = saved.position, saved.history
+        accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+        about = {
+            "epochs": round(course.seen(position) / course.samples, 4),
+            "epochs_done": position.epoch,
+            "samples_taken_of_next_epoch": position.taken,
+            "samples_per_epoch": course.samples,
+            "test_accuracy": accuracies[-1] if accuracies and not position.taken else None,
+            "test_accuracies": accuracies,
+            "world_size": saved.world_size,
+            "options": dict(saved.options),
+        }
+        path = checkpoints.write(self._paths.checkpoints, position.step, pack(saved), about)
+        checkpoints.prune(self._paths.checkpoints, self._keep)
+        logger.info("saved %s", path)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         rundir.write_json(self._paths.summary, summary)

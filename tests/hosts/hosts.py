@@ -16,13 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.conftest import RankProcess, Start
+from tests.forking import named
 
 RankCommand = Callable[..., list[object]]
 
 PREFIX = "ddp-manual-test-"
 ETC = Path("/etc/netns")
-# Applied by sh in place, so that the process keeps its id and its group from ip to the command.
-_NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 _SYN = "tcp flags & (syn | ack) == syn"
 
 
@@ -134,7 +133,7 @@ class Host:
 
     def start(self, *arguments: object, **env: str) -> RankProcess:
         """Any command, like the fixture ``start``."""
-        return self.network.start("ip", "netns", "exec", self.namespace.name, *_NAMED, self.name, *arguments, **env)
+        return self.network.start(*arguments, place=(self.namespace.name, self.name), **env)
 
     def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
         """A rank that is told the first host's address, unless ``options`` say another; else like ``start_rank``."""
@@ -143,7 +142,7 @@ class Host:
 
     def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """A command to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
-        return self.namespace.execute(*_NAMED, self.name, *arguments, check=check, stdin=stdin)
+        return self.namespace.execute(*named(self.name), *arguments, check=check, stdin=stdin)
 
     # -- names --------------------------------------------------------------------------------------------------
 

@@ -14,15 +14,17 @@ import ddp_manual
 
 PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-BOTTOM = {"config", "environment", "errors", "options", "rundir", "console"}
+BOTTOM = {"checkpoints", "config", "console", "environment", "errors", "options", "rundir", "signals"}
 MAY_IMPORT = {
     "rendezvous": {"rendezvous", *BOTTOM},
     "training": {"training", *BOTTOM},
     "launching": {"launching", *BOTTOM},
-    "worker": {"rendezvous", "training", *BOTTOM},
+    "worker": {"rendezvous", "training", "outcome", "resuming", *BOTTOM},
+    "outcome": {"rendezvous", "training", *BOTTOM},
+    "resuming": {"training", *BOTTOM},
     "checkup": {"rendezvous", *BOTTOM},
     "reports": set(),
-    "cli": {"worker", "checkup", "reports", "rendezvous", "launching", *BOTTOM},
+    "cli": {"worker", "outcome", "checkup", "reports", "rendezvous", "launching", *BOTTOM},
     "__init__": {"config", "errors"},
     "__main__": {"cli"},
     **dict.fromkeys(BOTTOM, BOTTOM),

@@ -40,6 +40,7 @@ FLAGS = {
     ],
     "data": ["--dataset", "--data_dir"],
     "output": ["--run_dir", "--log_every"],
+    "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--keep", "--resume"],
 }
 
 

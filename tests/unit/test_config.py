@@ -56,6 +56,10 @@ def test_an_identity_that_cannot_work_is_a_bad_option_that_names_it(options: dic
         ({"warmup_epochs": 3.0, "epochs": 2}, "--warmup_epochs 3 is longer"),
         ({"log_every": 0}, "--log_every 0"),
         ({"seed": -1}, "--seed -1"),
+        ({"checkpoint_every": -1}, "--checkpoint_every -1"),
+        ({"checkpoint_steps": -1}, "--checkpoint_steps -1"),
+        ({"keep": 0}, "--keep 0"),
+        ({"resume": " "}, "--resume is empty"),
         ({"batch_size": 10, "global_batch_size": 20}, "--batch_size and --global_batch_size"),
     ],
 )
@@ -118,7 +122,7 @@ def test_the_ranks_must_agree_on_everything_but_the_paths() -> None:
     shared = TrainConfig(lr=0.5, sources={"lr": "flag"}).shared_options()
     assert shared["lr"] == (0.5, "flag")
     assert shared["epochs"] == (2, "default")
-    assert not {"data_dir", "run_dir"} & set(shared)
+    assert not {"data_dir", "run_dir", "resume", "keep"} & set(shared)
 
 
 def test_flags_are_quoted_for_a_shell() -> None:

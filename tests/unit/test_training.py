@@ -8,31 +8,52 @@ from torch.utils.data import DistributedSampler
 from ddp_manual import config
 from ddp_manual.errors import BadOption
 from ddp_manual.training import data, models
+from ddp_manual.training.course import Course, Position, steps_until_sync
 from ddp_manual.training.models import ConvNet
 from ddp_manual.training.schedule import Schedule
 
 
-@pytest.mark.parametrize(("count", "world_size"), [(60, 4), (61, 4), (3, 8), (1, 3)])
-@pytest.mark.parametrize("epoch", [0, 3])
-def test_the_shards_are_those_of_distributed_sampler(count: int, world_size: int, epoch: int) -> None:
-    for rank in range(world_size):
-        sampler = DistributedSampler(range(count), num_replicas=world_size, rank=rank, seed=7)  # type: ignore[arg-type]
-        sampler.set_epoch(epoch)
-        ours = data.shard(count, rank=rank, world_size=world_size, seed=7, epoch=epoch)
-        assert ours.tolist() == list(sampler)
+def shares_of_an_epoch(count: int, world_size: int, batch: int, *, start: int = 0) -> list[list[torch.Tensor]]:
+    """By rank, what it takes in each step from ``start`` on."""
+    order = data.epoch_order(count, seed=7, epoch=3)
+    steps = range(start, count, batch)
+    return [
+        [
+            data.share(order, start=first, stop=min(count, first + batch), rank=rank, world_size=world_size)
+            for first in steps
+        ]
+        for rank in range(world_size)
+    ]
 
 
-def test_the_shards_of_an_epoch_are_disjoint_and_whole() -> None:
-    shards = [data.shard(100, rank=rank, world_size=4, seed=0, epoch=1) for rank in range(4)]
-    assert sorted(torch.cat(shards).tolist()) == list(range(100))
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_shares_are_those_of_distributed_sampler_where_the_ranks_divide_the_samples(world_size: int) -> None:
+    for rank, steps in enumerate(shares_of_an_epoch(60, world_size, 3 * world_size)):
+        sampler = DistributedSampler(range(60), num_replicas=world_size, rank=rank, seed=7)  # type: ignore[arg-type]
+        sampler.set_epoch(3)
+        assert torch.cat(steps).tolist() == list(sampler)
+
+
+@pytest.mark.parametrize("count", [60, 61, 65, 66])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_each_sample_is_taken_once_even_where_the_ranks_do_not_divide_them(count: int, world_size: int) -> None:
+    shares = shares_of_an_epoch(count, world_size, 2 * world_size)
+    assert sorted(torch.cat([torch.cat(steps) for steps in shares]).tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize("then", [1, 4])
+def test_two_ranks_stop_and_others_take_what_remains_of_the_epoch(then: int) -> None:
+    before = [torch.cat(steps[:5]) for steps in shares_of_an_epoch(61, 2, 6)]
+    after = [torch.cat(steps) for steps in shares_of_an_epoch(61, then, 3 * then, start=5 * 6)]
+    assert sorted(torch.cat([*before, *after]).tolist()) == list(range(61))
 
 
 def test_the_global_batch_is_the_same_whatever_the_world_size() -> None:
-    alone = data.shard(120, rank=0, world_size=1, seed=0, epoch=0).split(12)
+    (alone,) = shares_of_an_epoch(125, 1, 12)
     for world_size in (2, 4):
-        shards = [data.shard(120, rank=r, world_size=world_size, seed=0, epoch=0) for r in range(world_size)]
-        for batch, expected in enumerate(alone):
-            together = torch.cat([shard.split(12 // world_size)[batch] for shard in shards])
+        shares = shares_of_an_epoch(125, world_size, 12)
+        for step, expected in enumerate(alone):
+            together = torch.cat([steps[step] for steps in shares])
             assert sorted(together.tolist()) == sorted(expected.tolist())
 
 
@@ -100,8 +121,8 @@ def test_every_name_an_option_accepts_is_there() -> None:
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
 def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> None:
-    schedule = Schedule(peak=1.0, warmup_steps=10, total_steps=110, shape=shape)
-    rates = [schedule.lr(step) for step in range(110)]
+    schedule = Schedule(peak=1.0, warmup=30, total=330, shape=shape)
+    rates = [schedule.lr(3 * step, 3) for step in range(110)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
     assert rates[60] == pytest.approx(1.0 if shape == "constant" else 0.5)
@@ -109,5 +130,37 @@ def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> N
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_learning_rate_at_each_step() -> None:
-    schedule = Schedule(peak=1.0, warmup_steps=5, total_steps=5, shape="linear")
-    assert [schedule.lr(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    schedule = Schedule(peak=1.0, warmup=5, total=5, shape="linear")
+    assert [schedule.lr(step, 1) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_the_learning_rate_goes_by_samples_so_that_other_steps_come_as_far() -> None:
+    schedule = Schedule(peak=1.0, warmup=48.0, total=120, shape="linear")
+    assert schedule.lr(24, 6) == pytest.approx(30 / 48)
+    assert schedule.lr(45, 6) == 1.0
+    assert schedule.lr(84, 12) == schedule.lr(84, 3) == pytest.approx(0.5)
+
+
+def test_positions_add_up_to_the_epoch_and_the_last_step_takes_what_is_left() -> None:
+    course = Course(samples=25, batch=10, epochs=2, log_every=100, checkpoint_every=1, checkpoint_steps=2)
+    position, taken = Position(), []
+    while not course.epoch_ended(position):
+        position = course.after_a_step(position)
+        taken.append(position.taken)
+    assert taken == [10, 20, 25]
+    assert course.steps(position.next_epoch()) == course.steps(Position()) == 6
+    assert course.seen(position.next_epoch()) == 25
+
+
+def test_a_checkpoint_is_due_every_so_many_steps_and_epochs_and_at_the_end() -> None:
+    course = Course(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=2, checkpoint_steps=3)
+    assert [step for step in range(1, 10) if course.saves(Position(step=step))] == [3, 6, 9]
+    assert [n for n in range(1, 6) if course.saves_epoch(Position(epoch=n, step=2 * n))] == [2, 3, 4, 5]
+    never = Course(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=0, checkpoint_steps=0)
+    assert not any(never.saves_epoch(Position(epoch=n, step=2 * n)) or never.saves(Position(step=n)) for n in range(6))
+
+
+def test_the_ranks_agree_about_once_a_second_and_after_the_first_step() -> None:
+    assert steps_until_sync(float("inf")) == 1
+    assert steps_until_sync(0.01) == 100
+    assert steps_until_sync(7.0) == 1

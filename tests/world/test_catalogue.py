@@ -115,7 +115,7 @@ def test_without_rank_0_the_others_ask_for_it_and_give_up_at_the_timeout(start_r
 
 
 def test_a_second_rank_0_is_told_of_the_first_and_of_the_run_and_who_is_in_it(start_rank: Start, port: int) -> None:
-    first = start_rank(0, 2, "--run_id", "first")
+    first = start_rank(0, 2, "--run_id", "first", fresh=True)
     first.wait_for("waiting for rank 1; 1 of 2 here")
     second = start_rank(0, 2, "--run_id", "second")
     known = connected(second, port)

@@ -47,7 +47,7 @@ def test_no_fault_is_seen_in_healthy_starts_under_load(
         processes = []
         for rank in ranks:
             command = [sys.executable, "run_multi_gpu_train.py", *meeting, "--rank", rank, *training]
-            processes.append(start(*command, **token))
+            processes.append(start(*command, fresh=True, **token))
             time.sleep(order.random())  # people do not type at the same moment
         assert [process.wait(120) for process in processes] == [0] * world_size
         said = "".join(process.err + process.out for process in processes)

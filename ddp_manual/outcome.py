@@ -1,0 +1,93 @@
+"""What a run says of itself: ``config.json``, ``summary.json``, and the text at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_manual.config import TrainConfig
+from ddp_manual.rundir import RunPaths
+
+if TYPE_CHECKING:
+    from ddp_manual.rendezvous import World
+    from ddp_manual.training.engine import Trainer
+    from ddp_manual.training.evaluation import Evaluation
+
+
+def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+    """``config.json``: the options, and what followed from them."""
+    return {
+        **config.as_dict(),
+        "run_dir": str(paths.run_dir),
+        "run_id": world.run_id,
+        "world_size": world.world_size,
+        "batch_size_per_rank": trainer.batch_size,
+        "peak_lr": trainer.schedule.peak,
+        "steps_per_epoch": trainer.course.steps_per_epoch,
+        "mean": trainer.normalise.mean,
+        "std": trainer.normalise.std,
+    }
+
+
+def summary(
+    world: World,
+    paths: RunPaths,
+    config: TrainConfig,
+    trainer: Trainer,
+    evaluations: Sequence[Evaluation],
+    train_seconds: float,
+) -> dict[str, Any]:
+    """``summary.json``; ``train_seconds`` are those of all processes that had a part in the run, but for lost steps."""
+    import torch
+
+    return {
+        "run_id": world.run_id,
+        "run_dir": str(paths.run_dir),
+        "world_size": world.world_size,
+        "backend": world.backend,
+        "device": world.device.type,
+        "dataset": config.dataset,
+        "model": config.model,
+        "epochs": config.epochs,
+        "final_test_accuracy": evaluations[-1].accuracy,
+        "best_test_accuracy": max(evaluation.accuracy for evaluation in evaluations),
+        "final_test_loss": evaluations[-1].loss,
+        "rendezvous_seconds": world.rendezvous_seconds,
+        "train_seconds": train_seconds,
+        "samples_per_second": config.epochs * trainer.course.samples / train_seconds,
+        "torch_version": torch.__version__,
+        "roster": world.roster() if world.rank == 0 else [],
+    }
+
+
+def earlier_summary(paths: RunPaths) -> dict[str, Any] | None:
+    """That of a run which is complete; None if it was ended before it could be written."""
+    try:
+        found: dict[str, Any] = json.loads(paths.summary.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return {**found, "run_dir": str(paths.run_dir)}
+
+
+def result_text(summary: dict[str, Any]) -> str:
+    """What rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
+    paths = RunPaths(Path(summary["run_dir"]))
+    lines = [
+        f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
+        f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
+        f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
+        *(
+            f"  {path}"
+            for path in (
+                paths.summary,
+                paths.model,
+                paths.metrics,
+                paths.accuracies,
+                paths.samples,
+                paths.config,
+            )
+        ),
+    ]
+    return "\n".join(lines)

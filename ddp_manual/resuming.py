@@ -1,0 +1,179 @@
+"""How a run goes on from a checkpoint: which one, whether it belongs to this run, and the same state on every rank.
+
+Rank 0 alone needs the file, and its ``--resume`` counts. What it meets (no file, a damaged one, another run's) it
+raises; the others learn it as its last words.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_manual import checkpoints
+from ddp_manual.config import TrainConfig
+from ddp_manual.errors import BadOption, CheckpointMismatch
+from ddp_manual.options import option_fields
+from ddp_manual.rundir import RunPaths
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddp_manual.training.checkpoint import History, Saved
+    from ddp_manual.training.course import Position
+    from ddp_manual.training.engine import Trainer
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+# With another value of these it is another network, or it has not seen the samples that the checkpoint counts as seen.
+MUST_MATCH = ("model", "dataset", "samples", "seed", "sync_bn")
+
+
+def check_run_dir(config: TrainConfig) -> None:
+    """On rank 0, before the others are met: make the folder, if its name is known by now.
+
+    Raises:
+        BadOption: it cannot be used; or ``--resume auto`` without a folder to look in.
+    """
+    if config.run_dir is not None:
+        RunPaths(Path(config.run_dir)).create(resuming=_goes_on_in(config.resume, Path(config.run_dir)))
+    elif config.resume == AUTO:
+        raise BadOption(
+            "--resume auto needs a --run_dir to look in",
+            why="without --run_dir each start has a new folder, which holds no checkpoint",
+            next="give the --run_dir of the run that is to go on; or a checkpoint: --resume runs/.../checkpoints/...",
+        )
+
+
+@contextmanager
+def run_folder(config: TrainConfig, paths: RunPaths) -> Iterator[None]:
+    """The run's folder, made and kept for this process while the body runs; on rank 0.
+
+    Raises:
+        BadOption: it cannot be used, holds an earlier run, or another process trains into it.
+    """
+    resuming = _goes_on_in(config.resume, paths.run_dir)
+    paths.create(resuming=resuming)
+    with paths.locked():
+        paths.create(resuming=resuming)  # whoever held the lock until now may have begun a run there
+        yield
+
+
+def _goes_on_in(resume: str | None, run_dir: Path) -> bool:
+    """Whether the run in ``run_dir`` goes on, rather than a new one with what another had learnt."""
+    if resume is None or resume == AUTO:
+        return resume == AUTO
+    return Path(resume).resolve().is_relative_to(run_dir.resolve())
+
+
+def options_of(config: TrainConfig, samples: int) -> dict[str, Any]:
+    """What a checkpoint keeps of the options: what makes the parameters, to be compared when a run goes on from it."""
+    kept = {
+        field.name: getattr(config, field.name)
+        for field in option_fields(TrainConfig)
+        if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
+    }
+    return {**kept, "samples": samples}
+
+
+def go_on(
+    config: TrainConfig, paths: RunPaths, trainer: Trainer, network: nn.Module
+) -> tuple[Position, History] | None:
+    """Give every rank the state of the checkpoint that rank 0 was told to go on from; None: there is none. A
+    collective.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt, CheckpointMismatch, BadOption: on rank 0.
+        CheckpointCorrupt: on every rank, if the state does not fit the network.
+    """
+    from ddp_manual.training import checkpoint
+
+    found = _find(config, paths) if trainer.rank == 0 else None
+    path = found[0].path if found else Path("rank 0's checkpoint")
+    if found:
+        _compare(path, _unpacked(path, found[1]), config, trainer)
+    content = checkpoint.share_bytes(found[1] if found else None, trainer.train.labels.device)
+    if content is None:
+        return None
+    saved = _unpacked(path, content)
+    trainer.settle_buckets()
+    try:
+        checkpoint.restore(saved, network, trainer.optimizer)
+    except checkpoint.Unreadable as error:
+        raise checkpoints.corrupt(path, str(error)) from error
+    position = saved.position
+    logger.info(
+        "going on after step %d, %.2f epochs, from %s%s",
+        *(position.step, trainer.course.seen(position) / trainer.course.samples, path),
+        f", saved by {saved.world_size} rank(s)" if saved.world_size != trainer.world_size else "",
+    )
+    return position, saved.history
+
+
+def _find(config: TrainConfig, paths: RunPaths) -> tuple[checkpoints.Checkpoint, bytes] | None:
+    if config.resume is None:
+        return None
+    if config.resume != AUTO:
+        return checkpoints.named(Path(config.resume))
+    found = checkpoints.newest_whole(paths.checkpoints)
+    if found is None:
+        _refuse_to_overwrite(config, paths)
+        logger.info("no checkpoint in %s yet: starting from the beginning", paths.run_dir)
+    return found
+
+
+def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
+    """A run without a checkpoint begins anew, over its own files but nobody else's."""
+    try:
+        there = json.loads(paths.config.read_bytes())
+        differ = [name for name in MUST_MATCH if name != "samples" and there.get(name) != getattr(config, name)]
+    except FileNotFoundError:
+        return
+    except (ValueError, AttributeError):
+        differ = ["config.json, which cannot be read"]
+    complete = paths.summary.exists()
+    if complete or differ:
+        raise BadOption(
+            f"--run_dir {paths.run_dir} holds {'a complete run' if complete else 'another run'}, without a checkpoint",
+            why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {', '.join(differ)}",
+            next="choose another --run_dir: starting from the beginning here would overwrite its files",
+        )
+
+
+def _unpacked(path: Path, content: bytes) -> Saved:
+    from ddp_manual.training import checkpoint
+
+    try:
+        return checkpoint.unpack(content)
+    except checkpoint.Unreadable as error:
+        raise checkpoints.corrupt(path, str(error)) from error
+
+
+def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) -> None:
+    """Refuse another run's checkpoint, and say which other options have changed."""
+    then, now = saved.options, options_of(config, trainer.course.samples)
+    wrong = [
+        f"{name}: {then.get(name)} in the checkpoint / {now[name]} here"
+        + (f" ({config.source(name)})" if name != "samples" else "")
+        for name in MUST_MATCH
+        if then.get(name) != now[name]
+    ]
+    done = saved.position.epoch + (saved.position.taken > 0)
+    if done > config.epochs:
+        wrong.append(f"epochs: {done} begun or done in the checkpoint / {config.epochs} here")
+    if wrong:
+        flags = " ".join(f"--{name} {then[name]}" for name in MUST_MATCH if name in then and name != "samples")
+        raise CheckpointMismatch(
+            f"{path} is of another run",
+            why="\n".join(wrong),
+            next=f"give the options it was saved with, such as {flags}\nor start a new run, without --resume",
+        )
+    if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):
+        raise checkpoints.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")
+    for name, value in now.items():
+        if then.get(name) != value:
+            logger.info("from here on with --%s %s; it was %s", name, value, then.get(name))

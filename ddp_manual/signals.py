@@ -1,0 +1,92 @@
+"""What signals ask of a run that is training: to stop after a step all ranks agree on, or to save a checkpoint.
+
+Python runs a signal's handler in the main thread, between two of its own instructions, and so not while that thread is
+inside a collective. What C writes to the wake-up descriptor comes through at once; a thread reads it. So a second
+signal can end a process that hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ddp_manual.errors import signal_name
+
+logger = logging.getLogger(__name__)
+
+STOP = (signal.SIGINT, signal.SIGTERM)
+SAVE = signal.SIGUSR1
+_NO_MORE = b"\0"
+
+
+class Wishes:
+    """What this process has been asked for; the ranks agree on it at their next sync point."""
+
+    def __init__(self) -> None:
+        self.stop = 0
+        """The number of the signal that asked for it, or 0."""
+        self._save = threading.Event()
+
+    def ask(self, number: int) -> None:
+        if number == SAVE:
+            self._save.set()
+        else:
+            self.stop = number
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint has been asked for since the last time."""
+        asked = self._save.is_set()
+        if asked:
+            self._save.clear()
+        return asked
+
+
+@contextmanager
+def noted(leave: Callable[[int], None]) -> Iterator[Wishes]:
+    """While the body runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of interrupting it.
+
+    In a thread other than the main one, where Python sets no handlers, signals do what they did before.
+
+    Args:
+        leave: called from a thread with the number of the second signal that asks to stop; ends the process.
+    """
+    wishes = Wishes()
+    if threading.current_thread() is not threading.main_thread():
+        yield wishes
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    thread = threading.Thread(target=_read, args=(reading, wishes, leave), name="signals", daemon=True)
+    thread.start()
+    wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in (*STOP, SAVE)}
+    try:
+        yield wishes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.write(writing, _NO_MORE)
+        thread.join(timeout=5)
+        os.close(writing)
+        os.close(reading)
+
+
+def _read(reading: int, wishes: Wishes, leave: Callable[[int], None]) -> None:
+    while (byte := os.read(reading, 1)) != _NO_MORE:
+        number = byte[0]
+        if number == SAVE:
+            logger.info("SIGUSR1: a checkpoint at the next step all ranks agree on")
+        elif number not in STOP:
+            continue
+        elif wishes.stop:
+            leave(number)
+        else:
+            logger.info(
+                "%s: stopping after the next step all ranks agree on; once more leaves at once", signal_name(number)
+            )
+        wishes.ask(number)

@@ -1,0 +1,171 @@
+"""A run from where it is to its end, or to the step at which a signal has all ranks stop: train, evaluate, save."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from ddp_manual.console import Progress as Bar
+from ddp_manual.signals import Wishes
+from ddp_manual.training import checkpoint, models
+from ddp_manual.training.checkpoint import History
+from ddp_manual.training.course import Position
+from ddp_manual.training.data import Split
+from ddp_manual.training.engine import SyncPoint, Trainer
+from ddp_manual.training.evaluation import evaluate
+from ddp_manual.training.metering import Meter, agree, diverged
+from ddp_manual.training.tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class Doing(Protocol):
+    """What this rank does now, for whoever looks on."""
+
+    phase: str
+    epoch: int
+    step: int
+    samples_per_second: float
+    step_seconds: float
+
+
+class Run:
+    """The state that changes while a run goes on.
+
+    Args:
+        network: the model without its DDP wrapper.
+        position, history: where it begins, or goes on from a checkpoint.
+        options: what a checkpoint keeps of them.
+        doing: kept up to date.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: nn.Module,
+        trainer: Trainer,
+        test: Split,
+        tracker: Tracker,
+        position: Position,
+        history: History,
+        options: Mapping[str, Any],
+        doing: Doing,
+    ) -> None:
+        self._network = network
+        self._trainer = trainer
+        self._test = test
+        self._tracker = tracker
+        self._options = options
+        self._doing = doing
+        self._device = test.labels.device
+        self._meter = Meter(self._device, history.window)
+        self.position = position
+        self.evaluations = list(history.evaluations)
+        self.train_seconds = history.train_seconds
+        self._trained_until = 0.0
+        self._steps = trainer.course.steps(position)
+
+    def go(self, bar: Bar, wishes: Wishes) -> int:
+        """Train to the end and return 0; or stop with all other ranks and return the number of the signal that asked.
+
+        A run that stops has saved a checkpoint, and every rank returns only when it is on disk. A signal during the
+        last evaluation changes nothing: the run is complete.
+
+        Raises:
+            TrainingFailed: training has diverged; on every rank.
+            DiskFull: a file could not be written; on rank 0.
+        """
+        course = self._trainer.course
+        while not course.ended(self.position):
+            stop, save = self._train_epoch(bar, wishes)
+            if stop and not course.epoch_ended(self.position):
+                return stop
+            self._evaluate()
+            since = agree(wishes, self._device)
+            stop = stop or since.stop
+            if save or stop or since.save or course.saves_epoch(self.position):
+                self._save()
+            if stop and not course.ended(self.position):
+                agree(wishes, self._device)  # rank 0 has saved when it gets here
+                return stop
+        return 0
+
+    def _train_epoch(self, bar: Bar, wishes: Wishes) -> tuple[int, bool]:
+        """What remains of the epoch; returns the signal that asked to stop, and whether a save is still to be done."""
+        course = self._trainer.course
+        self._doing.phase, self._doing.epoch = "training", self.position.epoch + 1
+
+        def step_done(position: Position) -> None:
+            self._doing.step = position.step
+            bar.advance()
+
+        self._trained_until = time.perf_counter()
+        for sync in self._trainer.train_epoch(self.position, self._meter, wishes, on_step=step_done):
+            self.position = sync.position
+            self._tell(sync, bar)
+            if course.epoch_ended(self.position):
+                return sync.agreed.stop, sync.agreed.save
+            if sync.agreed.stop or sync.agreed.save or course.saves(self.position):
+                self._save()
+                self._doing.phase = "training"
+            if sync.agreed.stop:
+                agree(wishes, self._device)  # rank 0 has saved when it gets here
+                return sync.agreed.stop, False
+        raise AssertionError("the last step of an epoch is a sync point")
+
+    def _tell(self, sync: SyncPoint, bar: Bar) -> None:
+        now = time.perf_counter()
+        self.train_seconds += now - self._trained_until
+        self._trained_until = now
+        self._doing.step_seconds = self._meter.work.mean
+        if sync.metrics is None:
+            return
+        metrics = sync.metrics
+        self._doing.samples_per_second = metrics.samples_per_second
+        self._tracker.trained(metrics)
+        bar.say(
+            f"step {metrics.step}/{self._steps} epoch {metrics.epoch}/{self._trainer.course.epochs} "
+            f"loss {metrics.loss:.4f} accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} "
+            f"{metrics.samples_per_second:,.0f} samples/s"
+        )
+
+    def _evaluate(self) -> None:
+        trainer = self._trainer
+        self._doing.phase = "evaluating"
+        models.share_buffers(self._network)
+        result = evaluate(
+            self._network, self._test, trainer.normalise, rank=trainer.rank, world_size=trainer.world_size
+        )
+        if not math.isfinite(result.loss):
+            raise diverged(self.position.step, trainer.schedule.peak)
+        self.position = self.position.next_epoch()
+        self.evaluations.append(result)
+        self._doing.phase = "saving"
+        self._tracker.evaluated(self.position.epoch, result, self._network)
+        logger.info(
+            "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
+            *(self.position.epoch, trainer.course.epochs, 100 * result.accuracy, result.loss, result.samples),
+        )
+
+    def _save(self) -> None:
+        self._doing.phase = "saving"
+        history = History(
+            evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=self.train_seconds
+        )
+
+        def take() -> checkpoint.Saved:
+            return checkpoint.take(
+                self._network,
+                self._trainer.optimizer,
+                self.position,
+                history,
+                self._options,
+                self._trainer.world_size,
+            )
+
+        self._tracker.checkpoint(take, self._trainer.course)

@@ -1,0 +1,171 @@
+"""Starts the processes of the tests: as forks of one that has torch loaded where that makes no difference to a test.
+
+Each test process (there are several with --numprocesses) has a server of its own, ``tests/forkserver.py``, from the
+first rank on that is started. When the test process ends, however, the server kills what it has started and ends too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+SERVER = Path(__file__).with_name("forkserver.py")
+# What Python, its libraries or torch look at once, while they are loaded.
+READ_AT_START = (
+    *("FAKETIME", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
+    *("PYTORCH_", "TORCH_", "TRITON_"),
+)
+# Those of them that a fork looks at itself.
+READ_BY_THE_FORK = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
+
+
+class Process(Protocol):
+    """What the tests use of ``subprocess.Popen``."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int) -> None: ...
+    def terminate(self) -> None: ...
+
+
+class Forked:
+    """A process that the server has forked and waits for; like ``subprocess.Popen``. Times are seconds."""
+
+    def __init__(self, pid: int, status: int, arguments: Sequence[str]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+        self._arguments = arguments
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._ended(within=0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(list(self._arguments), timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def _ended(self, within: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], within)[0]:
+            text = os.read(self._status, 16)
+            os.close(self._status)
+            # Without a text the server has been killed, and the kernel has killed what it had forked.
+            self.returncode = int(text or -signal.SIGKILL)
+        return self.returncode
+
+
+class Server:
+    """The process that forks, from the side of the tests."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._turn = threading.Lock()
+        self._environment = {name: value for name, value in os.environ.items() if name not in READ_BY_THE_FORK}
+        self._environment["OMP_NUM_THREADS"] = "1"
+        with theirs:
+            command = [sys.executable, str(SERVER), str(theirs.fileno())]
+            process = subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(process.wait, 10)
+        atexit.register(self._control.close)
+
+    def would_see(self, env: Mapping[str, str]) -> bool:
+        """Whether a fork takes notice of all that is in this environment."""
+        return all(
+            env.get(name) == self._environment.get(name)
+            for name in {*env, *self._environment}
+            if name.startswith(READ_AT_START) and name not in READ_BY_THE_FORK
+        )
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        place: tuple[str, str] | None,
+        out: IO[bytes],
+        err: IO[bytes],
+    ) -> Forked:
+        request = {"words": arguments, "env": dict(env), "cwd": str(cwd), "place": place}
+        status, theirs = os.pipe()
+        with self._turn:
+            message = json.dumps(request).encode()
+            socket.send_fds(self._control, [message], [out.fileno(), err.fileno(), theirs])
+            os.close(theirs)
+            pid = self._control.recv(16)
+        assert pid, "the fork server has ended"
+        return Forked(int(pid), status, arguments)
+
+
+@functools.cache
+def server() -> Server:
+    return Server()
+
+
+def becomes_a_rank(arguments: Sequence[str]) -> bool:
+    """Whether a command is a Python program that may need torch: not ``launch``, which starts its ranks itself."""
+    if sys.platform != "linux" or arguments[0] != sys.executable or len(arguments) < 2:
+        return False
+    if arguments[1] == "-m":
+        return arguments[2] == "ddp_manual" and arguments[3:4] != ["launch"]
+    return arguments[1] == "-c" or arguments[1].endswith(".py")
+
+
+def named(host: str) -> tuple[str, ...]:
+    """What gives the command that follows a host name; sh does it in place, so that the process keeps its id."""
+    return ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host)
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    out: IO[bytes],
+    err: IO[bytes],
+    place: tuple[str, str] | None,
+    fresh: bool,
+) -> Process:
+    """A command in a session of its own, without a terminal.
+
+    Args:
+        place: the network namespace it runs in, and the host name it sees there.
+        fresh: not as a fork, which ``ps`` shows with the server's command.
+    """
+    if not fresh and becomes_a_rank(arguments) and server().would_see(env):
+        return server().fork(arguments, env, cwd, place, out, err)
+    if place:
+        namespace, host = place
+        arguments = ["ip", "netns", "exec", namespace, *named(host), *arguments]
+    return subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True
+    )
