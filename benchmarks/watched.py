@@ -12,7 +12,9 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 # As torch names the thread; a thread of C has no other name.
 STORE_THREAD = "pt_tcpstore"
@@ -27,25 +29,33 @@ def cpu_seconds_of_threads(prefix: str) -> float:
 def cpu_seconds_of_the_store() -> float:
     seconds = 0.0
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith(STORE_THREAD):
-            # The first of the three is the time on a core, in nanoseconds.
-            seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            if (task / "comm").read_text().startswith(STORE_THREAD):
+                # The first of the three is the time on a core, in nanoseconds.
+                seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
     return seconds
 
 
 def install(side: str, folder: Path) -> None:
-    from ddp_manual.rendezvous.stacks import OWN_THREADS
-    from ddp_manual.rendezvous.watchdog import Watchdog
+    from ddp_manual.rendezvous.keeper import Keeper
+    from ddp_manual.rendezvous.watchdog import Follower
 
-    start, stand_down = Watchdog.start, Watchdog.stand_down
+    for kind in (Follower, Keeper):
+        _install(kind, side, folder)
+
+
+def _install(kind: Any, side: str, folder: Path) -> None:
+    from ddp_manual.rendezvous.stacks import OWN_THREADS
+
+    start, stand_down = kind.start, kind.stand_down
     began: dict[str, float] = {}
 
-    def start_and_note(watchdog: Watchdog) -> None:
+    def start_and_note(watchdog: Any) -> None:
         began["at"], began["store"] = time.monotonic(), cpu_seconds_of_the_store()
         if side == "on":
             start(watchdog)
 
-    def note_and_stand_down(watchdog: Watchdog) -> object:
+    def note_and_stand_down(watchdog: Any) -> Any:
         cost = {
             "seconds": time.monotonic() - began["at"],
             "watchdog": cpu_seconds_of_threads(OWN_THREADS),
@@ -54,8 +64,7 @@ def install(side: str, folder: Path) -> None:
         (folder / f"cost-rank{watchdog.watched.rank}.json").write_text(json.dumps(cost))
         return stand_down(watchdog) if side == "on" else None
 
-    Watchdog.start = start_and_note  # type: ignore[method-assign]
-    Watchdog.stand_down = note_and_stand_down  # type: ignore[method-assign,assignment]
+    kind.start, kind.stand_down = start_and_note, note_and_stand_down
 
 
 if __name__ == "__main__":
