@@ -22,10 +22,10 @@ def interleave(sides: Mapping[str, Callable[[], float]], repetitions: int) -> di
     return results
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> str:
+def ratio(over: Sequence[float], under: Sequence[float], digits: int = 2) -> str:
     """``1.52 (1.44 to 1.60)``: the median of the pairwise ratios, and their range."""
     ratios = [one / other for one, other in zip(over, under, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"{statistics.median(ratios):.{digits}f} ({min(ratios):.{digits}f} to {max(ratios):.{digits}f})"
 
 
 def machine() -> str:

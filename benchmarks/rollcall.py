@@ -91,6 +91,10 @@ def _open_roll_call(store: RunStore, ranks: int, token: str | None) -> tuple[Rol
         since=entry.since,
         challenge=secrets.token_hex(16) if token else None,
         command=f"python run_multi_gpu_train.py --world_size {ranks} --rank {{rank}} --master_addr 10.0.0.1",
+        lifeline=("10.0.0.1", 20000),
+        peer_timeout=10.0,
+        stall_timeout=300.0,
+        script=False,
     )
     roll_call = RollCall(store, hello, entry, seal(token))
     roll_call.open()

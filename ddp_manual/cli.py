@@ -140,15 +140,16 @@ def check(as_json: bool, **flags: Any) -> None:
 @ddp_manual.command(cls=GroupedCommand)
 @click.option("--watch", is_flag=True, help="Look again every second, until the run ends or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; with --watch one a line.")
+@click.option("--stacks", is_flag=True, help="Ask every rank for its Python stacks: where a run that hangs, hangs.")
 @options_of(WorldSpec, only=("master_addr", "master_port"))
-def status(watch: bool, as_json: bool, **flags: Any) -> None:
+def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing."""
     from ddp_manual import reports
     from ddp_manual.rendezvous.observer import look
 
     spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
-    texts = (write(seen) for seen in look(spec, again=watch))
+    texts = (write(seen) for seen in look(spec, again=watch, stacks=stacks))
     try:
         if watch and not as_json and sys.stdout.isatty():
             console.redraw(texts)

@@ -77,6 +77,20 @@ class WorldSpec(Options):
         above=0,
         shared=False,
     )
+    peer_timeout: float = option(
+        10.0,
+        "Seconds without a sign of life after which a rank counts as lost; rank 0's counts for all.",
+        group="rendezvous",
+        minimum=1,
+        shared=False,
+    )
+    stall_timeout: float = option(
+        300.0,
+        "Seconds that ranks may wait in a collective for one that lives but does not come; rank 0's counts for all.",
+        group="rendezvous",
+        minimum=1,
+        shared=False,
+    )
     token_file: str | None = option(
         None,
         "A file that holds the run's token, the same on every rank (or the variable DDP_MANUAL_TOKEN has it).",

@@ -21,6 +21,7 @@
     |-- PeerGone                   14   a peer is gone
     |   |-- PeerFailed                  it raised, and left last words
     |   |-- PeerLost                    it vanished without a word
+    |   |-- PeerStalled                 it lives, and the others wait for it in vain
     |   `-- MasterLost                  it was rank 0
     |-- RunFilesError              15   what a run keeps on disk
     |   |-- DiskFull                    a file of the run could not be written
@@ -172,6 +173,10 @@ class PeerFailed(PeerGone):
 
 class PeerLost(PeerGone):
     identifier = "peer-lost"
+
+
+class PeerStalled(PeerGone):
+    identifier = "peer-stalled"
 
 
 class MasterLost(PeerGone):

@@ -54,10 +54,21 @@ def status_text(seen: Mapping[str, Any]) -> str:
         lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
         lines += [f"  {run['command'].replace('{rank}', str(missing[0]))}"]
     lines += ["", *seen["refused"], *seen["gone"], *seen["warnings"]] if _any_notes(seen) else []
+    if "stacks" in seen:
+        lines += _stacks(seen["ranks"], seen["stacks"])
     for name in ("error", "failure"):
         if seen[name]:
             lines += ["", *_finding(seen[name])]
     return "\n".join(lines)
+
+
+def _stacks(ranks: Sequence[Mapping[str, Any]], stacks: Mapping[str, str]) -> list[str]:
+    lines = []
+    for line in ranks:
+        lines += ["", f"rank {line['rank']} on {line['host']} (pid {line['pid']}):"]
+        text = stacks.get(str(line["rank"]), "gave no answer: it has left, or is stopped or frozen")
+        lines += [f"  {part}" for part in text.splitlines()]
+    return lines
 
 
 def checkpoints_text(found: Sequence[Mapping[str, Any]]) -> str:
@@ -124,7 +135,8 @@ def _roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, 
 
 def _doing(line: Mapping[str, Any]) -> list[str]:
     rate = f"{line['samples_per_second']:,.0f}" if line["samples_per_second"] else "-"
-    return [line["phase"], str(line["epoch"]), str(line["step"]), rate, f"{line['silent_seconds']:.0f} s ago"]
+    phase = line["phase"] + " (slow)" * line["slow"]
+    return [phase, str(line["epoch"]), str(line["step"]), rate, f"{line['silent_seconds']:.0f} s ago"]
 
 
 def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:

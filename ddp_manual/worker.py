@@ -132,7 +132,7 @@ def _train(
             console.progress(
                 course.steps(position), done=position.step, bar=world.rank == 0 and console.on_a_terminal()
             ) as bar,
-            signals.noted(lambda number: _leave_at_once(spec, paths, config, number)) as wishes,
+            signals.noted(lambda number: _leave_at_once(world, spec, paths, config, number)) as wishes,
         ):
             number = run.go(bar, wishes)
         if number:
@@ -177,7 +177,7 @@ def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) 
     )
 
 
-def _leave_at_once(spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int) -> None:
+def _leave_at_once(world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int) -> None:
     """A second signal: the main thread may be blocked for good, so it is not asked."""
     from ddp_manual.rendezvous.lastwords import write_failure
     from ddp_manual.rendezvous.watchdog import exit_now
@@ -190,6 +190,7 @@ def _leave_at_once(spec: WorldSpec, paths: RunPaths, config: TrainConfig, number
         + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
     )
     try:
+        world.tell(stopped)
         write_failure(stopped, spec.rank, paths.run_dir)
         console.print_error(stopped)
     finally:

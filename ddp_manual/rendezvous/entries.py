@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_manual.errors import RankMissing
+from ddp_manual.rendezvous.judging import Limits
 
 MOST_NAMED = 16
 MOST_COMMANDS = 8
@@ -116,6 +117,24 @@ class Hello:
     """What a process has to sign to be believed; None if this run has no token."""
     command: str
     """The command that starts a rank of this run, with ``{rank}`` in the place of its number."""
+    lifeline: tuple[str, int]
+    """The IP address and the port where rank 0 keeps a connection to every rank: see ``lifeline.py``."""
+    peer_timeout: float
+    stall_timeout: float
+
+    script: bool
+    """Whether ranks run a script of the user's own, whose options are not ours to know."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits.of_a_world(self.world_size, self.peer_timeout, self.stall_timeout)
+
+    @property
+    def start_again(self) -> str:
+        """What to do when the run has ended, as the end of a sentence."""
+        if self.run_dir is None or self.script:
+            return "start all ranks again"
+        return f"start all ranks again; with --run_dir {self.run_dir} --resume auto they go on from the last checkpoint"
 
     def command_for(self, rank: int) -> str:
         return self.command.replace("{rank}", str(rank))

@@ -90,13 +90,30 @@ def close_process_group(*, all_finished: bool) -> None:
     dist.destroy_process_group()
 
 
-def is_broken_collective(error: BaseException) -> bool:
-    """Whether this is how torch says that a peer is gone, rather than a mistake in the user's code."""
+def collectives_begun() -> dict[str, int]:
+    """By process group of this rank: how many collectives it has begun. Any thread may ask.
+
+    torch numbers them itself, to name the one that a rank is missing from in its own reports.
+    """
+    from torch.distributed import distributed_c10d
+
+    begun = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        # A group that this rank is no member of has no such number; nor has one that is being destroyed.
+        with suppress(AttributeError, RuntimeError):
+            begun[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return begun
+
+
+def is_broken_collective(error: BaseException | None) -> bool:
+    """Whether this is how torch says that a peer is gone, or what the user's code made of it, rather than a mistake."""
     import torch.distributed as dist
 
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error)))
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _BROKEN.search(str(error))):
+            return True
+        error = error.__cause__
+    return False
 
 
 def first_line(error: BaseException) -> str:

@@ -1,14 +1,10 @@
-"""The first failure of a run, as it travels: published before anything is torn down, told by every other rank."""
+"""How a rank leaves when something has stopped it: the cause is told before anything is torn down, and kept on disk."""
 
 from __future__ import annotations
 
-import os
-import time
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ddp_manual import environment, rundir
 from ddp_manual.config import WorldSpec
@@ -16,52 +12,43 @@ from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
     OutOfMemory,
-    PeerFailed,
     PeerGone,
     PeerLost,
     StopSignal,
     TrainingFailed,
     stopped_by,
 )
+from ddp_manual.rendezvous import verdicts
 from ddp_manual.rendezvous.group import first_line, is_broken_collective
 from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.watchdog import Watchdog
 
-# Seconds another rank's last words may take to arrive after a collective with it broke.
-WORDS_TIMEOUT = 2.0
 TRACEBACK_FRAMES = 10
 
 
-def publish(store: RunStore, spec: WorldSpec, error: BaseException, seen: DdpManualError | None) -> DdpManualError:
-    """Tell the run that ``error`` ends this rank; returns it as one of ours, its root cause if a peer is that.
-
-    Args:
-        seen: the failure of the run that the watchdog has read.
-    """
+def tell_by_store(store: RunStore, spec: WorldSpec, error: BaseException) -> None:
+    """Tell the run that ``error`` ends this rank, while there are no lifelines yet."""
     if isinstance(error, PeerGone):
-        return error
+        return
+    with suppress(MasterLost):
+        store.publish_failure(verdicts.last_words(spec.rank, as_ours(spec.rank, error)))
+
+
+def conclude(watchdog: Watchdog, store: RunStore, spec: WorldSpec, error: BaseException) -> DdpManualError:
+    """Tell the run that ``error`` ends this rank; returns it as one of ours, or the root cause if a peer is that."""
+    watchdog.main_thread_leaves()
     broken = is_broken_collective(error)
-    if broken and seen is not None:
-        return seen
-    try:
-        words = _await_words(store) if broken else None
-        if words is not None:
-            return peer_failure(words)
-        early = [rank for rank in range(spec.world_size) if store.has_finished(rank)] if broken else []
-        ours = _finished_early(spec.rank, early) if early else as_ours(spec.rank, error)
-        store.publish_failure(_words(spec.rank, ours))
-        return ours
-    except MasterLost as lost:
-        return lost if broken else as_ours(spec.rank, error)
-
-
-def _await_words(store: RunStore) -> Any:
-    deadline = time.monotonic() + WORDS_TIMEOUT
-    while time.monotonic() < deadline:
-        words = store.failure_if_any()
-        if words is not None:
-            return words
-        time.sleep(0.05)
-    return None
+    if broken or isinstance(error, PeerGone):
+        seen = watchdog.await_verdict()
+        if seen is not None:
+            return seen
+    ours = as_ours(spec.rank, error)
+    if broken:
+        with suppress(MasterLost):
+            early = [rank for rank in range(spec.world_size) if store.has_finished(rank)]
+            ours = _finished_early(spec.rank, early) if early else ours
+    watchdog.tell(verdicts.last_words(spec.rank, ours))
+    return ours
 
 
 def _finished_early(rank: int, early: list[int]) -> PeerLost:
@@ -106,23 +93,12 @@ def training_failed(rank: int | None, error: BaseException) -> TrainingFailed:
     )
 
 
-def _words(rank: int, error: DdpManualError) -> dict[str, Any]:
-    return {**error.as_dict(), "rank": rank, "host": environment.host_name(), "pid": os.getpid()}
-
-
-def peer_failure(words: Mapping[str, Any]) -> PeerFailed:
-    """The last words of another rank, as the error that ends this one."""
-    return PeerFailed(
-        f"rank {words['rank']} ({words['host']}, pid {words['pid']}) left with error[{words['identifier']}]",
-        why=f"{words['what']}\n{words['why']}",
-        next=str(words["next"]),
-    )
-
-
 def write_failure(error: DdpManualError, rank: int, run_dir: Path | None) -> None:
     """Leave the error as ``failure-rank<k>.json``, where the run has a folder that can be written."""
     if run_dir is None:
         return
     with suppress(DdpManualError, OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        rundir.write_json(rundir.RunPaths(run_dir).failure(rank), {**_words(rank, error), "exit_code": error.exit_code})
+        rundir.write_json(
+            rundir.RunPaths(run_dir).failure(rank), {**verdicts.last_words(rank, error), "exit_code": error.exit_code}
+        )

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shlex
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +24,8 @@ from ddp_manual.rendezvous.answer import Answered, Answering, answer
 from ddp_manual.rendezvous.entries import Entry, Hello
 from ddp_manual.rendezvous.group import first_line
 from ddp_manual.rendezvous.introduction import OwnAddress, Program, introduce
-from ddp_manual.rendezvous.lastwords import WORDS_TIMEOUT, as_ours, publish
+from ddp_manual.rendezvous.keeper import open_lifelines
+from ddp_manual.rendezvous.lastwords import as_ours, tell_by_store
 from ddp_manual.rendezvous.listening import listen
 from ddp_manual.rendezvous.probing import wait_for_store
 from ddp_manual.rendezvous.reachability import Answerer, check_pairs
@@ -31,6 +33,7 @@ from ddp_manual.rendezvous.rollcall import RollCall
 from ddp_manual.rendezvous.seal import Seal
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, StoreGone
+from ddp_manual.rendezvous.verdicts import Member
 from ddp_manual.rendezvous.waiting import POLL_EVERY, Waiting
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,8 @@ HELLO_TIMEOUT = 5.0
 FINISH_TOGETHER = 1.0
 # Seconds rank 0 keeps the store for ranks that still work by themselves.
 LEAVE_TIMEOUT = 60.0
+# Seconds it keeps it for ranks that have to read why it leaves.
+READ_WITHIN = 2.0
 
 
 class Meeting:
@@ -81,9 +86,11 @@ class Meeting:
         self._options = options
         self._command = command
         self._steps = steps
-        self._seal = Seal(environment.token(spec.token_file))
+        self.seal = Seal(environment.token(spec.token_file))
         self.nonce = ""
         """Tells this process from any other that was, or wanted to be, the same rank."""
+        self.lifelines: socket.socket | None = None
+        """On rank 0: where the other ranks open their lifelines."""
         self._roll_call: RollCall | None = None
         self._met_rank_0 = False
         # Seconds. All ranks together ask the store 20,000 times a second at most.
@@ -133,6 +140,7 @@ class Meeting:
                 with self._steps.step("roll call") as step:
                     answered = self._answer_roll_call(listening, program, answerer.port, waiting)
                     step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
+                self._stay_with_the_run(listening)
                 with self._steps.step("reachability") as step:
                     place = answered.place
                     check_pairs(listening, self.spec.rank, place)
@@ -140,9 +148,19 @@ class Meeting:
             return answered
         except BaseException as error:
             if answered is not None:  # the others count on this rank
-                publish(self.store, self.spec, error, None)
-            self.leave(timeout=WORDS_TIMEOUT)
+                tell_by_store(self.store, self.spec, error)
+            self.leave(timeout=READ_WITHIN)
+            if self.lifelines is not None:
+                self.lifelines.close()
             raise
+
+    def _stay_with_the_run(self, listening: RunStore) -> None:
+        """The first connection may have been to the store of the last run here, which went just before the second was
+        made, to this run's."""
+        try:
+            self.store.count_finished()
+        except StoreGone:
+            self.store = listening.clone()
 
     def _open_store(self, found: list[str], waiting: Waiting) -> None:
         if self.spec.rank == 0 and not self.spec.agent_store:
@@ -161,11 +179,12 @@ class Meeting:
     def _answer_roll_call(self, listening: RunStore, program: Program, probe_port: int, waiting: Waiting) -> Answered:
         entry = introduce(self.spec, self._device, self._options, self.own, probe_port, program)
         if self.spec.rank == 0:
-            roll_call = RollCall(self.store, self._hello(entry), entry, self._seal)
+            self.lifelines = open_lifelines(self.own.address)
+            roll_call = RollCall(self.store, self._hello(entry), entry, self.seal)
             roll_call.open()
             self._roll_call = roll_call
         how = Answering(
-            seal=self._seal,
+            seal=self.seal,
             met=self._met,
             hello_first=self.spec.agent_store,
             hello_timeout=self.spec.join_timeout if self.spec.agent_store else HELLO_TIMEOUT,
@@ -196,6 +215,16 @@ class Meeting:
             finished = self.store.count_finished()
         return finished >= self.spec.world_size
 
+    @property
+    def members(self) -> list[Member]:
+        """All ranks, on rank 0."""
+        assert self._roll_call is not None
+        return self._roll_call.members
+
+    def drop(self) -> None:
+        """Leave a run that has failed: the others are told by their lifelines, and wait for nothing in the store."""
+        self.leave(timeout=0.0)
+
     def leave(self, *, timeout: float) -> None:
         """Tell the others that this rank needs the store no more; rank 0 stays until all have said so.
 
@@ -209,7 +238,8 @@ class Meeting:
             if self._roll_call is None:
                 return
             try:
-                self._keep_the_store(self._roll_call.end(), Waiting(timeout, logger))
+                if timeout:
+                    self._keep_the_store(self._roll_call.end(), Waiting(timeout, logger))
             finally:
                 self._roll_call.stop()
 
@@ -244,9 +274,17 @@ class Meeting:
             pid=entry.pid,
             address=self.store.address,
             since=entry.since,
-            challenge=secrets.token_hex(16) if self._seal else None,
+            challenge=secrets.token_hex(16) if self.seal else None,
             command=self._command_template(),
+            lifeline=(self.own.address, self._lifeline_port()),
+            peer_timeout=self.spec.peer_timeout,
+            stall_timeout=self.spec.stall_timeout,
+            script=self._command is None,
         )
+
+    def _lifeline_port(self) -> int:
+        assert self.lifelines is not None
+        return int(self.lifelines.getsockname()[1])
 
     def _command_template(self) -> str:
         command = self._command or _library_command(self.spec)

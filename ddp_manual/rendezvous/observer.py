@@ -1,11 +1,12 @@
-"""What a third terminal can see of a run: it reads the store, joins nothing and changes nothing."""
+"""What a third terminal can see of a run: it reads the store, joins nothing, and asks for nothing but stacks."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ddp_manual import environment
@@ -33,6 +34,8 @@ class Observation:
     progress: Mapping[str, Any] | None
     """What each rank does, once they have met: see ``progress.py``."""
     failure: Mapping[str, Any] | None
+    stacks: Mapping[str, str] | None = None
+    """By rank: its Python stacks, if they were asked for and it has given them."""
 
     def situation(self) -> str:
         """One line: who is here and who is missing."""
@@ -41,7 +44,8 @@ class Observation:
     def as_dict(self) -> dict[str, Any]:
         hello = {name: value for name, value in asdict(self.hello).items() if name != "challenge"}
         known = {name: value for name, value in self.summary.items() if name not in ("named", "prove")}
-        return {"run": hello, **known, "progress": self.progress, "failure": self.failure}
+        seen = {"run": hello, **known, "progress": self.progress, "failure": self.failure}
+        return seen if self.stacks is None else {**seen, "stacks": self.stacks}
 
 
 class Observer:
@@ -51,15 +55,19 @@ class Observer:
         self._where = at(address, port)
         self._store = RunStore.connect(address, port)
 
-    def observe(self) -> Observation:
-        """The run as it is now.
+    def observe(self, *, stacks: bool = False) -> Observation:
+        """The run as it is now, with ``stacks`` those of every rank, once they have met.
 
         Raises:
             MasterNotAStore: it is not a run of this program, or of another version. MasterLost: it has ended, or does
                 not answer.
         """
+        waiting = Waiting(ANSWER_TIMEOUT, logger)
         try:
-            return interruptibly(self._read, Waiting(ANSWER_TIMEOUT, logger), f"waiting for {self._where}")
+            seen = interruptibly(self._read, waiting, f"waiting for {self._where}")
+            if stacks and seen.progress is not None:
+                return replace(seen, stacks=interruptibly(self._read_stacks, waiting, "waiting for the stacks"))
+            return seen
         except TimeoutError:
             raise MasterLost(
                 f"rank 0's store at {self._where} does not answer",
@@ -86,12 +94,18 @@ class Observer:
                 next="use the version of ddp_manual that the run uses",
             ) from None
 
+    def _read_stacks(self) -> Mapping[str, str]:
+        key = secrets.token_hex(8)
+        self._store.ask_stacks(key)
+        found: Mapping[str, str] = self._store.stacks(key)
+        return found
+
     def close(self) -> None:
         self._store.close()
 
 
-def look(spec: WorldSpec, *, again: bool) -> Iterator[dict[str, Any]]:
-    """The run at rank 0's address, now and with ``again`` every second until it has ended.
+def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> Iterator[dict[str, Any]]:
+    """The run at rank 0's address, now and with ``again`` every second until it has ended; ``stacks``: see Observer.
 
     Raises:
         MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: there is none, and why.
@@ -105,11 +119,11 @@ def look(spec: WorldSpec, *, again: bool) -> Iterator[dict[str, Any]]:
     address = wait_for_store(spec, addresses, Waiting(0.0, logger), start_rank_0, who="status")
     observer = Observer(address, spec.master_port)
     try:
-        yield observer.observe().as_dict()
+        yield observer.observe(stacks=stacks).as_dict()
         while again:
             time.sleep(LOOK_EVERY)
             try:
-                yield observer.observe().as_dict()
+                yield observer.observe(stacks=stacks).as_dict()
             except MasterLost:
                 return
     finally:

@@ -19,8 +19,8 @@ from ddp_manual.rendezvous.steps import Steps
 
 logger = logging.getLogger(__name__)
 
-# Connections a rank keeps to rank 0's store: its own, the watchdog's, the roll call's.
-CONNECTIONS_PER_RANK = 3
+# Connections a rank keeps to rank 0: to its store its own and two of the roll call, and the lifeline.
+CONNECTIONS_PER_RANK = 4
 OWN_DESCRIPTORS = 100
 # NCCL's shared-memory transport takes up to about 10 MB for each pair of ranks on a host.
 SHARED_MEMORY_PER_RANK = 32 << 20

@@ -1,23 +1,14 @@
-"""What each rank is doing and how long ago it was heard, for whoever looks on.
-
-Each rank says it once a second. Rank 0 reads all of them in one go and keeps the time by its own clock, so the clocks
-of the hosts need not agree.
-"""
+"""What each rank is doing, as it says itself with every heartbeat and as rank 0 tells whoever looks on."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_manual.rendezvous.store import RunStore
-
-logger = logging.getLogger(__name__)
-
-BEAT_EVERY = 1.0
 JOINING = "joining"
+LEAVING = "leaving"
+LONGEST_PLACE = 200
 
 
 @dataclass
@@ -30,52 +21,60 @@ class Progress:
     step: int = 0
     samples_per_second: float = 0.0
     step_seconds: float = 0.0
-    """Mean of this rank's own work per step since the last sync point, without waiting for others."""
-
-    def beat(self, number: int) -> list[Any]:
-        return [number, self.phase, self.epoch, self.step, round(self.samples_per_second, 1)]
+    """This rank's own work per step, without waiting for the others; 0 where nobody measures it."""
 
 
-class Heartbeat:
-    """Says what this rank does and, on rank 0, gathers what all do. Used by one thread."""
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """One heartbeat: what a rank does, and how far its collectives are."""
 
-    def __init__(self, store: RunStore, rank: int, world_size: int, progress: Progress) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._progress = progress
-        self._number = 0
-        self._next = 0.0
-        self._heard: list[tuple[int, float]] = []
+    phase: str = JOINING
+    epoch: int = 0
+    step: int = 0
+    samples_per_second: float = 0.0
+    step_seconds: float = 0.0
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """By process group: how many collectives this rank has begun."""
+    inside: bool = False
+    """Whether the thread that trains is inside a collective, or in a backward pass, which may hold one."""
+    place: str = ""
+    """The line of the user's program it is on."""
 
-    def beat_if_due(self) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + BEAT_EVERY
-        self._number += 1
-        self._store.set_beat(self._rank, self._progress.beat(self._number))
-        if self._rank == 0:
-            try:
-                self._store.set_progress(self._gather(self._store.beats(self._world_size), now))
-            except (ValueError, TypeError) as error:
-                logger.warning("a stranger put something unreadable among the heartbeats: %s", error)
+    @classmethod
+    def of(cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str) -> Beat:
+        """Whatever a program has put there, a heartbeat is what ``from_message`` takes."""
+        return cls(
+            phase=_printable(str(progress.phase)),
+            epoch=int(progress.epoch),
+            step=int(progress.step),
+            samples_per_second=round(float(progress.samples_per_second), 1),
+            step_seconds=round(float(progress.step_seconds), 6),
+            collectives=collectives,
+            inside=inside,
+            place=_printable(place),
+        )
 
-    def _gather(self, beats: Sequence[Sequence[Any]], now: float) -> list[dict[str, Any]]:
-        if not self._heard:
-            self._heard = [(-1, now)] * self._world_size
-        gathered = []
-        for rank, (number, phase, epoch, step, samples_per_second) in enumerate(beats):
-            if number != self._heard[rank][0]:
-                self._heard[rank] = (number, now)
-            gathered.append(
-                {
-                    "rank": rank,
-                    "phase": phase,
-                    "epoch": epoch,
-                    "step": step,
-                    "samples_per_second": samples_per_second,
-                    "silent_seconds": round(now - self._heard[rank][1], 1),
-                }
-            )
-        return gathered
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Beat:
+        """A beat from the network.
+
+        Raises:
+            TypeError, ValueError: fields are missing, unknown or of the wrong type.
+        """
+        beat = cls(**message)
+        numbers = (beat.epoch, beat.step, beat.samples_per_second, beat.step_seconds, *beat.collectives.values())
+        if not all(type(number) in (int, float) for number in numbers):
+            raise TypeError("a beat whose numbers are none")
+        if not (isinstance(beat.phase, str) and isinstance(beat.place, str) and len(beat.place) <= LONGEST_PLACE):
+            raise TypeError("a beat whose words are none")
+        if not (beat.phase + beat.place).isprintable():
+            raise ValueError("a beat that is not printable")
+        return beat
+
+    def at_step(self) -> str:
+        """``training, at step 120 of epoch 2``; where nobody counts steps the phase alone."""
+        return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text[-LONGEST_PLACE:])

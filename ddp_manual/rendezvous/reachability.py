@@ -20,8 +20,8 @@ from typing import Any
 from ddp_manual.errors import MasterLost, PeerUnreachable
 from ddp_manual.rendezvous.address import at, family
 from ddp_manual.rendezvous.entries import Place
-from ddp_manual.rendezvous.lastwords import peer_failure
 from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.verdicts import as_error
 from ddp_manual.rendezvous.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def check_pairs(store: RunStore, rank: int, place: Place) -> None:
     if failing:
         words = store.failure_if_any()
         unlike_ours = words is not None and words["identifier"] != PeerUnreachable.identifier
-        raise peer_failure(words) if unlike_ours else _unreachable(failing)
+        raise as_error(words) if unlike_ours else _unreachable(failing)
 
 
 def _try_pairs(store: RunStore, rank: int, place: Place) -> list[dict[str, Any]]:

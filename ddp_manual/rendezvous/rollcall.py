@@ -39,11 +39,11 @@ from ddp_manual.rendezvous.entries import (
     missing_ranks_error,
     printable,
 )
-from ddp_manual.rendezvous.progress import Progress
 from ddp_manual.rendezvous.reachability import who_answers
 from ddp_manual.rendezvous.roster import Roster, Seat
 from ddp_manual.rendezvous.seal import Seal, Unsealed, claimed
 from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
+from ddp_manual.rendezvous.verdicts import Member
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,15 @@ class RollCall:
         with self._lock:
             if not self._complete and not self._closed_by:
                 self._close(error)
+
+    @property
+    def members(self) -> list[Member]:
+        """The ranks that were admitted, in order."""
+        with self._lock:
+            seats = self._roster.seats
+        return [
+            Member(rank=seat.entry.rank, host=seat.entry.host, pid=seat.entry.pid, nonce=seat.nonce) for seat in seats
+        ]
 
     def end(self) -> dict[int, str]:
         """From now on tell whoever comes that this run is over; returns the ranks that were admitted, each with the
@@ -309,8 +318,8 @@ class RollCall:
                 words = PeerLost(
                     f"{seat.entry.who()} left as the roll call was completed", why=reason, next=START_AGAIN
                 )
-                said_by = {"rank": seat.entry.rank, "host": seat.entry.host, "pid": seat.entry.pid}
-                self._store.publish_failure({**words.as_dict(), **said_by})
+                about = {"rank": seat.entry.rank, "host": seat.entry.host, "pid": seat.entry.pid, "judged": True}
+                self._store.publish_failure({**words.as_dict(), **about})
             else:
                 self._remove(seat)
                 self._roster.gone.append(f"{seat.entry.who()} left again: {reason}")
@@ -372,7 +381,6 @@ class RollCall:
         if self._closed_by is None:
             self._complete = True
             self._store.set_hosts(self._roster.host_leaders(places))
-            self._store.start_beats(self._hello.world_size, Progress().beat(0))
         self._publish(places if self._complete else None)
 
     def _publish(self, places: Mapping[int, Place] | None = None) -> None:

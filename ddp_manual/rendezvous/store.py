@@ -11,7 +11,8 @@ is JSON, never pickle.
     summary           the roll call so far with all that is known of each rank, for whoever only looks
     hosts             by node: the rank that speaks for a host, and the address and port where it answers
     reach/<node>      the hosts which that one could not reach; ``unreachable`` has all failing pairs
-    progress          what each rank does, and how long ago it was heard; beat/<rank> is what it said itself
+    progress          what each rank does, and how long ago it was heard
+    stacks_asked      the key under which a third terminal wants the Python stacks of all ranks: stacks/<key>
     once/<host>/<job> the outcome of a job that one rank per host does for the others
     report/<rank>     what a rank has to tell rank 0 at its end
     failure           the first failure of the run: whoever reads it leaves
@@ -195,23 +196,24 @@ class RunStore:
     def outcome(self, host: int, job: str) -> Any:
         return self._get(f"once/{host}/{job}")
 
-    def start_beats(self, world_size: int, beat: Sequence[Any]) -> None:
-        """A first beat for every rank, so that reading all of them never blocks."""
-        self._set_all({f"beat/{rank}": beat for rank in range(world_size)})
-
-    def set_beat(self, rank: int, beat: Sequence[Any]) -> None:
-        self._set(f"beat/{rank}", beat)
-
-    def beats(self, world_size: int) -> list[Any]:
-        with self._errors():
-            found = self._client.multi_get([self._key(f"beat/{rank}") for rank in range(world_size)])
-        return [decode(beat) for beat in found]
-
     def set_progress(self, progress: Sequence[Any]) -> None:
         self._set("progress", progress)
 
     def progress_if_any(self) -> Any:
         return self._get("progress") if self._known("progress") else None
+
+    def ask_stacks(self, key: str) -> None:
+        """Ask rank 0 for the stacks of all ranks, to be put under ``key``."""
+        self._set("stacks_asked", key)
+
+    def stacks_asked_if_any(self) -> Any:
+        return self._get("stacks_asked") if self._known("stacks_asked") else None
+
+    def set_stacks(self, key: str, stacks: Mapping[str, str]) -> None:
+        self._set(f"stacks/{key}", stacks)
+
+    def stacks(self, key: str) -> Any:
+        return self._get(f"stacks/{key}")
 
     def set_report(self, rank: int, report: Mapping[str, Any]) -> None:
         self._set(f"report/{rank}", report)

@@ -1,80 +1,287 @@
-"""The first failure of a run reaches every rank, even one that is blocked inside a collective.
+"""Each rank is watched over, and hears why the run ends, even while it is blocked inside a collective.
 
-A thread in each rank says in the store what the rank does and looks for the run's failure, with a client of its own.
-When another rank has failed, the main thread gets a moment to notice by itself (its collective breaks, or it fails in
-the same way); then the thread prints the cause and ends the process. ``os._exit`` is the only way out of a blocked gloo
-call: aborting the group does nothing there, and ``sys.exit`` in a thread ends the thread alone.
+A thread in each rank keeps its lifeline to rank 0: heartbeats go up, verdicts come down. ``keeper.py`` is rank 0's.
+After a verdict the main thread gets a moment to notice by itself (its collective breaks); then the thread prints the
+cause and ends the process. ``os._exit`` is the only way out of a blocked gloo call: aborting the group does nothing
+there, and ``sys.exit`` in a thread ends the thread alone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
+import selectors
+import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from ddp_manual.errors import DdpManualError, MasterLost
-from ddp_manual.rendezvous.lastwords import peer_failure
-from ddp_manual.rendezvous.progress import Heartbeat
-from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.errors import DdpManualError, MasterLost, PeerUnreachable
+from ddp_manual.rendezvous.address import at
+from ddp_manual.rendezvous.entries import Hello
+from ddp_manual.rendezvous.group import collectives_begun
+from ddp_manual.rendezvous.lifeline import Lifeline, LineClosed, kept_from_children
+from ddp_manual.rendezvous.progress import Beat, Progress
+from ddp_manual.rendezvous.seal import Seal, Unsealed
+from ddp_manual.rendezvous.stacks import OWN_THREADS, stacks, whereabouts
+from ddp_manual.rendezvous.verdicts import as_error, last_words
 
-# Seconds. Together below the 2 s in which every rank has to be gone.
-LOOK_EVERY = 0.4
-GRACE = 1.0
+logger = logging.getLogger(__name__)
+
+# Seconds. The main thread's own way out closes what the program has open, so it gets a moment; 2 s is the promise.
+GRACE = 0.7
+# NCCL ends the process by itself when a peer is gone, with a page that names nobody.
+GRACE_WITH_NCCL = 0.0
+# From the moment a collective breaks until the verdict has come that says why.
+VERDICT_WITHIN = 1.5
+CONNECT_TIMEOUT = 5.0
+# For rank 0 to read that this rank has left in order.
+BYE_WITHIN = 1.0
+LOOK_EVERY = 0.25
 
 
-class Watchdog:
-    """Watches for the run's failure until told to stand down.
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What the watchdog of a rank needs to know.
 
     Args:
-        store: a client for this thread alone.
-        nonce: tells rank 0 that this process needs the store no more.
-        heartbeat: over the same client.
+        backend: gloo or nccl.
+        thread: the one that trains; heartbeats say where it is.
         report: told the error before the process ends.
     """
 
-    def __init__(
-        self, store: RunStore, nonce: str, heartbeat: Heartbeat, report: Callable[[DdpManualError], None]
-    ) -> None:
-        self._store = store
-        self._nonce = nonce
-        self._heartbeat = heartbeat
-        self._report = report
-        self._standing_down = threading.Event()
-        self._seen: DdpManualError | None = None
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+    rank: int
+    nonce: str
+    hello: Hello
+    seal: Seal
+    backend: str
+    progress: Progress
+    thread: int
+    report: Callable[[DdpManualError], None]
+
+    def purpose(self, kind: str, challenge: str) -> str:
+        return f"{self.hello.run_id} {self.hello.challenge} {kind} {challenge}"
+
+    def beat(self) -> Beat:
+        inside, place = whereabouts(self.thread)
+        return Beat.of(self.progress, collectives_begun(), inside=inside, place=place)
+
+
+class Watchdog:
+    """What rank 0's and the other ranks' have in common: a thread, a verdict, and the way out."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+        self.seen: DdpManualError | None = None
+        """Why the run ends, once it is known."""
+        self._verdict = threading.Event()
+        self._main_thread_leaves = threading.Event()
+        self._told = threading.Event()
+        self._requests: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._woken, self._waking = (kept_from_children(end) for end in socket.socketpair())
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}lifeline", daemon=True)
+
+    # -- for the main thread ------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
+    def main_thread_leaves(self) -> None:
+        """From now on the process is not ended from here: the main thread is on its way out, with an error."""
+        self._main_thread_leaves.set()
+
+    def await_verdict(self) -> DdpManualError | None:
+        """Why the run ends, if that is known within a moment."""
+        self._verdict.wait(VERDICT_WITHIN)
+        return self.seen
+
+    def tell(self, words: Mapping[str, Any]) -> None:
+        """Tell the other ranks why this one leaves; waits a moment until they know."""
+        self._ask({"failed": words})
+        self._told.wait(VERDICT_WITHIN)
+
     def stand_down(self) -> DdpManualError | None:
-        """The main thread is leaving, in order or with an error of its own; returns the failure seen by then.
+        """This rank leaves; returns why the run ends, if it has been told by then.
 
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
-        self._standing_down.set()
+        self._main_thread_leaves.set()
+        self._ask({"leave": True})
         self._thread.join(timeout=5)
-        return self._seen
+        return self.seen
+
+    # -- for the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # nobody would watch over this rank, so the run cannot go on
+            self._see(
+                MasterLost(
+                    f"the watchdog of rank {self.watched.rank} broke",
+                    why=f"{type(error).__name__}: {error}",
+                    next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
+                )
+            )
+            self._leave_at(time.monotonic())
 
     def _watch(self) -> None:
-        while not self._standing_down.wait(LOOK_EVERY):
-            try:
-                self._heartbeat.beat_if_due()
-                failure = self._store.failure_if_any()
-                if failure is None:
-                    continue
-                self._seen = peer_failure(failure)
-                # Rank 0 keeps the store until all have read what happened.
-                self._store.set_left(self._nonce)
-            except MasterLost as lost:
-                self._seen = self._seen or lost
-            if not self._standing_down.wait(GRACE):
-                try:
-                    self._report(self._seen)
-                finally:
-                    exit_now(self._seen.exit_code)
+        """Until the rank leaves or the run ends."""
+        raise NotImplementedError
+
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        self._requests.put(request)
+        try:
+            self._waking.send(b"!")
+        except OSError:  # the thread has ended, or is about to look anyway
+            self._told.set()
+
+    def _asked(self) -> list[Mapping[str, Any]]:
+        try:
+            while self._woken.recv(64):
+                pass
+        except BlockingIOError:
+            pass
+        found = []
+        while not self._requests.empty():
+            found.append(self._requests.get())
+        return found
+
+    def _see(self, error: DdpManualError) -> None:
+        if self.seen is None:
+            self.seen = error
+            self._verdict.set()
+
+    @property
+    def _grace(self) -> float:
+        return GRACE_WITH_NCCL if self.watched.backend == "nccl" else GRACE
+
+    def _leave_at(self, deadline: float) -> None:
+        """End the process at ``deadline`` with the verdict, unless the main thread is leaving by then."""
+        if self._main_thread_leaves.wait(max(0.0, deadline - time.monotonic())):
             return
+        assert self.seen is not None
+        try:
+            self.watched.report(self.seen)
+        finally:
+            exit_now(self.seen.exit_code)
+
+
+class Follower(Watchdog):
+    """The watchdog of every rank but rank 0."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._line: Lifeline | None = None
+        self._limits = watched.hello.limits
+        self._welcome = False
+        self._heard = time.monotonic()
+
+    def _watch(self) -> None:
+        try:
+            self._line = self._connect()
+            self._follow(self._line)
+        except (LineClosed, Unsealed, KeyError, TypeError, ValueError) as error:
+            if self.seen is None:
+                self._see(self._rank_0_lost("is gone, without last words", f"its lifeline to this rank broke: {error}"))
+        except PeerUnreachable as error:
+            self._see(error)
+        finally:
+            if self._line is not None:
+                self._line.close()
+        self._told.set()
+        if self.seen is not None:
+            self._leave_at(time.monotonic() + self._grace)
+
+    def _connect(self) -> Lifeline:
+        address, port = self.watched.hello.lifeline
+        try:
+            return Lifeline(socket.create_connection((address, port), CONNECT_TIMEOUT))
+        except OSError as error:
+            if isinstance(error, ConnectionError):  # nothing listens there any more
+                raise LineClosed(error.strerror or str(error)) from None
+            raise PeerUnreachable(
+                f"rank {self.watched.rank} cannot open its lifeline to rank 0",
+                why=f"connecting to {at(address, port)} gave: {error}",
+                next=f"open all TCP ports to {address} for the hosts of the run",
+            ) from None
+
+    def _follow(self, line: Lifeline) -> None:
+        next_beat = self._heard = time.monotonic()
+        said_hello = False
+        # Not select(), which refuses a file descriptor above 1,023.
+        selector = selectors.DefaultSelector()
+        selector.register(line.connection, selectors.EVENT_READ)
+        selector.register(self._woken, selectors.EVENT_READ)
+        while self.seen is None:
+            waited_since = time.monotonic()
+            ready = [key.fileobj for key, _ in selector.select(max(0.0, min(LOOK_EVERY, next_beat - waited_since)))]
+            line.flush()
+            if line.connection in ready:
+                self._heard = time.monotonic()
+                for message in line.receive():
+                    if "challenge" in message and not said_hello:
+                        said_hello = True
+                        self._say_hello(line, str(message["challenge"]))
+                    else:
+                        self._take(line, message)
+            for request in self._asked():
+                if "leave" in request:
+                    line.send({"bye": True})
+                    line.finish(BYE_WITHIN)
+                    return
+                line.send(request)
+            now = time.monotonic()
+            if self._welcome and now >= next_beat:
+                next_beat = now + self._limits.beat_every
+                line.send({"beat": vars(self.watched.beat())})
+            self._judge_rank_0(line, now, stopped=now - waited_since)
+
+    def _say_hello(self, line: Lifeline, challenge: str) -> None:
+        watched = self.watched
+        hello = {"rank": watched.rank, "nonce": watched.nonce}
+        line.send({"hello": watched.seal.close(watched.purpose("lifeline", challenge), hello)})
+
+    def _take(self, line: Lifeline, message: Mapping[str, Any]) -> None:
+        if "welcome" in message:
+            purpose = self.watched.purpose("welcome", self.watched.nonce)
+            self.watched.seal.open(purpose, message["welcome"])
+            self._welcome = True
+        elif not self._welcome:
+            raise LineClosed("something else answers there")
+        elif "verdict" in message:
+            self._see(as_error(message["verdict"]))
+        elif "stacks" in message:
+            line.send({"stacks": stacks(), "for": message["stacks"]})
+        elif "over" in message:
+            raise LineClosed("rank 0 has left, while this rank still worked")
+
+    def _judge_rank_0(self, line: Lifeline, now: float, stopped: float) -> None:
+        if stopped > self._limits.peer_timeout:  # this process was, perhaps with all its host
+            self._heard = now
+        silence = now - self._heard
+        if silence > self._limits.silence:
+            lost = self._rank_0_lost(
+                f"has been silent for {silence:.0f} s",
+                "its process is stopped or frozen, its host is down, or the network between the hosts is cut",
+            )
+            self._see(lost)
+            # What rank 0 reads if it is only stopped, and goes on.
+            line.send({"failed": last_words(self.watched.rank, lost)})
+
+    def _rank_0_lost(self, what: str, why: str) -> MasterLost:
+        hello = self.watched.hello
+        own = self.watched.progress
+        return MasterLost(
+            f"rank 0 ({hello.host}, pid {hello.pid}) {what}",
+            why=f"{why}\nthis rank was {Beat.of(own, {}, inside=False, place='').at_step()}",
+            next=f"look at rank 0's last lines and at {hello.host}, then {hello.start_again}",
+        )
 
 
 def exit_now(status: int) -> None:

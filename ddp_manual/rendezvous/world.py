@@ -6,6 +6,7 @@ address -> store -> roll call -> pin the device -> process group -> (the caller'
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,13 +29,16 @@ from ddp_manual.errors import (
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords, preflight
 from ddp_manual.rendezvous.answer import Answered
+from ddp_manual.rendezvous.entries import Hello
 from ddp_manual.rendezvous.group import close_process_group, open_process_group
+from ddp_manual.rendezvous.keeper import Keeper
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
-from ddp_manual.rendezvous.progress import Heartbeat, Progress
+from ddp_manual.rendezvous.progress import LEAVING, Progress
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.verdicts import last_words
 from ddp_manual.rendezvous.waiting import Waiting
-from ddp_manual.rendezvous.watchdog import Watchdog
+from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the reports of all ranks, which have done the same until then.
 REPORT_TIMEOUT = 30.0
+# Seconds to write why a rank leaves.
+KEEP_WITHIN = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +75,17 @@ class World:
     progress: Progress
     """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
     _store: RunStore = field(repr=False)
+    _watchdog: Watchdog = field(repr=False)
 
     def roster(self) -> list[dict[str, Any]]:
         """All ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, a GPU's UUID."""
         roster: list[dict[str, Any]] = self._store.summary()["ranks"]
         return roster
+
+    def tell(self, error: DdpManualError) -> None:
+        """Tell the other ranks why this one is about to leave; for where it leaves without an exception in the body."""
+        self._watchdog.main_thread_leaves()
+        self._watchdog.tell(last_words(self.rank, error))
 
     def gather(self, report: Mapping[str, Any]) -> list[Any]:
         """Every rank's report, on rank 0 and in rank order; [] on the others. Once a run: JSON of up to 4 MiB.
@@ -190,21 +202,23 @@ def rendezvous(
         raise
 
     def report(error: DdpManualError) -> None:
-        lastwords.write_failure(error, spec.rank, meeting.run_dir)
         console.print_error(error)
+        # In a thread: the disk may be what the rank hangs in, and the process has to end.
+        keeping = threading.Thread(
+            target=lastwords.write_failure, args=(error, spec.rank, meeting.run_dir), daemon=True
+        )
+        keeping.start()
+        keeping.join(KEEP_WITHIN)
 
     progress = Progress()
-    watchdog: Watchdog | None = None
+    watchdog = _watchdog(meeting, answered.hello, backend, progress, report)
+    watchdog.start()
     try:
-        of_the_watchdog = meeting.store.clone()
-        heartbeat = Heartbeat(of_the_watchdog, spec.rank, spec.world_size, progress)
-        watchdog = Watchdog(of_the_watchdog, meeting.nonce, heartbeat, report)
-        watchdog.start()
         with steps.step("process group") as step:
-            world = _open_world(meeting, answered, device, backend, progress, started)
+            world = _open_world(meeting, answered, device, backend, watchdog, progress, started)
             step.detail = f"{world.backend} on {world.device}"
         yield world
-        progress.phase = "leaving"
+        progress.phase = LEAVING
         close_process_group(all_finished=meeting.all_finish_soon())
         if spec.rank != 0:
             _stand_down(watchdog)
@@ -213,13 +227,31 @@ def rendezvous(
             _stand_down(watchdog)
         meeting.store.close()
     except BaseException as error:
-        seen = watchdog.stand_down() if watchdog else None
-        failure = lastwords.publish(meeting.store, spec, error, seen)
+        failure = lastwords.conclude(watchdog, meeting.store, spec, error)
         lastwords.write_failure(failure, spec.rank, meeting.run_dir)
-        meeting.leave(timeout=lastwords.WORDS_TIMEOUT)
+        watchdog.stand_down()
+        meeting.drop()
         if isinstance(failure, PeerGone) and failure is not error:
             raise failure from error
         raise
+
+
+def _watchdog(
+    meeting: Meeting, hello: Hello, backend: str, progress: Progress, report: Callable[[DdpManualError], None]
+) -> Watchdog:
+    watched = Watched(
+        rank=meeting.spec.rank,
+        nonce=meeting.nonce,
+        hello=hello,
+        seal=meeting.seal,
+        backend=backend,
+        progress=progress,
+        thread=threading.get_ident(),
+        report=report,
+    )
+    if meeting.lifelines is None:
+        return Follower(watched)
+    return Keeper(watched, meeting.lifelines, meeting.members, meeting.store.clone())
 
 
 def _stand_down(watchdog: Watchdog) -> None:
@@ -229,7 +261,13 @@ def _stand_down(watchdog: Watchdog) -> None:
 
 
 def _open_world(
-    meeting: Meeting, answered: Answered, device_type: str, backend: str, progress: Progress, started: float
+    meeting: Meeting,
+    answered: Answered,
+    device_type: str,
+    backend: str,
+    watchdog: Watchdog,
+    progress: Progress,
+    started: float,
 ) -> World:
     spec, place, store = meeting.spec, answered.place, meeting.store
     if meeting.own.interface:
@@ -253,6 +291,7 @@ def _open_world(
         host_leader=place.host_leader,
         progress=progress,
         _store=store,
+        _watchdog=watchdog,
     )
     logger.info(
         "process group ready after %.1f s: rank %d of %d on %s, %s, %s",

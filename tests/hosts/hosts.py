@@ -180,6 +180,13 @@ class Host:
         """Leave connections from any other host to any other port unanswered."""
         self.nft(f'add rule inet filter input iifname != "lo" tcp dport != {port} {_SYN} drop')
 
+    def cut_from(self, *others: Host) -> None:
+        """Drop every packet to and from them, also those of the connections they have with this host."""
+        for direction, other in ((end, other) for end in ("input {} saddr", "output {} daddr") for other in others):
+            for family, address in (("ip", other.ipv4), ("ip6", other.ipv6)):
+                if address:
+                    self.nft(f"add rule inet filter {direction.format(family)} {address} drop")
+
     def open_all(self) -> None:
         """Take all firewall rules back."""
         self.nft("flush table inet filter")
@@ -187,6 +194,10 @@ class Host:
     def disconnect(self) -> None:
         """Pull the cable out of the switch: no other host gets a word of it, and addresses and routes stay."""
         self.network.switch.execute("ip", "link", "set", self.name, "down")
+
+    def interface_down(self) -> None:
+        """As its administrator would do it: here the routes go too, and the other hosts get no word of it either."""
+        self.namespace.execute("ip", "link", "set", "eth0", "down")
 
     def reconnect(self) -> None:
         self.network.switch.execute("ip", "link", "set", self.name, "up")

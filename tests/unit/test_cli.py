@@ -12,7 +12,16 @@ from ddp_manual import cli
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {
     "identity": ["--world_size", "--rank", "--local_rank", "--device", "--backend"],
-    "rendezvous": ["--master_addr", "--master_port", "--run_id", "--join_timeout", "--token_file", "--allow_mismatch"],
+    "rendezvous": [
+        "--master_addr",
+        "--master_port",
+        "--run_id",
+        "--join_timeout",
+        "--peer_timeout",
+        "--stall_timeout",
+        "--token_file",
+        "--allow_mismatch",
+    ],
     "training": [
         "--model",
         "--epochs",

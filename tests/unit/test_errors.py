@@ -30,6 +30,7 @@ def test_every_identifier_belongs_to_its_family_exit_code() -> None:
         "rank-taken": 13,
         "peer-failed": 14,
         "peer-lost": 14,
+        "peer-stalled": 14,
         "master-lost": 14,
         "disk-full": 15,
         "checkpoint-missing": 15,

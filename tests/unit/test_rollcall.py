@@ -36,6 +36,10 @@ RUN = Hello(
     since=0.0,
     challenge=None,
     command="train --rank {rank} --data '{x}'",
+    lifeline=("10.0.0.1", 20000),
+    peer_timeout=10.0,
+    stall_timeout=300.0,
+    script=False,
 )
 
 

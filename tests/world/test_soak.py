@@ -22,6 +22,7 @@ def busy_cores(start: Start) -> None:
         start(sys.executable, "-c", "while True: pass")
 
 
+@pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_cores")

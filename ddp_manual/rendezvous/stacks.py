@@ -1,0 +1,57 @@
+"""Where a process is in its Python code, read from another thread: also while a loop or a collective never ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import FrameType
+
+LONGEST = 20_000
+# This package's own threads, which wait for messages all the time.
+OWN_THREADS = "ddp_manual "
+_PARTS = [os.path.join("torch", *parts) for parts in (("distributed", ""), ("autograd", ""))]
+_LIBRARIES = (os.path.join("torch", ""), os.path.join("torchvision", ""), "threading.py", "contextlib.py")
+
+
+def whereabouts(thread: int) -> tuple[bool, str]:
+    """Whether a thread is inside a collective or a backward pass of torch, and the line of the program it is on.
+
+    Args:
+        thread: its ``threading.get_ident()``.
+
+    Returns:
+        inside, and ``file.py:12 in function`` of the innermost frame that is not a library's; "" if there is none.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False, ""
+    inside = any(part in frame.f_code.co_filename for part in _PARTS)
+    while frame.f_back is not None and _is_library(frame):
+        frame = frame.f_back
+    code = frame.f_code
+    return inside, f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return "site-packages" in name or any(part in name for part in _LIBRARIES)
+
+
+def stacks() -> str:
+    """The Python stack of every thread but this package's own, the main thread's first."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
+    parts = []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        if frame is not None and not thread.name.startswith(OWN_THREADS):
+            parts.append(f"thread {thread.name}, most recent call last:\n" + "".join(traceback.format_stack(frame)))
+    return _shortened("".join(parts).rstrip())
+
+
+def _shortened(text: str) -> str:
+    """The innermost calls are at the end."""
+    return text if len(text) <= LONGEST else "...\n" + text[-LONGEST:]

@@ -1,0 +1,165 @@
+"""Starts one rank as ``run_multi_gpu_train.py`` does, but with faults of its own at chosen moments.
+
+python tests/faulty.py raise@training:30 -- --world_size 3 --rank 1 <more train options>
+
+A fault is ``KIND[:SECONDS]@PHASE[:N]``: in step N of training, else the Nth time the rank enters that phase (1 unless
+told otherwise). Kinds: raise; loop (for ever, in Python); sleep; hold (a call of C that keeps the GIL for SECONDS);
+slow (this and every later step takes SECONDS longer); eat (memory, until the kernel ends the process); kill and stop
+(the signals, to itself). ``--set MODULE.NAME=NUMBER`` before the ``--`` changes a constant, such as one that would make
+a test long. With no fault at all it still says on stderr when it enters each phase and when each fault strikes.
+
+The three places where it gets in are all in ``install``. Times are seconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Bytes. A process that has more of them and still lives was never limited; the machine should not pay for it.
+MOST_EATEN = 4 << 30
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    seconds: float
+    phase: str
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        match = re.fullmatch(r"(\w+)(?::([\d.]+))?@(\w+)(?::(\d+))?", text)
+        assert match, f"{text} is no KIND[:SECONDS]@PHASE[:N]"
+        kind, seconds, phase, number = match.groups()
+        return cls(kind, float(seconds or 0), phase, int(number or 1))
+
+    def strike(self) -> None:
+        say(f"{self.kind} in {self.phase} {self.number}")
+        {
+            "raise": fail,
+            "loop": loop_for_ever,
+            "sleep": lambda: time.sleep(self.seconds),
+            # PyDLL, other than CDLL, does not let go of the GIL.
+            "hold": lambda: ctypes.PyDLL(None).usleep(int(1e6 * self.seconds)),
+            "eat": eat,
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        }[self.kind]()
+
+
+def say(what: str) -> None:
+    """In one piece, whatever the other threads write."""
+    os.write(2, f"faulty: {what} at {time.monotonic()}\n".encode())
+
+
+def said_at(text: str, what: str) -> float:
+    """When a rank of this program, whose stderr is ``text``, said so for the last time."""
+    return float(re.findall(rf"faulty: {what} at ([\d.]+)\n", text)[-1])
+
+
+def faulty(command: Sequence[object], *words: str) -> list[object]:
+    """The command of a rank, to be started with these faults."""
+    program, script, *options = command
+    assert script == "run_multi_gpu_train.py"
+    return [program, "tests/faulty.py", *words, "--", *options]
+
+
+def fail() -> None:
+    raise ValueError("no such digit")
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def eat() -> None:
+    eaten = [b"x" * (1 << 20)]
+    while len(eaten) << 20 < MOST_EATEN:
+        eaten.append(b"x" * (1 << 20))
+    raise AssertionError(f"{MOST_EATEN} bytes are eaten, and nothing has ended this process")
+
+
+def install(faults: Sequence[Fault]) -> None:
+    """Get in where the phase is set, where a batch is made, and where a training step begins."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ddp_manual.rendezvous.progress import Progress
+    from ddp_manual.training.data import Normalise
+
+    entered: Counter[str] = Counter()
+    now = ""
+    make_batch, forward = Normalise.__call__, DistributedDataParallel.forward
+
+    def enter_phase(progress: Progress, name: str, value: Any) -> None:
+        nonlocal now
+        object.__setattr__(progress, name, value)
+        if name != "phase" or value == now:
+            return
+        now = value
+        say(f"phase {value}")
+        if value != "training":  # of which the steps are counted
+            entered[value] += 1
+            for fault in faults:
+                if (fault.phase, fault.number) == (value, entered[value]):
+                    fault.strike()
+
+    def make_batch_late(normalise: Normalise, images: Any) -> Any:
+        if now == "training":
+            entered["training"] += 1
+            for fault in faults:
+                if fault.phase == "training" and fault.kind in ("loop", "sleep", "hold"):
+                    if fault.number == entered["training"]:
+                        fault.strike()
+                elif fault.kind == "slow" and fault.number <= entered["training"]:
+                    time.sleep(fault.seconds)
+        return make_batch(normalise, images)
+
+    def begin_step(model: DistributedDataParallel, *inputs: Any, **options: Any) -> Any:
+        for fault in faults:
+            if (fault.phase, fault.number) == ("training", entered["training"]) and fault.kind in (
+                *("raise", "eat", "kill", "stop"),
+            ):
+                fault.strike()
+        return forward(model, *inputs, **options)
+
+    Progress.__setattr__ = enter_phase  # type: ignore[method-assign,assignment]
+    Normalise.__call__ = make_batch_late  # type: ignore[method-assign]
+    DistributedDataParallel.forward = begin_step  # type: ignore[method-assign]
+
+
+def change(setting: str) -> None:
+    name, _, number = setting.partition("=")
+    module, _, constant = name.rpartition(".")
+    place = importlib.import_module(module)
+    assert hasattr(place, constant), f"{module} has no {constant}"
+    setattr(place, constant, float(number))
+
+
+def main(arguments: Sequence[str]) -> None:
+    words, options = list(arguments[: arguments.index("--")]), list(arguments[arguments.index("--") + 1 :])
+    # Python has put this folder there; a rank is started from the one above.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from ddp_manual.cli import main as ddp_manual
+
+    while "--set" in words:
+        place = words.index("--set")
+        change(words[place + 1])
+        del words[place : place + 2]
+    install([Fault.parse(word) for word in words])
+    ddp_manual(["train", *options])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

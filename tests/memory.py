@@ -1,0 +1,111 @@
+"""A memory cgroup: processes that together use more than its limit are ended by the kernel's OOM killer.
+
+No resource limit (``ulimit``) does the same: with one of those, allocating fails, and the process can still speak.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+
+class MemoryGroup:
+    """A cgroup, of version 2 or 1, with a limit of ``most`` bytes."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder = folder
+        # The second of each pair counts swap too, and must not be below the first.
+        pair = ("memory.max", "memory.swap.max")
+        if not self._has(pair[0]):
+            pair = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+        self._write(pair[0], most)
+        if self._has(pair[1]):
+            self._write(pair[1], 0 if pair[0] == "memory.max" else most)
+
+    def command(self, words: Sequence[object]) -> list[object]:
+        """The same command, in the group from its first instruction on, and with the process id it would have had."""
+        return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self._folder / "cgroup.procs", *words]
+
+    @property
+    def killed(self) -> int:
+        """How many processes the kernel has ended for want of memory."""
+        text = (self._folder / ("memory.events" if self._has("memory.events") else "memory.oom_control")).read_text()
+        return int(dict(line.split() for line in text.splitlines())["oom_kill"])
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _write(self, name: str, value: int) -> None:
+        (self._folder / name).write_text(str(value))
+
+
+MakeGroup = Callable[[int], MemoryGroup]
+
+
+@contextmanager
+def memory_groups(private: Path) -> Iterator[MakeGroup]:
+    """Makes groups with a limit in bytes; they are gone at the end. Skips the test where there can be none.
+
+    Args:
+        private: a folder for a mount of our own, where the machine's are not there or may not be written.
+    """
+    reasons: list[str] = []
+    made: list[Path] = []
+    mounted: list[Path] = []
+
+    def make(most: int) -> MemoryGroup:
+        for parent in (*_mounts(), *_own_mounts(private, mounted, reasons)):
+            folder = parent / f"ddp-manual-test-{os.getpid()}-{len(made)}"
+            try:
+                if (parent / "cgroup.subtree_control").exists():
+                    (parent / "cgroup.subtree_control").write_text("+memory")
+                folder.mkdir()
+                made.append(folder)
+                return MemoryGroup(folder, most)
+            except OSError as error:
+                reasons.append(str(error))
+        pytest.skip(f"no memory cgroup can be made: {'; '.join(reasons) or 'none is mounted, and none can be'}")
+
+    try:
+        yield make
+    finally:
+        for folder in made:
+            _remove(folder)
+        for place in mounted:
+            subprocess.run(["umount", place], check=True)
+
+
+def _mounts() -> Iterator[Path]:
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, options, *_ = line.split()
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            yield Path(place)
+
+
+def _own_mounts(private: Path, mounted: list[Path], reasons: list[str]) -> Iterator[Path]:
+    for kind in (["-t", "cgroup2"], ["-t", "cgroup", "-o", "memory"]):
+        place = private / kind[1]
+        place.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(["mount", *kind, "none", place], capture_output=True, text=True)
+        if done.returncode:
+            reasons.append(done.stderr.strip())
+            continue
+        mounted.append(place)
+        yield place
+
+
+def _remove(folder: Path, timeout: float = 10) -> None:
+    """A group can be removed once the last process in it has been waited for."""
+    deadline = time.monotonic() + timeout
+    while folder.exists():
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        assert time.monotonic() < deadline, f"{folder} still has processes: {(folder / 'cgroup.procs').read_text()}"
+        time.sleep(0.05)

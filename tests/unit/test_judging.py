@@ -1,0 +1,171 @@
+"""Who is judged silent, stuck or slow, from heartbeats and a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_manual.rendezvous import judging
+from ddp_manual.rendezvous.judging import Judge, Limits
+from ddp_manual.rendezvous.progress import Beat
+
+LIMITS = Limits.of_a_world(3, peer_timeout=10.0, stall_timeout=300.0)
+
+
+def training(
+    step: int, collectives: int, *, inside: bool = False, place: str = "train.py:1 in f", own: float = 0
+) -> Beat:
+    return Beat(
+        phase="training",
+        epoch=1,
+        step=step,
+        collectives={"0": collectives},
+        inside=inside,
+        place=place,
+        step_seconds=own,
+    )
+
+
+def judge_of(*beats: Beat) -> Judge:
+    judge = Judge(len(beats), LIMITS, now=0.0)
+    for rank, beat in enumerate(beats):
+        judge.hear(rank, beat, 0.0)
+    return judge
+
+
+def beat_until(judge: Judge, seconds: float, beats: dict[int, Beat], since: float = 0.0) -> None:
+    for number in range(1, int((seconds - since) * 2) + 1):
+        for rank, beat in beats.items():
+            judge.hear(rank, beat, since + number / 2)
+
+
+def test_a_rank_is_silent_after_peer_timeout_and_a_heartbeat() -> None:
+    judge = judge_of(training(1, 1), training(1, 1), training(1, 1))
+    beat_until(judge, 12, {0: training(1, 1), 1: training(1, 1)})
+    assert judge.silent(10.5) == []
+    assert judge.silent(10.7) == [2]
+    assert judge.silence(2, 10.7) == 10.7
+
+
+def test_those_who_are_nearly_as_silent_are_named_with_it_and_the_most_silent_comes_first() -> None:
+    judge = judge_of(training(1, 1), training(1, 1), training(1, 1))
+    beat_until(judge, 12, {0: training(1, 1)})
+    judge.hear(1, training(1, 1), 0.5)
+    assert judge.silent(10.8) == [2, 1]
+
+
+def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
+    judge = judge_of(training(1, 1), training(1, 1))
+    judge.part_with(1)
+    beat_until(judge, 400, {0: training(1, 1)})
+    assert judge.silent(400) == []
+    assert judge.stall(400) is None
+
+
+def test_a_judge_that_was_stopped_itself_gives_everybody_the_full_time_again() -> None:
+    judge = judge_of(training(1, 1), training(1, 1))
+    judge.restart(60.0)
+    assert judge.silent(70.0) == []
+    assert judge.silent(70.7) == [0, 1]
+
+
+def test_the_rank_with_fewer_collectives_is_behind_the_others_wait() -> None:
+    waits, stuck = training(7, 8, inside=True), training(7, 7)
+    judge = judge_of(waits, waits, stuck)
+    beat_until(judge, 301, {0: waits, 1: waits, 2: stuck})
+    assert judge.stall(300.0) is None
+    stall = judge.stall(300.1)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0, 1], [2])
+
+
+def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
+    waits = training(7, 8, inside=True)
+    judge = judge_of(waits, waits)
+    for second in range(1, 302):
+        judge.hear(0, waits, second)
+        judge.hear(1, training(7 + second, 7), second)
+    stall = judge.stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0], [1])
+
+
+def test_nobody_is_behind_where_all_wait_in_the_same_collective() -> None:
+    waits = training(7, 8, inside=True)
+    judge = judge_of(waits, waits, waits)
+    beat_until(judge, 301, {0: waits, 1: waits, 2: waits})
+    stall = judge.stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0, 1, 2], [])
+
+
+def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_behind() -> None:
+    waits, stuck = training(7, 9, place="train.py:9 in loss"), training(7, 8, place="train.py:3 in load")
+    judge = judge_of(waits, waits, stuck)
+    beat_until(judge, 301, {0: waits, 1: waits, 2: stuck})
+    stall = judge.stall(301)
+    assert stall is not None
+    assert stall.behind == [2]
+
+
+@pytest.mark.parametrize("phase", ["loading", "evaluating", "saving"])
+def test_a_long_phase_in_which_nobody_waits_is_no_stall(phase: str) -> None:
+    busy = Beat(phase=phase, epoch=1, step=5, collectives={"0": 4})
+    judge = judge_of(busy, busy)
+    beat_until(judge, 1000, {0: busy, 1: busy})
+    assert judge.stall(1000) is None
+
+
+def test_ranks_that_leave_wait_for_one_another_as_long_as_it_takes() -> None:
+    leaves, works = Beat(phase="leaving", collectives={"0": 5}, inside=True), training(7, 4)
+    judge = judge_of(leaves, works)
+    beat_until(judge, 400, {0: leaves, 1: works})
+    assert judge.stall(400) is None
+
+
+def test_groups_are_compared_among_their_members_only() -> None:
+    first = Beat(phase="training", step=3, collectives={"0": 5, "1": 90})
+    second = Beat(phase="training", step=3, collectives={"0": 5})
+    judge = judge_of(first, second)
+    beat_until(judge, 400, {0: first, 1: second})
+    assert judge.stall(400) is None
+
+
+def test_a_slow_rank_is_named_once_after_it_was_slow_for_long() -> None:
+    judge = judge_of(training(1, 1, own=0.02), training(1, 1, own=0.02), training(1, 1, own=0.05))
+    assert judge.newly_slow(0.0) == []
+    assert judge.newly_slow(judging.SLOW_FOR - 0.1) == []
+    assert judge.newly_slow(judging.SLOW_FOR) == [(2, 0.05, 0.02)]
+    assert judge.newly_slow(judging.SLOW_FOR + 1) == []
+    assert [line["slow"] for line in judge.progress(judging.SLOW_FOR + 1)] == [False, False, True]
+
+
+def test_of_two_ranks_the_slower_one_is_held_against_the_faster() -> None:
+    judge = judge_of(training(1, 1, own=0.08), training(1, 1, own=0.05))
+    judge.newly_slow(0.0)
+    assert judge.newly_slow(judging.SLOW_FOR) == [(0, 0.08, 0.05)]
+
+
+def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
+    judge = judge_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
+    judge.newly_slow(0.0)
+    judge.hear(1, training(2, 2, own=0.02), 10.0)
+    judge.newly_slow(10.0)
+    judge.hear(1, training(3, 3, own=0.05), 20.0)
+    judge.newly_slow(20.0)
+    assert judge.newly_slow(judging.SLOW_FOR + 5) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"phase": 3},
+        {"step": "many"},
+        {"collectives": {"0": None}},
+        {"place": "x" * 300},
+        {"place": "\x1b[2J"},
+        {"no": 1},
+    ],
+)
+def test_a_beat_that_is_none_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Beat.from_message(message)

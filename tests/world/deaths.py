@@ -1,0 +1,160 @@
+"""Three ranks of which one comes to grief: what every survivor has to say, and how soon it has to be gone.
+
+Seconds count from the signal, or from the line in which ``tests/faulty.py`` says that it strikes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.conftest import LONGER, RankProcess, Start
+from tests.faulty import faulty
+from tests.memory import MemoryGroup
+
+HOST = os.uname().nodename
+# Seconds, as the ranks of these tests are told them.
+PEER_TIMEOUT = 3
+STALL_TIMEOUT = 3
+# Seconds in which every survivor has to be gone.
+WHERE_SOCKETS_CLOSE = 2.0
+WHERE_SILENT = PEER_TIMEOUT + 2.0
+WHERE_STUCK = STALL_TIMEOUT + 3.0
+# Longer than any of these tests.
+TRAINING = (*LONGER, 500, "--peer_timeout", PEER_TIMEOUT)
+
+
+class Three:
+    """Three ranks, one of them with faults."""
+
+    def __init__(self, ranks: Sequence[RankProcess], victim: int, hosts: Sequence[str] = (HOST,) * 3) -> None:
+        self.ranks, self.victim, self.hosts = ranks, victim, hosts
+
+    @property
+    def process(self) -> RankProcess:
+        return self.ranks[self.victim]
+
+    @property
+    def survivors(self) -> dict[int, RankProcess]:
+        return {number: rank for number, rank in enumerate(self.ranks) if number != self.victim}
+
+    @property
+    def name(self) -> str:
+        """The victim, as errors name it."""
+        return f"rank {self.victim} ({self.hosts[self.victim]}, pid {self.process.process.pid})"
+
+    @property
+    def lost(self) -> str:
+        """The identifier where it goes without a word."""
+        return "peer-lost" if self.victim else "master-lost"
+
+
+def start_three(
+    start: Start,
+    rank_command: Callable[..., list[object]],
+    victim: int,
+    *faults: str,
+    options: Sequence[object] = (),
+    memory: MemoryGroup | None = None,
+) -> Three:
+    """Every rank says which phase it is in; the victim has these faults too, and its memory is limited."""
+    commands = [rank_command(rank, 3, *TRAINING, *options) for rank in range(3)]
+    commands = [faulty(command, *(faults if rank == victim else ())) for rank, command in enumerate(commands)]
+    if memory is not None:
+        commands[victim] = memory.command(commands[victim])
+    return Three([start(*command) for command in commands], victim)
+
+
+def until_trained(three: Three, step: int = 100) -> None:
+    """Until rank 0 has said that a step is done."""
+    three.ranks[0].wait_for(f"[rank 0] step {step}/")
+
+
+def ended(ranks: Mapping[int, RankProcess], timeout: float) -> dict[int, float]:
+    """When each rank was seen to have ended; one that has not by then is left out."""
+    moments: dict[int, float] = {}
+    deadline = time.monotonic() + timeout
+    while len(moments) < len(ranks) and time.monotonic() < deadline:
+        for number, rank in ranks.items():
+            if number not in moments and rank.process.poll() is not None:
+                moments[number] = time.monotonic()
+        time.sleep(0.01)
+    return moments
+
+
+def faults_found(
+    three: Three, since: float, within: float, run_dir: Path, *, identifier: str, what: str, why: str = ""
+) -> tuple[list[str], float]:
+    """What any survivor does wrong, and the seconds that the slowest took.
+
+    Args:
+        since: the moment of the fault.
+        within: seconds from then in which they have to be gone.
+        identifier: of the error that each has to end with.
+        what: a pattern for what follows the victim's name in the first line.
+        why: a pattern that the rest of the error has to hold.
+    """
+    moments = ended(three.survivors, since + within + 20 - time.monotonic())
+    found = []
+    first_line = f"error[{identifier}]: {three.name} "
+    for number, rank in three.survivors.items():
+        who = f"rank {number}"
+        if number not in moments:
+            found.append(f"{who} still runs after {within + 20} s")
+            continue
+        if moments[number] - since > within:
+            found.append(f"{who} took {moments[number] - since:.1f} s, not {within:g} s")
+        if rank.process.returncode != 14:
+            found.append(f"{who} left with {rank.process.returncode}, not 14")
+        error = last_lines(rank.err)
+        if error is None or not re.match(re.escape(first_line) + what, error):
+            found.append(f"{who} did not end with {first_line}{what} but with\n{rank.err[-3000:]}")
+        elif not re.search(why, error, re.DOTALL):
+            found.append(f"{who} did not say {why} but\n{error}")
+        found += _wrong_in_file(run_dir / f"failure-rank{number}.json", error)
+    return found, max(moments.values(), default=since) - since
+
+
+def last_lines(text: str) -> str | None:
+    """The error, if it is the very last thing that was said."""
+    match = re.search(
+        r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z", text, re.MULTILINE
+    )
+    return match[0] if match else None
+
+
+def _wrong_in_file(file: Path, error: str | None) -> list[str]:
+    if not file.exists():
+        return [f"there is no {file.name}"]
+    written = json.loads(file.read_text())
+    first = f"error[{written['identifier']}]: {written['what']}\n"
+    if error is None or not error.startswith(first) or written["exit_code"] != 14:
+        return [f"{file.name} does not say what the screen does: {written}"]
+    return []
+
+
+def left_behind(ranks: Sequence[RankProcess], port: int) -> list[str]:
+    """Processes of a session that one of the ranks began, and whether rank 0's port is still taken."""
+    sessions = {rank.process.pid for rank in ranks}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"pid {process.pid} still runs: {process.cmdline()}")
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended may linger
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+        except OSError as error:
+            found.append(f"port {port}: {error}")
+    return found
