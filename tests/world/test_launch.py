@@ -92,7 +92,8 @@ def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) ->
     assert len(ranks) == 3
     ranks[1].kill()
     assert launcher.wait(20) == 128 + signal.SIGKILL
-    assert "rank 1 failed first, with exit code 137" in launcher.err
+    assert "rank 1 failed first, with exit code 137: rank 1 was killed by SIGKILL\n" in launcher.err
+    assert f"from the last checkpoint: {shlex.join([*launcher.arguments, '--resume', 'auto'])}\n" in launcher.err
     assert gone(ranks, 1)
 
 
