@@ -181,15 +181,22 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--nproc", type=click.IntRange(min=1), required=True, help="How many ranks to start on this machine.")
 @click.option("--run_dir", help="Where logs and results go (default: runs/<start time>-<run_id>).")
+@click.option(
+    "--max_restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="How often to start all ranks again, from the newest checkpoint, after one was killed or its training "
+    "failed (default: 0).",
+)
 @click.argument("train_options", nargs=-1, type=click.UNPROCESSED)
-def launch(nproc: int, run_dir: str | None, train_options: tuple[str, ...]) -> None:
+def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tuple[str, ...]) -> None:
     """Start NPROC ranks on this machine, each with the TRAIN_OPTIONS after --, and end them together.
 
-    The exit code is that of the rank that failed first.
+    The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
     from ddp_manual.launching.local import launch_ranks
 
-    status = launch_ranks(nproc, train_options, run_dir)
+    status = launch_ranks(nproc, train_options, run_dir, max_restarts)
     if status:
         raise click.exceptions.Exit(status)
 

@@ -330,7 +330,10 @@ class TrainConfig(Options):
 
 
 def command_to_go_on(spec: WorldSpec, config: TrainConfig, rank: int, run_dir: str) -> str:
-    """What to type as a rank of a run that was stopped, to go on with it."""
+    """What to type as a rank of a run that was stopped, to go on with it; where ``launch`` has started it, once."""
+    launched = environment.launch_command()
+    if launched is not None:
+        return launched
     config = dataclasses.replace(config, resume="auto", sources={**config.sources, "resume": "flag"})
     command = command_template(spec, config).replace("{rank}", str(rank))
     return f"{command.replace('{master_port}', str(spec.master_port))} --run_dir {shlex.quote(run_dir)}"

@@ -42,9 +42,11 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",
+    "DDP_MANUAL_LAUNCH_COMMAND",
 )
 
 
+COMMAND_VARIABLE = "DDP_MANUAL_LAUNCH_COMMAND"
 TOKEN_VARIABLE = "DDP_MANUAL_TOKEN"
 LONGEST_TOKEN = 4096
 
@@ -111,6 +113,29 @@ def restart_count() -> int:
     """How often torchrun has restarted this group: an old roll call must not meet a new one in the agent's store."""
     text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(text) if text.isdigit() else 0
+
+
+def agent_identity() -> str | None:
+    """Tells the torchrun that has started this rank, perhaps not for the first time, from every other; None without.
+
+    Its own TORCHELASTIC_RUN_ID is "none" unless the user names one, and then it may come again another day.
+    """
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return None
+    agent = os.getppid()
+    try:
+        with open(f"/proc/{agent}/stat", encoding="ascii", errors="replace") as file:
+            started = file.read().rpartition(")")[2].split()[19]  # in ticks since the machine was started: proc(5)
+    except FileNotFoundError:  # no Linux
+        import psutil
+
+        started = str(psutil.Process(agent).create_time())
+    return f"{host_id()}/{agent}/{started}"
+
+
+def launch_command() -> str | None:
+    """What to type to go on with the run if ``launch`` has started this rank; None: it was started in another way."""
+    return os.environ.get(COMMAND_VARIABLE)
 
 
 def launcher_hosts(world_size: int) -> str | None:
@@ -245,13 +270,21 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def for_child(threads_shared_by: int, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a rank that ``launch`` starts: ours without another launcher's variables."""
+def for_child(
+    threads_shared_by: int, command: str | None = None, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment of a rank that ``launch`` starts: ours without another launcher's variables.
+
+    Args:
+        command: goes on with the run if that is ended; see ``launch_command``.
+    """
     env = {
         name: value
         for name, value in (os.environ if inherited is None else inherited).items()
         if name not in LAUNCHER_VARIABLES
     }
+    if command is not None:
+        env[COMMAND_VARIABLE] = command
     env.setdefault("PYTHONUNBUFFERED", "1")
     # Each rank would set its own share once it knows its neighbours; torch's pools are sized before that.
     env.setdefault("OMP_NUM_THREADS", str(cpu_threads(threads_shared_by)))

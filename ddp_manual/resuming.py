@@ -6,6 +6,7 @@ raises; the others learn it as its last words.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import checkpoints
+from ddp_manual import checkpoints, environment, rundir
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.options import option_fields
@@ -31,6 +32,14 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 # With another value of these it is another network, or it has not seen the samples that the checkpoint counts as seen.
 MUST_MATCH = ("model", "dataset", "samples", "seed", "sync_bn")
+
+
+def in_the_agents_run_dir(config: TrainConfig) -> TrainConfig:
+    """Under torchrun ``--resume auto`` needs no ``--run_dir``: all that one torchrun starts has the same."""
+    agent = environment.agent_identity()
+    if config.resume != AUTO or config.run_dir is not None or agent is None:
+        return config
+    return dataclasses.replace(config, run_dir=rundir.run_dir_of_agent(agent))
 
 
 def check_run_dir(config: TrainConfig) -> None:

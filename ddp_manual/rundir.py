@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -32,6 +33,11 @@ def new_run_id() -> str:
 def default_run_dir(run_id: str) -> str:
     """``runs/<start time>-<run_id>``, in local time."""
     return os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{run_id}")
+
+
+def run_dir_of_agent(agent: str) -> str:
+    """``runs/torchrun-<digest>``: the same for every rank that one torchrun starts, also after a failure."""
+    return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,12 @@ class RunPaths:
 
     def failure(self, rank: int) -> Path:
         return self.run_dir / f"failure-rank{rank}.json"
+
+    def set_failure_aside(self, rank: int, restart: int) -> None:
+        """Keep why a rank left before restart number ``restart`` + 1, if it has left a word, under another name."""
+        failure = self.failure(rank)
+        if failure.exists():
+            os.replace(failure, failure.with_name(f"{failure.stem}.restart{restart}.json"))
 
     def create(self, *, resuming: bool = False) -> RunPaths:
         """Make the folder.

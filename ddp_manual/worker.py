@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, outcome, resuming, rundir, signals
+from ddp_manual import console, environment, outcome, resuming, rundir, signals
 from ddp_manual.config import TrainConfig, WorldSpec, command_template, command_to_go_on
 from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.rundir import RunPaths
@@ -39,6 +39,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         DdpManualError: what stops the run. Else what the model or the data raise.
     """
     console.log_to_stderr(spec.rank)
+    config = resuming.in_the_agents_run_dir(config)
     config.batch_size_per_rank(spec.world_size)
     if spec.rank == 0:
         resuming.check_run_dir(config)
@@ -55,6 +56,8 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         ) as world:
             assert world.run_dir is not None
             paths = RunPaths(world.run_dir)
+            if restart := environment.restart_count():
+                paths.set_failure_aside(world.rank, restart - 1)
             with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
                 train, test = _load(world, spec, config)
                 ended = _train(world, spec, paths, config, train, test)

@@ -66,9 +66,10 @@ class RankProcess:
     ) -> None:
         self.arguments = arguments
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        self.started = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = forking.start(arguments, env=env, cwd=cwd, out=out, err=err, place=place, fresh=fresh)
+        # Now, and not before: the first fork of a test process waits until the server has torch.
+        self.started = time.monotonic()
 
     @property
     def out(self) -> str:

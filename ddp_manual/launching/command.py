@@ -1,12 +1,15 @@
-"""The command line of one rank, as ``launch`` types it."""
+"""The command lines: of one rank, as ``launch`` types it, and of the ``launch`` that goes on with a run."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
+from ddp_manual import checkpoints, environment
 from ddp_manual.config import PER_RANK_OPTIONS
 from ddp_manual.errors import BadOption
+from ddp_manual.rundir import RunPaths
 
 
 def rank_command(
@@ -35,3 +38,40 @@ def check_train_options(train_options: Sequence[str]) -> None:
                 why=f"launch gives each rank its own --{name}",
                 next="put --run_dir before the --" if name == "run_dir" else f"leave --{name} out",
             )
+
+
+def resumes(train_options: Sequence[str]) -> bool:
+    """Whether the ranks are to go on from a checkpoint."""
+    return any(_is_resume(option) for option in train_options)
+
+
+def from_the_newest(train_options: Sequence[str]) -> list[str]:
+    """The options with which ranks go on from the newest checkpoint of their own run."""
+    kept: list[str] = []
+    options = iter(train_options)
+    for option in options:
+        if not _is_resume(option):
+            kept.append(option)
+        elif "=" not in option:
+            next(options, None)
+    return [*kept, "--resume", "auto"]
+
+
+def options_to_go_on(train_options: Sequence[str], paths: RunPaths) -> list[str]:
+    """The same, unless the run has no checkpoint yet and was to begin with that of another (``--resume FILE``)."""
+    if resumes(train_options) and not checkpoints.find(paths.checkpoints):
+        return list(train_options)
+    return from_the_newest(train_options)
+
+
+def launch_command(nproc: int, max_restarts: int, run_dir: str, train_options: Sequence[str]) -> str:
+    """What to type for another ``launch`` in place of this one."""
+    program, _ = environment.typed_command()
+    restarts = ["--max_restarts", str(max_restarts)] if max_restarts else []
+    return shlex.join(
+        [*program, "launch", "--nproc", str(nproc), *restarts, "--run_dir", run_dir, "--", *train_options]
+    )
+
+
+def _is_resume(option: str) -> bool:
+    return option.split("=")[0] == "--resume"

@@ -1,7 +1,9 @@
 """The small orchestrator: N ranks on this machine, one terminal.
 
 Each rank is a child in a session of its own. Its lines come out with its rank in front and go to a log file; when one
-rank fails the others get a moment to say why they leave, then SIGTERM, then SIGKILL. No torch is imported here.
+rank fails the others get a moment to say why they leave, then SIGTERM, then SIGKILL; then, if there may be another
+attempt, all go on from the newest checkpoint. Ctrl-C and SIGTERM are passed on, and the ranks stop in order. No torch
+is imported here.
 """
 
 from __future__ import annotations
@@ -20,14 +22,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
-from ddp_manual import console, environment
-from ddp_manual.errors import PeerGone, StopSignal
-from ddp_manual.launching.command import check_train_options, rank_command
+from ddp_manual import checkpoints, console, environment
+from ddp_manual.errors import Stopped, StopSignal
+from ddp_manual.launching.command import (
+    check_train_options,
+    from_the_newest,
+    launch_command,
+    options_to_go_on,
+    rank_command,
+    resumes,
+)
+from ddp_manual.launching.failure import Failure, root_cause
 from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
 
 # Seconds. Ranks that lose a peer leave by themselves within 2 s, saying which; then they are made to.
 LEAVE_BY_THEMSELVES = 3.0
 TERM_GRACE = 3.0
+# Ranks that are asked to stop agree on a step, save a checkpoint and leave in order.
+STOP_IN_ORDER = 60.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
@@ -56,30 +68,99 @@ class Rank:
             os.killpg(self.process.pid, number)
 
 
-def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None) -> int:
+def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None, max_restarts: int = 0) -> int:
     """Start ``nproc`` ranks and wait for them; returns the exit code of the one that failed first, else 0.
 
+    Args:
+        max_restarts: how often to start them all again, from the newest checkpoint, after a failure that this may mend.
+
     Raises:
-        BadOption: an option that launch itself decides, or a run_dir that cannot be used. StopSignal: after all ranks
-            have ended.
+        BadOption: an option that launch itself decides, or a run_dir that cannot be used. Stopped: by a signal, after
+            all ranks have ended.
     """
     check_train_options(train_options)
     run_id = new_run_id()
-    paths = RunPaths(Path(run_dir or default_run_dir(run_id))).create()
-    ranks: list[Rank] = []
+    paths = RunPaths(Path(run_dir or default_run_dir(run_id))).create(resuming=resumes(train_options))
+    launch = Launch(nproc=nproc, run_id=run_id, paths=paths, max_restarts=max_restarts)
+    options = list(train_options)
     with _reserved_port() as port:
         try:
+            restarts = 0
+            while (failure := launch.run(port, options)) and failure.may_be_mended and restarts < max_restarts:
+                _say(f"restart {restarts + 1} of {max_restarts} after {failure.told(paths)}")
+                for rank in range(nproc):
+                    paths.set_failure_aside(rank, restarts)
+                options = options_to_go_on(options, paths)
+                restarts += 1
+        except StopSignal as stop:
+            raise Stopped(
+                stop.number,
+                why="the signal came to launch, which has passed it on; all ranks have ended",
+                next=f"to go on from the newest checkpoint:\n{launch.command_to_go_on(options)}"
+                if checkpoints.find(paths.checkpoints)
+                else None,
+            ) from None
+    if failure is None:
+        return 0
+    _say(f"rank {failure.rank} failed first, with exit code {failure.exit_code}: {failure.told(paths)}")
+    if checkpoints.find(paths.checkpoints):
+        _say(f"to go on from the newest checkpoint:\n  {launch.command_to_go_on(options)}")
+    return failure.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What all attempts at a run have in common."""
+
+    nproc: int
+    run_id: str
+    paths: RunPaths
+    max_restarts: int
+
+    def run(self, port: int, train_options: Sequence[str]) -> Failure | None:
+        """From the start of the first rank to the end of the last; returns what has ended it, if not its end.
+
+        Raises:
+            StopSignal: after all ranks have ended.
+        """
+        ranks: list[Rank] = []
+        try:
             with _signals_deferred():
-                for number in range(nproc):
-                    ranks.append(_start(number, nproc, port, run_id, paths, train_options))
-            for rank in ranks:
-                rank.copy_output()
+                for number in range(self.nproc):
+                    ranks.append(self._start(number, port, train_options))
+                for rank in ranks:
+                    rank.copy_output()
             return _wait(ranks)
         except StopSignal as stop:
-            _end(ranks, signal.Signals(stop.number))
+            _stop_in_order(ranks, stop.number)
             raise
         finally:
-            _end(ranks, signal.SIGTERM)
+            with _signals_deferred():
+                _end(ranks)
+
+    def command_to_go_on(self, train_options: Sequence[str]) -> str:
+        return launch_command(self.nproc, self.max_restarts, str(self.paths.run_dir), from_the_newest(train_options))
+
+    def _start(self, number: int, port: int, train_options: Sequence[str]) -> Rank:
+        process = subprocess.Popen(
+            rank_command(number, self.nproc, port, self.run_id, str(self.paths.run_dir), train_options),
+            env=environment.for_child(self.nproc, self.command_to_go_on(train_options)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        log = self.paths.log(number).open("ab")
+        if log.tell():
+            log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+        return Rank(number, process, log)
+
+
+def _say(line: str) -> None:
+    """On stderr, unless its reader has gone: the ranks go on all the same."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -111,19 +192,6 @@ def _signals_deferred() -> Iterator[None]:
         raise StopSignal(arrived[0])
 
 
-def _start(number: int, nproc: int, port: int, run_id: str, paths: RunPaths, train_options: Sequence[str]) -> Rank:
-    process = subprocess.Popen(
-        rank_command(number, nproc, port, run_id, str(paths.run_dir), train_options),
-        env=environment.for_child(nproc),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=_die_with_parent,
-    )
-    return Rank(number, process, paths.log(number).open("wb"))
-
-
 def _die_with_parent() -> None:
     """Linux: have the kernel end this rank when the orchestrator is killed and cannot. Runs in the forked child."""
     if sys.platform == "linux":
@@ -146,9 +214,9 @@ def _copy_lines(rank: Rank, source: IO[bytes], sink: TextIO) -> None:
             sink.flush()
 
 
-def _wait(ranks: Sequence[Rank]) -> int:
-    """Until all have ended, or one has failed and the others have had time to leave."""
-    failed: list[tuple[int, int]] = []
+def _wait(ranks: Sequence[Rank]) -> Failure | None:
+    """Until all have ended, or one has failed and the others have had time to leave; the failure that began it."""
+    failed: list[Failure] = []
     deadline = float("inf")
     running = list(ranks)
     while running and time.monotonic() < deadline:
@@ -158,24 +226,29 @@ def _wait(ranks: Sequence[Rank]) -> int:
                 continue
             running.remove(rank)
             if status != 0:
-                failed.append((rank.number, status if status > 0 else 128 - status))
-                deadline = min(deadline, time.monotonic() + LEAVE_BY_THEMSELVES)
+                failed.append(Failure(rank=rank.number, pid=rank.process.pid, status=status))
+                grace = STOP_IN_ORDER if failed[0].asked_to_stop else LEAVE_BY_THEMSELVES
+                deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.02)
-    if not failed:
-        return 0
-    # A rank that lost a peer may be reaped before the one that was lost; that one is the cause.
-    causes = [entry for entry in failed if entry[1] != PeerGone.exit_code] or failed
-    number, status = causes[0]
-    print(f"rank {number} failed first, with exit code {status}", file=sys.stderr, flush=True)
-    return status
+    return root_cause(failed) if failed else None
 
 
-def _end(ranks: Sequence[Rank], number: signal.Signals) -> None:
-    """Leave no process: the signal, then KILL; then let the copiers finish. A second Ctrl-C does not cut this short."""
-    for impatient in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(impatient, signal.SIG_IGN)
+def _stop_in_order(ranks: Sequence[Rank], number: int) -> None:
+    """Pass a signal on, once, and let the ranks end by themselves; a second signal comes out of here as it came in."""
+    running = [rank for rank in ranks if rank.process.poll() is None]
+    if running:
+        _say("stopping; once more ends it at once")
+    for rank in running:
+        rank.process.send_signal(number)
+    deadline = time.monotonic() + STOP_IN_ORDER
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _end(ranks: Sequence[Rank]) -> None:
+    """Leave no process: SIGTERM, then SIGKILL; then let the copiers finish."""
     for rank in ranks:
-        rank.signal(number)
+        rank.signal(signal.SIGTERM)
     deadline = time.monotonic() + TERM_GRACE
     for rank in ranks:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_manual import environment
 from ddp_manual.errors import RankMissing
 from ddp_manual.rendezvous.judging import Limits
 
@@ -134,6 +135,9 @@ class Hello:
         """What to do when the run has ended, as the end of a sentence."""
         if self.run_dir is None or self.script:
             return "start all ranks again"
+        launched = environment.launch_command()
+        if launched is not None:
+            return f"start all ranks again, from the last checkpoint: {launched}"
         return f"start all ranks again; with --run_dir {self.run_dir} --resume auto they go on from the last checkpoint"
 
     def command_for(self, rank: int) -> str:

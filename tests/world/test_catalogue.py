@@ -310,18 +310,18 @@ def test_rank_0_is_told_when_it_may_not_open_enough_files_for_all_ranks(
     seconds = left(rank_0, 2) - rank_0.started
     error = last_error(rank_0.err)
     assert error.startswith(
-        f"error[bad-option]: rank 0 on {HOST} may open 200 files, and a run of 50 ranks needs 250\n"
-        "  why:  each rank keeps 3 connections to rank 0; the hard limit is 200\n"
+        f"error[bad-option]: rank 0 on {HOST} may open 200 files, and a run of 50 ranks needs 300\n"
+        "  why:  each rank keeps 4 connections to rank 0; the hard limit is 200\n"
     )
-    assert "ulimit -n 250" in error
+    assert "ulimit -n 300" in error
     named = "host, limit, what is needed"
     record("too few files may be open", "bad-option", named, seconds=seconds, within=15, codes=[2], row=26)
 
 
 def test_a_rank_raises_its_own_limit_of_open_files(start: Start, rank_command: Callable[..., list[object]]) -> None:
-    rank_0 = start("prlimit", "--nofile=256:2048", *rank_command(0, 500))
+    rank_0 = start("prlimit", "--nofile=256:2300", *rank_command(0, 500))
     rank_0.wait_for("waiting for ranks 1-499")
-    assert resource.prlimit(rank_0.process.pid, resource.RLIMIT_NOFILE) == (2048, 2048)
+    assert resource.prlimit(rank_0.process.pid, resource.RLIMIT_NOFILE) == (2300, 2300)
 
 
 def test_rank_0_is_told_at_once_of_variables_that_another_launcher_has_left(start: Start, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -12,16 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import LONGER, SHORT, RankProcess, Start
+from tests.conftest import LONGER, REPOSITORY, SHORT, RankProcess, Start
 
 
 @pytest.fixture
 def launch(start: Start, small_data: Path, tmp_path: Path) -> Start:
     """Launch ranks on synthetic digits into ``tmp_path / "run"``."""
 
-    def launch(nproc: int, *options: object, **env: str) -> RankProcess:
-        command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", nproc, "--run_dir", tmp_path / "run", "--"]
-        return start(*command, *SHORT, "--data_dir", small_data, *options, **env)
+    def launch(nproc: int, *options: object, max_restarts: int = 0, **env: str) -> RankProcess:
+        restarts = ["--max_restarts", max_restarts] if max_restarts else []
+        command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", nproc, *restarts]
+        return start(*command, "--run_dir", tmp_path / "run", "--", *SHORT, "--data_dir", small_data, *options, **env)
 
     return launch
 
@@ -30,6 +32,34 @@ def ranks_of(launcher: RankProcess) -> list[psutil.Process]:
     return [
         child for child in psutil.Process(launcher.process.pid).children(recursive=True) if "train" in child.cmdline()
     ]
+
+
+def fails_once(folder: Path) -> dict[str, str]:
+    """The environment of ranks of which rank 1 raises in its 20th step, the first time it is started."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        f"raised = Path({str(folder / 'raised')!r})\n"
+        "if not raised.exists() and ('--rank=1' in sys.orig_argv or os.environ.get('RANK') == '1'):\n"
+        "    from ddp_manual.training.engine import Trainer\n"
+        "    steps, train_step = [], Trainer._train_step\n"
+        "    def failing(*arguments):\n"
+        "        steps.append(arguments)\n"
+        "        if len(steps) == 20:\n"
+        "            raised.touch()\n"
+        "            raise ValueError('only once')\n"
+        "        return train_step(*arguments)\n"
+        "    Trainer._train_step = failing\n"
+    )
+    return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}
+
+
+@pytest.fixture
+def undisturbed(start_rank: Start, tmp_path: Path) -> bytes:
+    """The parameters of two ranks that train to the end."""
+    ranks = [start_rank(rank, 2, "--run_dir", tmp_path / "undisturbed") for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    return (tmp_path / "undisturbed" / "model.pt").read_bytes()
 
 
 def gone(processes: list[psutil.Process], timeout: float) -> bool:
@@ -62,33 +92,50 @@ def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) ->
     assert len(ranks) == 3
     ranks[1].kill()
     assert launcher.wait(20) == 128 + signal.SIGKILL
-    assert "rank 1 failed first, with exit code 137" in launcher.err
+    assert "rank 1 failed first, with exit code 137: rank 1 was killed by SIGKILL\n" in launcher.err
+    assert f"from the last checkpoint: {shlex.join([*launcher.arguments, '--resume', 'auto'])}\n" in launcher.err
     assert gone(ranks, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["starting", "training"])
-def test_ctrl_c_ends_every_rank_within_5_seconds(launch: Start, number: int, moment: str) -> None:
-    launcher = launch(2, *LONGER, 200)
-    if moment == "training":
-        launcher.wait_for("[rank 1] step 100/")
-    else:
-        while len(ranks_of(launcher)) < 2:
-            time.sleep(0.01)
+def test_ctrl_c_ends_every_rank_that_is_just_being_started_within_5_seconds(launch: Start, number: int) -> None:
+    launcher = launch(2, *LONGER, 200, max_restarts=3)
+    while len(ranks_of(launcher)) < 2:
+        time.sleep(0.01)
     ranks = ranks_of(launcher)
     launcher.process.send_signal(number)
     assert launcher.wait(5) == 128 + number
     assert gone(ranks, 0.5)
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_a_rank_that_does_not_end_at_ctrl_c_is_killed(launch: Start, presses: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_training_of_every_rank_with_a_checkpoint_and_the_command_to_go_on(
+    launch: Start, tmp_path: Path, number: int
+) -> None:
+    launcher = launch(2, *LONGER, 200, max_restarts=3)
+    launcher.wait_for("[rank 1] step 100/")
+    ranks = ranks_of(launcher)
+    launcher.process.send_signal(number)
+    assert launcher.wait(5) == 128 + number
+    assert gone(ranks, 0.5)
+    assert launcher.err.count("stopping; once more ends it at once") == 1
+    assert "restart 1 of 3" not in launcher.err
+    assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
+    command_to_go_on = shlex.join([*launcher.arguments, "--resume", "auto"])
+    assert command_to_go_on in launcher.err[launcher.err.rindex("error[stopped]") :]
+    for rank in (0, 1):
+        failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
+        assert failure["exit_code"] == 128 + number
+        assert command_to_go_on in failure["next"]
+
+
+def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(launch: Start) -> None:
     launcher = launch(2, *LONGER, 200)
     launcher.wait_for("[rank 1] step 100/")
     ranks = ranks_of(launcher)
     for rank in ranks:
         rank.suspend()
-    for _ in range(presses):
+    for _ in range(2):
         launcher.process.send_signal(signal.SIGINT)
         time.sleep(0.5)  # the moment between two presses
     assert launcher.wait(6) == 130
@@ -121,3 +168,45 @@ def test_two_launches_at_once_do_not_meet(launch: Start, start: Start, small_dat
     assert [process.wait() for process in (launch(2), start(*other))] == [0, 0]
     ids = {json.loads((tmp_path / name / "summary.json").read_text())["run_id"] for name in ("run", "other")}
     assert len(ids) == 2
+
+
+def test_a_run_whose_rank_raises_is_started_again_and_ends_with_the_same_parameters(
+    launch: Start, tmp_path: Path, undisturbed: bytes
+) -> None:
+    launcher = launch(2, "--checkpoint_steps", 8, max_restarts=1, **fails_once(tmp_path))
+    assert launcher.wait() == 0
+    summary = f"error[training-failed]: rank 1 on {os.uname().nodename}: ValueError: only once"
+    assert f"\nrestart 1 of 1 after {summary}\n" in launcher.err
+    run = tmp_path / "run"
+    assert (run / "model.pt").read_bytes() == undisturbed
+    assert sorted(path.name for path in run.glob("failure-*")) == [
+        f"failure-rank{rank}.restart0.json" for rank in (0, 1)
+    ]
+    before, after = (run / "log-rank1.txt").read_text().split("--- started again at ")
+    assert "ValueError: only once" in before
+    assert "going on after step 16, " in after
+
+
+def test_a_rank_that_is_killed_is_started_again_as_often_as_was_said(launch: Start) -> None:
+    launcher = launch(1, *LONGER, 200, "--checkpoint_steps", 50, max_restarts=1)
+    launcher.wait_for("[rank 0] step 100/")
+    ranks_of(launcher)[0].kill()
+    launcher.wait_for("restart 1 of 1 after rank 0 was killed by SIGKILL\n")
+    launcher.wait_for("[rank 0] going on after step ")
+    ranks_of(launcher)[0].kill()
+    assert launcher.wait(20) == 137
+    last = launcher.err[launcher.err.index("rank 0 failed first, with exit code 137: rank 0 was killed by SIGKILL\n") :]
+    assert shlex.join([*launcher.arguments, "--resume", "auto"]) in last
+
+
+def test_torchrun_starts_a_run_again_which_goes_on_in_the_folder_of_that_torchrun(
+    start: Start, small_data: Path, tmp_path: Path, undisturbed: bytes
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    program = [REPOSITORY / "run_multi_gpu_train.py", *SHORT, "--data_dir", small_data, "--resume", "auto"]
+    run = start(*torchrun, "--max-restarts", 1, *program, "--checkpoint_steps", 8, cwd=tmp_path, **fails_once(tmp_path))
+    assert run.wait() == 0, run.err
+    assert "going on after step 16, " in run.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "model.pt").read_bytes() == undisturbed
+    assert sorted(path.name for path in folder.glob("failure-*"))[-1:] == ["failure-rank1.restart0.json"]
