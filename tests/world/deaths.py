@@ -107,7 +107,7 @@ def faults_found(
     for number, rank in three.survivors.items():
         who = f"rank {number}"
         if number not in moments:
-            found.append(f"{who} still runs after {within + 20} s")
+            found.append(f"{who} still runs after {within + 20:g} s; it said\n{rank.err[-2000:]}")
             continue
         if moments[number] - since > within:
             found.append(f"{who} took {moments[number] - since:.1f} s, not {within:g} s")
