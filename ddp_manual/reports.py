@@ -75,14 +75,13 @@ def checkpoints_text(found: Sequence[Mapping[str, Any]]) -> str:
     """The checkpoints of a run, one a line."""
     rows = [["step", "epochs", "test accuracy", "size", "written", "verdict", "file"]]
     for one in found:
-        known = one["written"] is not None
         rows.append(
             [
                 str(one["step"]),
-                f"{one['epochs']:.2f}" if known else "-",
+                "-" if one["epochs"] is None else f"{one['epochs']:.2f}",
                 "-" if one["test_accuracy"] is None else f"{100 * one['test_accuracy']:.2f}%",
-                _size(one["bytes"]) if known else "-",
-                datetime.fromtimestamp(one["written"]).strftime("%Y-%m-%d %H:%M:%S") if known else "-",
+                "-" if one["bytes"] is None else _size(one["bytes"]),
+                "-" if one["written"] is None else datetime.fromtimestamp(one["written"]).strftime("%Y-%m-%d %H:%M:%S"),
                 ", ".join([one["verdict"] if one["verdict"] == "ok" else "corrupt", *one["marks"]]),
                 one["path"],
             ]

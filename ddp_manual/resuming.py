@@ -101,7 +101,7 @@ def go_on(
     """
     from ddp_manual.training import checkpoint
 
-    found = _find(config, paths) if trainer.rank == 0 else None
+    found = find(config, paths) if trainer.rank == 0 else None
     path = found[0].path if found else Path("rank 0's checkpoint")
     if found:
         _compare(path, _unpacked(path, found[1]), config, trainer)
@@ -123,7 +123,13 @@ def go_on(
     return position, saved.history
 
 
-def _find(config: TrainConfig, paths: RunPaths) -> tuple[checkpoints.Checkpoint, bytes] | None:
+def find(config: TrainConfig, paths: RunPaths) -> tuple[checkpoints.Checkpoint, bytes] | None:
+    """The checkpoint that ``--resume`` means, and its content; None: the run starts from the beginning.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt: there is none, or it is damaged.
+        BadOption: starting from the beginning would overwrite another run, or one that is complete.
+    """
     if config.resume is None:
         return None
     if config.resume != AUTO:

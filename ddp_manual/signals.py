@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from ddp_manual.errors import signal_name
 
@@ -43,6 +44,23 @@ class Wishes:
         if asked:
             self._save.clear()
         return asked
+
+
+@contextmanager
+def without_saving() -> Iterator[None]:
+    """While the body runs, but for where signals are ``noted``, SIGUSR1 does nothing, instead of ending the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def decline(number: int, frame: FrameType | None) -> None:
+        logger.info("SIGUSR1: nothing to save, since this rank is not training")
+
+    before = signal.signal(SAVE, decline)
+    try:
+        yield
+    finally:
+        signal.signal(SAVE, before)
 
 
 @contextmanager

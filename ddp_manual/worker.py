@@ -48,12 +48,15 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     from ddp_manual.rendezvous.lastwords import as_ours, write_failure
 
     try:
-        with rendezvous(
-            spec,
-            options={**config.shared_options(), "command": ("train", "command")},
-            run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
-            command=command_template(spec, config),
-        ) as world:
+        with (
+            signals.without_saving(),
+            rendezvous(
+                spec,
+                options={**config.shared_options(), "command": ("train", "command")},
+                run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
+                command=command_template(spec, config),
+            ) as world,
+        ):
             assert world.run_dir is not None
             paths = RunPaths(world.run_dir)
             if restart := environment.restart_count():
@@ -108,7 +111,7 @@ def _train(
     tracker = RunFiles(paths, keep=config.keep) if world.rank == 0 else Tracker()
     position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
     if config.resume is not None:
-        tracker.resumed(position, history, complete=course.ended(position))
+        tracker.resumed(position, history, network, complete=course.ended(position))
     run = Run(
         network=network,
         trainer=trainer,
@@ -121,8 +124,9 @@ def _train(
     )
     if course.ended(position):
         logger.info("the run is complete: all its %d epochs are done", config.epochs)
-    else:
+    if not course.ended(position) or not paths.config.exists():
         tracker.started(outcome.described(world, paths, config, trainer), train)
+    if not course.ended(position):
         logger.info(
             "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
             *(config.model, len(train), config.dataset, config.epochs, course.steps_per_epoch),

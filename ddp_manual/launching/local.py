@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
-from ddp_manual import checkpoints, console, environment
+from ddp_manual import checkpoints, console, environment, signals
 from ddp_manual.errors import Stopped, StopSignal
 from ddp_manual.launching.command import (
     check_train_options,
@@ -130,7 +130,8 @@ class Launch:
                     ranks.append(self._start(number, port, train_options))
                 for rank in ranks:
                     rank.copy_output()
-            return _wait(ranks)
+            with _saving_passed_on(ranks[0]):
+                return _wait(ranks)
         except StopSignal as stop:
             _stop_in_order(ranks, stop.number)
             raise
@@ -149,7 +150,7 @@ class Launch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_in_the_child,
         )
         log = self.paths.log(number).open("ab")
         if log.tell():
@@ -192,8 +193,20 @@ def _signals_deferred() -> Iterator[None]:
         raise StopSignal(arrived[0])
 
 
-def _die_with_parent() -> None:
-    """Linux: have the kernel end this rank when the orchestrator is killed and cannot. Runs in the forked child."""
+@contextmanager
+def _saving_passed_on(rank: Rank) -> Iterator[None]:
+    """While the body runs, SIGUSR1 asks the ranks for a checkpoint; one of them tells the others."""
+    before = signal.signal(signals.SAVE, lambda number, frame: rank.process.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signals.SAVE, before)
+
+
+def _in_the_child() -> None:
+    """Before the rank's own program: SIGUSR1 must not end it while it loads torch; and on Linux the kernel ends it when
+    the orchestrator is killed and cannot."""
+    signal.signal(signals.SAVE, signal.SIG_IGN)
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

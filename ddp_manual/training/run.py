@@ -154,6 +154,9 @@ class Run:
 
     def _save(self) -> None:
         self._doing.phase = "saving"
+        # The loss of the last step may have been finite where the parameters after it are not; the same on all ranks.
+        if not all(bool(parameter.isfinite().all()) for parameter in self._network.parameters()):
+            raise diverged(self.position.step, self._trainer.schedule.peak)
         history = History(
             evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=self.train_seconds
         )

@@ -31,8 +31,8 @@ class Tracker:
     def started(self, config: Mapping[str, Any], train: Split) -> None:
         """The run is about to train with these settings on this data."""
 
-    def resumed(self, position: Position, history: History, *, complete: bool) -> None:
-        """The run goes on from ``position``, or is ``complete``."""
+    def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
+        """The run goes on from ``position``, or is ``complete``; ``model`` is as it was there."""
 
     def trained(self, metrics: Metrics) -> None:
         """Some steps are done."""
@@ -65,7 +65,7 @@ class RunFiles(Tracker):
         rundir.write_json(self._paths.config, config)
         rundir.write_bytes(self._paths.samples, image_grid(train))
 
-    def resumed(self, position: Position, history: History, *, complete: bool) -> None:
+    def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
         """The files become what they were at ``position``."""
         self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         with writing(self._paths.run_dir, "--run_dir"):
@@ -75,17 +75,22 @@ class RunFiles(Tracker):
                 self._paths.summary.unlink(missing_ok=True)
         rundir.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
         rundir.write_json(self._paths.accuracies, self._accuracies)
+        if position.epoch and not position.taken:
+            self._write_model(model)
 
     def trained(self, metrics: Metrics) -> None:
         rundir.append_json_line(self._paths.metrics, asdict(metrics))
 
     def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
+        self._write_model(model)
+        self._accuracies.append(evaluation.accuracy)
+        rundir.write_json(self._paths.accuracies, self._accuracies)
+
+    def _write_model(self, model: nn.Module) -> None:
         content = io.BytesIO()
         # Plain contiguous tensors on the CPU: what any script can load.
         torch.save({name: value.cpu().contiguous() for name, value in model.state_dict().items()}, content)
         rundir.write_bytes(self._paths.model, content.getvalue())
-        self._accuracies.append(evaluation.accuracy)
-        rundir.write_json(self._paths.accuracies, self._accuracies)
 
     def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
         saved = take()

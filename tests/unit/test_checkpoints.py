@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import queue
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_manual import checkpoints, cli, resuming, rundir
+from ddp_manual import checkpoints, cli, resuming, rundir, signals
 from ddp_manual.config import TrainConfig, WorldSpec, command_to_go_on
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, DdpManualError, DiskFull
 from ddp_manual.rundir import RunPaths
@@ -139,6 +142,30 @@ def test_a_state_of_another_network_does_not_fit() -> None:
         checkpoint.restore(Saved(**{**vars(saved), "optimizer": momentum}), network, optimizer)
 
 
+def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
+    with signals.without_saving():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None:
+    left: queue.Queue[int] = queue.Queue()
+    before = signal.getsignal(signal.SIGTERM)
+    with signals.noted(left.put) as wishes:
+        assert (wishes.stop, wishes.take_save()) == (0, False)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while not wishes.stop and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert wishes.stop == signal.SIGTERM
+        assert (wishes.take_save(), wishes.take_save()) == (True, False)
+        assert left.empty()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left.get(timeout=10) == signal.SIGINT
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
 def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
     path = checkpoints.write(tmp_path, 20, b"content", {})
@@ -249,6 +276,24 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
             resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
     for resume in ("auto", str(path), str(tmp_path)):
         resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+
+
+def test_starting_from_the_beginning_overwrites_no_other_run_and_none_that_is_complete(tmp_path: Path) -> None:
+    paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
+    assert resuming.find(config, paths) is None
+    rundir.write_json(paths.config, TrainConfig().as_dict())
+    assert resuming.find(config, paths) is None
+    rundir.write_json(paths.config, TrainConfig(seed=1, model="mlp").as_dict())
+    with pytest.raises(BadOption, match="holds another run") as caught:
+        resuming.find(config, paths)
+    assert "differs in model, seed" in caught.value.why
+    paths.config.write_text("[]")
+    with pytest.raises(BadOption, match="holds another run"):
+        resuming.find(config, paths)
+    rundir.write_json(paths.config, TrainConfig().as_dict())
+    rundir.write_json(paths.summary, {})
+    with pytest.raises(BadOption, match="holds a complete run"):
+        resuming.find(config, paths)
 
 
 def test_metrics_after_a_step_and_a_line_that_was_cut_off_go(tmp_path: Path) -> None:

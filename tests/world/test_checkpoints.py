@@ -186,6 +186,21 @@ def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(start: S
     assert train(3, port) == pytest.approx(train(1, port + 1), rel=1e-5, abs=1e-6)
 
 
+def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
+    start_world: StartWorld, tmp_path: Path
+) -> None:
+    """Of two ranks the order makes no difference; of three, DDP's buckets decide, which it lays out anew on its way."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    options = ("--epochs", 1, "--batch_size", 2000)
+    ranks = start_world(3, run, *options, "--checkpoint_steps", 4)
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    (early,) = (run / "checkpoints").glob("step-00000004-*.pt")
+    ranks = start_world(3, other, *options, first_only=("--resume", early))
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert resumed_step(ranks[2]) == 4
+    assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(run).items())
+
+
 def test_what_rank_0_cannot_go_on_from_ends_every_rank_with_what_differs(
     start_world: StartWorld, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +231,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert again[0].wait() == 0
     assert "the run is complete" in again[0].err and "test accuracy after 2 epochs" in again[0].out
     assert_same_run(run, undisturbed)
+    copy = start_world(1, tmp_path / "copy", *LONG, "--resume", run)
+    assert copy[0].wait() == 0
+    for name in ("model.pt", "accuracies.json", "config.json", "summary.json", "samples.png"):
+        assert (tmp_path / "copy" / name).exists(), name
     more = start_world(1, tmp_path / "more", *LONG, "--epochs", 3, "--resume", run)
     assert more[0].wait() == 0
     assert len(json.loads((tmp_path / "more" / "accuracies.json").read_text())) == 3

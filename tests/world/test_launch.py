@@ -210,3 +210,17 @@ def test_torchrun_starts_a_run_again_which_goes_on_in_the_folder_of_that_torchru
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "model.pt").read_bytes() == undisturbed
     assert sorted(path.name for path in folder.glob("failure-*"))[-1:] == ["failure-rank1.restart0.json"]
+
+
+def test_sigusr1_to_launch_saves_a_checkpoint_and_the_run_goes_on(launch: Start, tmp_path: Path) -> None:
+    launcher = launch(2, *LONGER, 500, "--checkpoint_every", 0)
+    launcher.wait_for("step 100/", 120)
+    launcher.process.send_signal(signal.SIGUSR1)
+    launcher.wait_for("checkpoint at the next step all ranks agree on")
+    deadline = time.monotonic() + 20
+    while not list((tmp_path / "run").glob("checkpoints/step-*.json")):
+        assert time.monotonic() < deadline, launcher.err
+        time.sleep(0.05)
+    assert launcher.process.poll() is None
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == 143

@@ -168,13 +168,14 @@ def test_a_loss_that_is_not_finite_stops_every_rank_at_that_step_and_keeps_what_
     assert not (tmp_path / "run" / "model.pt").exists()
 
 
-def test_parameters_that_blow_up_in_the_last_step_are_not_saved(start_rank: Start, tmp_path: Path) -> None:
-    """The loss of the only step is finite; the network after it is not."""
-    one_step = ["--batch_size", 60_000, "--warmup_epochs", 0, "--momentum", 0, "--clip_grad_norm", 0]
-    rank = start_rank(0, 1, *one_step, "--lr", "1e38")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_parameters_that_blow_up_in_the_last_step_are_not_saved(start_rank: Start, tmp_path: Path, steps: int) -> None:
+    """The loss of the only step until then is finite; the network after it is not."""
+    one_step = ["--batch_size", 60_000 // steps, "--warmup_epochs", 0, "--momentum", 0, "--clip_grad_norm", 0]
+    rank = start_rank(0, 1, *one_step, "--lr", "1e38", "--weight_decay", "1e5", "--checkpoint_steps", 1)
     assert rank.wait() == 1
     assert "error[training-failed]: the loss was not finite at step 1" in rank.err
-    assert not (tmp_path / "run" / "model.pt").exists()
+    assert not (tmp_path / "run" / "model.pt").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_batch_larger_than_a_ranks_share_is_refused_on_every_rank(start_rank: Start) -> None:
