@@ -78,7 +78,7 @@ def noted(leave: Callable[[int], None]) -> Iterator[Wishes]:
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    thread = threading.Thread(target=_read, args=(reading, wishes, leave), name="signals", daemon=True)
+    thread = threading.Thread(target=_read, args=(reading, wishes, leave), name="ddp_manual signals", daemon=True)
     thread.start()
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda number, frame: None) for number in (*STOP, SAVE)}

@@ -132,7 +132,7 @@ class Judge:
         if set(behind) >= set(waiting):  # as under NCCL, where the program waits in a line of its own
             usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
             behind = [rank for rank, known in active.items() if known.beat.place != usual]
-        waiting = [rank for rank in waiting if rank not in behind]
+        waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
         longest = max(now - active[rank].changed for rank in waiting or behind)
         return Stall(waiting, behind, longest)
 

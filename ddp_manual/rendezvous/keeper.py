@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from ddp_manual.rendezvous.entries import printable
 from ddp_manual.rendezvous.judging import Judge, Stall
 from ddp_manual.rendezvous.lifeline import Lifeline, LineClosed, kept_from_children
 from ddp_manual.rendezvous.progress import Beat
+from ddp_manual.rendezvous.reachability import is_gone
 from ddp_manual.rendezvous.seal import Unsealed
 from ddp_manual.rendezvous.stacks import OWN_THREADS, stacks
 from ddp_manual.rendezvous.store import RunStore
@@ -35,6 +37,8 @@ STACKS_WITHIN = 2.0
 # Connections that are no rank's (yet).
 MOST_STRANGERS = 64
 POST_EVERY = 0.5
+# A rank without a lifeline may have died before it could open one; those that live answer at their port.
+LOOK_FOR_ABSENT = 0.5
 
 
 def open_lifelines(address: str) -> socket.socket:
@@ -86,6 +90,8 @@ class Keeper(Watchdog):
         self._strangers: list[_Caller] = []
         self._lines: dict[int, _Caller] = {}
         self._parted: set[int] = set()
+        self._looking: threading.Thread | None = None
+        self._look_at = time.monotonic() + LOOK_FOR_ABSENT
         self._asking: dict[str, _Asking] = {}
         self._stalled: Stall | None = None
         self._failure: Mapping[str, Any] | None = None
@@ -110,9 +116,11 @@ class Keeper(Watchdog):
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        self.watched.welcomed()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         next_beat = 0.0
+        late = False
         try:
             while True:
                 waited_since = time.monotonic()
@@ -133,7 +141,11 @@ class Keeper(Watchdog):
                     self._board.post(self._judge.progress(now))
                 self._finish_asking(now)
                 if self._failure is None:
-                    self._end_silence(now)
+                    # After a round that took long what has come meanwhile is read first.
+                    late = not late and now - waited_since > 2 * LOOK_EVERY
+                    if not late:
+                        self._end_silence(now)
+                    self._look_for_the_absent(now)
                     if beats:
                         self._name_the_slow_and_stalled(now)
                     if leaving:
@@ -168,6 +180,8 @@ class Keeper(Watchdog):
             elif "stacks" in request:
                 key = str(request["stacks"])
                 self._gather_stacks(key, list(range(len(self._members))), partial(self._board.answer, key))
+            elif "gone" in request:
+                self._bury(request["gone"])
             else:
                 self._end_the_run(request.get("failed") or request["failure"])
                 self._told.set()
@@ -267,6 +281,34 @@ class Keeper(Watchdog):
                     self._again,
                 )
             )
+
+    def _look_for_the_absent(self, now: float) -> None:
+        """Try the ports of the ranks that have not opened a lifeline yet, in a thread, since that may take a while."""
+        if now < self._look_at or (self._looking is not None and self._looking.is_alive()):
+            return
+        absent = [member for member in self._members[1:] if not self._has_been_here(member.rank)]
+        if not absent:
+            self._look_at = float("inf")
+            return
+        self._look_at = now + LOOK_FOR_ABSENT
+
+        def look() -> None:
+            with ThreadPoolExecutor(max_workers=64) as pool:
+                answers = pool.map(lambda member: is_gone(member.address, member.probe_port), absent)
+                self._ask({"gone": [member.rank for member, gone in zip(absent, answers, strict=True) if gone]})
+
+        self._looking = threading.Thread(target=look, name=f"{OWN_THREADS}looking", daemon=True)
+        self._looking.start()
+
+    def _bury(self, ranks: list[int]) -> None:
+        """Unless they have opened their lifelines meanwhile, which is when they close their ports."""
+        for rank in ranks:
+            if not self._has_been_here(rank):
+                reason = "it had not opened its lifeline yet, and its port is closed"
+                self._end_the_run(verdicts.gone(self._members[rank], self._judge.beat(rank), reason, self._again))
+
+    def _has_been_here(self, rank: int) -> bool:
+        return rank in self._lines or rank in self._parted
 
     def _name_the_slow_and_stalled(self, now: float) -> None:
         for rank, seconds, median in self._judge.newly_slow(now):

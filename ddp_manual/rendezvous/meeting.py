@@ -91,6 +91,8 @@ class Meeting:
         """Tells this process from any other that was, or wanted to be, the same rank."""
         self.lifelines: socket.socket | None = None
         """On rank 0: where the other ranks open their lifelines."""
+        self.answerer: Answerer | None = None
+        """Shows that this process lives, until its lifeline does; whoever has met closes it."""
         self._roll_call: RollCall | None = None
         self._met_rank_0 = False
         # Seconds. All ranks together ask the store 20,000 times a second at most.
@@ -136,17 +138,19 @@ class Meeting:
             with self._steps.step("interface") as step:
                 self.own = OwnAddress(self.store.address, self._backend)
                 step.detail = f"{self.own.address} on {self.own.source}"
-            with Answerer(self.own.address) as answerer:
-                with self._steps.step("roll call") as step:
-                    answered = self._answer_roll_call(listening, program, answerer.port, waiting)
-                    step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
-                self._stay_with_the_run(listening)
-                with self._steps.step("reachability") as step:
-                    place = answered.place
-                    check_pairs(listening, self.spec.rank, place)
-                    step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts can connect to each other"
+            self.answerer = Answerer(self.own.address)
+            with self._steps.step("roll call") as step:
+                answered = self._answer_roll_call(listening, program, self.answerer.port, waiting)
+                step.detail = f"all {self.spec.world_size} ranks are here, on {answered.place.nodes} host(s)"
+            self._stay_with_the_run(listening)
+            with self._steps.step("reachability") as step:
+                place = answered.place
+                check_pairs(listening, self.spec.rank, place)
+                step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts can connect to each other"
             return answered
         except BaseException as error:
+            if self.answerer is not None:
+                self.answerer.close()
             if answered is not None:  # the others count on this rank
                 tell_by_store(self.store, self.spec, error)
             self.leave(timeout=READ_WITHIN)
@@ -160,6 +164,7 @@ class Meeting:
         try:
             self.store.count_finished()
         except StoreGone:
+            listening.count_finished()  # else it is this run's store that has gone, and connecting anew takes 10 s
             self.store = listening.clone()
 
     def _open_store(self, found: list[str], waiting: Waiting) -> None:

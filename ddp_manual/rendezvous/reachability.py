@@ -20,6 +20,8 @@ from typing import Any
 from ddp_manual.errors import MasterLost, PeerUnreachable
 from ddp_manual.rendezvous.address import at, family
 from ddp_manual.rendezvous.entries import Place
+from ddp_manual.rendezvous.lifeline import kept_from_children
+from ddp_manual.rendezvous.stacks import OWN_THREADS
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.verdicts import as_error
 from ddp_manual.rendezvous.waiting import Waiting
@@ -46,21 +48,16 @@ class Answerer:
     """
 
     def __init__(self, address: str) -> None:
-        self._listener = socket.socket(family(address), socket.SOCK_STREAM)
+        self._listener = kept_from_children(socket.socket(family(address), socket.SOCK_STREAM))
         self._listener.bind((address, 0))
         self._listener.listen(256)
         self.port = int(self._listener.getsockname()[1])
         self._greeting = greeting(self.port)
-        self._thread = threading.Thread(target=self._answer, name="answerer", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name=f"{OWN_THREADS}answerer", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Answerer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
+        """From any thread, and as often as one likes."""
         # Closing alone would leave the thread in accept.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -93,6 +90,17 @@ def answers(address: str, port: int) -> bool:
     try:
         with socket.create_connection((address, port), ALIVE_TIMEOUT):
             return True
+    except (OSError, ValueError):
+        return False
+
+
+def is_gone(address: str, port: int) -> bool:
+    """Whether nothing accepts connections there any more; False where nothing answers at all."""
+    try:
+        with socket.create_connection((address, port), ALIVE_TIMEOUT):
+            return False
+    except ConnectionRefusedError:
+        return True
     except (OSError, ValueError):
         return False
 

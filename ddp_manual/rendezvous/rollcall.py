@@ -42,6 +42,7 @@ from ddp_manual.rendezvous.entries import (
 from ddp_manual.rendezvous.reachability import who_answers
 from ddp_manual.rendezvous.roster import Roster, Seat
 from ddp_manual.rendezvous.seal import Seal, Unsealed, claimed
+from ddp_manual.rendezvous.stacks import OWN_THREADS
 from ddp_manual.rendezvous.store import LARGEST_REQUEST, RunStore, decode
 from ddp_manual.rendezvous.verdicts import Member
 
@@ -101,7 +102,9 @@ class RollCall:
         self._closed_by: DdpManualError | None = None
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._judge_thread = threading.Thread(target=self._judge_all, args=(store.clone(),), daemon=True)
+        self._judge_thread = threading.Thread(
+            target=self._judge_all, args=(store.clone(),), name=f"{OWN_THREADS}roll call", daemon=True
+        )
 
     def open(self) -> None:
         """Say hello and judge requests from now on.
@@ -138,7 +141,15 @@ class RollCall:
         with self._lock:
             seats = self._roster.seats
         return [
-            Member(rank=seat.entry.rank, host=seat.entry.host, pid=seat.entry.pid, nonce=seat.nonce) for seat in seats
+            Member(
+                rank=seat.entry.rank,
+                host=seat.entry.host,
+                pid=seat.entry.pid,
+                nonce=seat.nonce,
+                address=seat.entry.address,
+                probe_port=seat.entry.probe_port,
+            )
+            for seat in seats
         ]
 
     def end(self) -> dict[int, str]:

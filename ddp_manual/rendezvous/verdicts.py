@@ -25,6 +25,9 @@ class Member:
     host: str
     pid: int
     nonce: str
+    address: str
+    probe_port: int
+    """Where it answers until its lifeline is open."""
 
     @property
     def who(self) -> str:

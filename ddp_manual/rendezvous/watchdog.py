@@ -52,6 +52,7 @@ class Watched:
         backend: gloo or nccl.
         thread: the one that trains; heartbeats say where it is.
         report: told the error before the process ends.
+        welcomed: told that the lifeline is open.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Watched:
     progress: Progress
     thread: int
     report: Callable[[DdpManualError], None]
+    welcomed: Callable[[], None]
 
     def purpose(self, kind: str, challenge: str) -> str:
         return f"{self.hello.run_id} {self.hello.challenge} {kind} {challenge}"
@@ -213,7 +215,7 @@ class Follower(Watchdog):
 
     def _follow(self, line: Lifeline) -> None:
         next_beat = self._heard = time.monotonic()
-        said_hello = False
+        said_hello = late = False
         # Not select(), which refuses a file descriptor above 1,023.
         selector = selectors.DefaultSelector()
         selector.register(line.connection, selectors.EVENT_READ)
@@ -240,7 +242,13 @@ class Follower(Watchdog):
             if self._welcome and now >= next_beat:
                 next_beat = now + self._limits.beat_every
                 line.send({"beat": vars(self.watched.beat())})
-            self._judge_rank_0(line, now, stopped=now - waited_since)
+            took = now - waited_since
+            if took > self._limits.peer_timeout:  # this process was stopped, perhaps with all its host
+                self._heard = now
+            # After a round that took long what has come meanwhile is read first.
+            late = not late and took > 2 * LOOK_EVERY
+            if not late:
+                self._judge_rank_0(line, now)
 
     def _say_hello(self, line: Lifeline, challenge: str) -> None:
         watched = self.watched
@@ -252,6 +260,7 @@ class Follower(Watchdog):
             purpose = self.watched.purpose("welcome", self.watched.nonce)
             self.watched.seal.open(purpose, message["welcome"])
             self._welcome = True
+            self.watched.welcomed()
         elif not self._welcome:
             raise LineClosed("something else answers there")
         elif "verdict" in message:
@@ -261,9 +270,7 @@ class Follower(Watchdog):
         elif "over" in message:
             raise LineClosed("rank 0 has left, while this rank still worked")
 
-    def _judge_rank_0(self, line: Lifeline, now: float, stopped: float) -> None:
-        if stopped > self._limits.peer_timeout:  # this process was, perhaps with all its host
-            self._heard = now
+    def _judge_rank_0(self, line: Lifeline, now: float) -> None:
         silence = now - self._heard
         if silence > self._limits.silence:
             lost = self._rank_0_lost(

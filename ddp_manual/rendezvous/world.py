@@ -239,6 +239,7 @@ def rendezvous(
 def _watchdog(
     meeting: Meeting, hello: Hello, backend: str, progress: Progress, report: Callable[[DdpManualError], None]
 ) -> Watchdog:
+    assert meeting.answerer is not None
     watched = Watched(
         rank=meeting.spec.rank,
         nonce=meeting.nonce,
@@ -248,6 +249,7 @@ def _watchdog(
         progress=progress,
         thread=threading.get_ident(),
         report=report,
+        welcomed=meeting.answerer.close,
     )
     if meeting.lifelines is None:
         return Follower(watched)

@@ -159,11 +159,11 @@ def test_a_host_whose_clock_is_off_is_warned_about(hosts: Hosts, tmp_path: Path,
 def test_rank_0_that_may_not_open_enough_files_says_how_many_it_needs(hosts: Hosts, clock: dict[str, str]) -> None:
     (host,) = hosts(1)
     rank_0 = start_below("-n 256", host, 1000, **clock)
-    what = "error[bad-option]: rank 0 on hostA may open 256 files, and a run of 1000 ranks needs 3100\n"
+    what = "error[bad-option]: rank 0 on hostA may open 256 files, and a run of 1000 ranks needs 4100\n"
     seconds = said(rank_0, what) - loaded(rank_0)
     codes = [rank_0.wait()]
     assert codes == [2]
-    assert "raise it before rank 0 is started: ulimit -n 3100" in last_error(rank_0.err)
+    assert "raise it before rank 0 is started: ulimit -n 4100" in last_error(rank_0.err)
     fault, named = "ulimit -n 256 for rank 0 of 1000", "the limit, and what is needed"
     record(fault, "bad-option", named, seconds=seconds, within=2, codes=codes, row=26)
 

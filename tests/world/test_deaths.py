@@ -182,8 +182,9 @@ class Trial:
         number = {"training": order.randint(1, 500), "evaluating": order.randint(1, 3), "saving": order.randint(1, 3)}
         moment = f"{phase}:{number.get(phase, 1)}" if phase else ""
         victim = order.randrange(3)
-        if (kind, phase) == ("loop", "loading"):
-            # Not rank 0, which may be at a long download: the others wait for it for join_timeout, and say so.
+        if (kind, phase) == ("loop", "loading") or phase == "joining":
+            # Not rank 0: it may be at a long download, for which the others wait for join_timeout, and say so; and a
+            # rank that it had not answered yet waits for whoever starts it again, and says that too.
             victim = max(1, victim)
         return cls(kind, victim, moment, order.uniform(0, 4))
 
