@@ -186,6 +186,7 @@ class Asking:
         self._nonce = how.nonce or secrets.token_hex(8)
         self._run: str | None = None
         self._asked = False
+        self._withdrawn = False
         self.placed = False
         self._warned: set[str] = set()
         self._told: set[str] = set()
@@ -202,6 +203,7 @@ class Asking:
         Args:
             speaking: another client: ours is blocked.
         """
+        self._withdrawn = True
         if self._asked:
             with suppress(MasterLost):
                 self._send(speaking, {"withdraw": reason})
@@ -254,6 +256,8 @@ class Asking:
                 self._send(store, {"alive": news["prove"]})
             version += 1
             news = seal.open(f"{self._run} news {version}", store.news(version))
+            if self._withdrawn:
+                return  # this news says so; the next one may come while the interpreter ends
             if news["error"]:
                 raise from_dict(news["error"])
             self._warn(news)

@@ -60,7 +60,7 @@ class _Rank:
     """When it last got anywhere: another phase, step or collective."""
     gone: bool = False
     slow_for: float = 0.0
-    """Seconds of training in which it has been slow without a break."""
+    """Seconds of training in which it has been slow, less those in which it was not: a busy machine is noisy."""
     named_slow: bool = False
 
     @property
@@ -159,9 +159,9 @@ class Judge:
         for rank, known in at_work.items():
             seconds = known.beat.step_seconds
             if seconds < SLOW * median or seconds - median < SLOW_BY_AT_LEAST:
-                known.slow_for = 0.0
+                known.slow_for = max(0.0, known.slow_for - seconds_passed)
                 continue
-            known.slow_for += seconds_passed
+            known.slow_for = min(2 * SLOW_FOR, known.slow_for + seconds_passed)
             if known.slow_for >= SLOW_FOR and not known.named_slow:
                 known.named_slow = True
                 found.append((rank, seconds, median))
@@ -177,7 +177,7 @@ class Judge:
                 "step": known.beat.step,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,
-                "slow": known.slow_for >= SLOW_FOR,
+                "slow": known.named_slow and known.slow_for >= SLOW_FOR / 2,
                 "silent_seconds": 0.0 if known.gone else round(now - known.heard, 1),
             }
             for rank, known in enumerate(self._ranks)

@@ -223,7 +223,7 @@ def test_a_script_that_is_stopped_or_gives_up_while_it_waits_ends_as_python_does
     first, stopped, impatient = start_one(0, 60), start_one(1, 60), start_one(2, 5)
     first.wait_for("waiting for rank 3; 3 of 4 here")
     stopped.process.send_signal(signal.SIGINT)
-    assert stopped.wait(10) == -signal.SIGINT
+    assert stopped.wait(10) == -signal.SIGINT, stopped.err
     assert impatient.wait(20) == 1
     assert "never joined within 5 s" in impatient.err
     for process in (stopped, impatient):
