@@ -183,19 +183,13 @@ def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) 
 
 def _leave_at_once(world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int) -> None:
     """A second signal: the main thread may be blocked for good, so it is not asked."""
-    from ddp_manual.rendezvous.lastwords import write_failure
-    from ddp_manual.rendezvous.watchdog import exit_now
-
-    stopped = Stopped(
-        number,
-        "at once, by a second signal",
-        why="the ranks had not yet agreed on a step to stop after; what was trained since the last checkpoint is lost",
-        next="go on from the last checkpoint, if there is one:\n"
-        + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
+    world.leave_at_once(
+        Stopped(
+            number,
+            "at once, by a second signal",
+            why="the ranks had not yet agreed on a step to stop after; what was trained since the last checkpoint is "
+            "lost",
+            next="go on from the last checkpoint, if there is one:\n"
+            + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
+        )
     )
-    try:
-        world.tell(stopped)
-        write_failure(stopped, spec.rank, paths.run_dir)
-        console.print_error(stopped)
-    finally:
-        exit_now(stopped.exit_code)

@@ -36,8 +36,9 @@ class Limits:
 
     @property
     def silence(self) -> float:
-        """A process may be held up for peer_timeout just before its next heartbeat is due."""
-        return self.peer_timeout + 1.2 * self.beat_every
+        """A process may be held up for peer_timeout just before its next heartbeat is due, and another one is on its
+        way."""
+        return self.peer_timeout + 2 * self.beat_every
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class _Rank:
     changed: float
     """When it last got anywhere: another phase, step or collective."""
     gone: bool = False
-    slow_since: float | None = None
+    slow_for: float = 0.0
+    """Seconds of training in which it has been slow without a break."""
     named_slow: bool = False
 
     @property
@@ -71,10 +73,13 @@ class Judge:
 
     Args:
         now: rank 0's monotonic clock, as everywhere here.
+        async_collectives: they return at once, as NCCL's do, and the program waits for them in a line of its own.
     """
 
-    def __init__(self, world_size: int, limits: Limits, now: float) -> None:
+    def __init__(self, world_size: int, limits: Limits, now: float, *, async_collectives: bool = False) -> None:
         self._limits = limits
+        self._async = async_collectives
+        self._looked = now
         self._ranks = [_Rank(now, Beat(), now) for _ in range(world_size)]
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
@@ -91,7 +96,6 @@ class Judge:
         """Rank 0 itself was stopped for long, perhaps with all its host: everybody gets the full time again."""
         for known in self._ranks:
             known.heard = known.changed = now
-            known.slow_since = None
 
     def beat(self, rank: int) -> Beat:
         return self._ranks[rank].beat
@@ -113,13 +117,16 @@ class Judge:
         active = {rank: known for rank, known in self._active() if known.beat.phase != LEAVING}
         if len(active) < 2:
             return None
-        fewest = _by_group((known.beat.collectives for known in active.values()), min)
-        waiting = [
-            rank
-            for rank, known in active.items()
-            if now - known.changed > self._limits.stall_timeout
-            and (known.beat.inside or any(count > fewest[group] for group, count in known.beat.collectives.items()))
-        ]
+        long = [rank for rank, known in active.items() if now - known.changed > self._limits.stall_timeout]
+        waiting = [rank for rank in long if active[rank].beat.inside]
+        if self._async and len(long) == len(active) and not waiting:
+            # Nobody gets anywhere. Whoever has begun more collectives than another waits for it.
+            fewest = _by_group((known.beat.collectives for known in active.values()), min)
+            waiting = [
+                rank
+                for rank in long
+                if any(count > fewest[group] for group, count in active[rank].beat.collectives.items())
+            ]
         if not waiting:
             return None
         most = _by_group((active[rank].beat.collectives for rank in waiting), max)
@@ -143,6 +150,7 @@ class Judge:
             for rank, known in self._active()
             if known.beat.phase == "training" and known.beat.step_seconds > 0
         }
+        seconds_passed, self._looked = now - self._looked, now
         if len(at_work) < 2:
             return []
         # Of two ranks the faster one.
@@ -151,10 +159,10 @@ class Judge:
         for rank, known in at_work.items():
             seconds = known.beat.step_seconds
             if seconds < SLOW * median or seconds - median < SLOW_BY_AT_LEAST:
-                known.slow_since = None
+                known.slow_for = 0.0
                 continue
-            known.slow_since = now if known.slow_since is None else known.slow_since
-            if now - known.slow_since >= SLOW_FOR and not known.named_slow:
+            known.slow_for += seconds_passed
+            if known.slow_for >= SLOW_FOR and not known.named_slow:
                 known.named_slow = True
                 found.append((rank, seconds, median))
         return found
@@ -169,7 +177,7 @@ class Judge:
                 "step": known.beat.step,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,
-                "slow": known.slow_since is not None and now - known.slow_since >= SLOW_FOR,
+                "slow": known.slow_for >= SLOW_FOR,
                 "silent_seconds": 0.0 if known.gone else round(now - known.heard, 1),
             }
             for rank, known in enumerate(self._ranks)

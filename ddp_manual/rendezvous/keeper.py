@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import selectors
 import socket
@@ -16,12 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ddp_manual.errors import DdpManualError, MasterLost
+from ddp_manual.errors import DdpManualError
 from ddp_manual.rendezvous import verdicts
 from ddp_manual.rendezvous.entries import printable
 from ddp_manual.rendezvous.judging import Judge, Stall
 from ddp_manual.rendezvous.lifeline import Lifeline, LineClosed, kept_from_children
-from ddp_manual.rendezvous.progress import Beat
+from ddp_manual.rendezvous.noticeboard import NoticeBoard
+from ddp_manual.rendezvous.progress import SAVING, Beat
 from ddp_manual.rendezvous.reachability import is_gone
 from ddp_manual.rendezvous.seal import Unsealed
 from ddp_manual.rendezvous.stacks import OWN_THREADS, stacks
@@ -36,9 +36,10 @@ HELLO_WITHIN = 5.0
 STACKS_WITHIN = 2.0
 # Connections that are no rank's (yet).
 MOST_STRANGERS = 64
-POST_EVERY = 0.5
 # A rank without a lifeline may have died before it could open one; those that live answer at their port.
 LOOK_FOR_ABSENT = 0.5
+# For rank 0 to finish the checkpoint it is writing when the run ends; the others have been told by then.
+SAVE_WITHIN = 30.0
 
 
 def open_lifelines(address: str) -> socket.socket:
@@ -85,7 +86,7 @@ class Keeper(Watchdog):
         self._listener = listener
         self._members = members
         self._limits = watched.hello.limits
-        self._judge = Judge(len(members), self._limits, time.monotonic())
+        self._judge = Judge(len(members), self._limits, time.monotonic(), async_collectives=watched.backend == "nccl")
         self._selector = selectors.DefaultSelector()
         self._strangers: list[_Caller] = []
         self._lines: dict[int, _Caller] = {}
@@ -96,7 +97,7 @@ class Keeper(Watchdog):
         self._stalled: Stall | None = None
         self._failure: Mapping[str, Any] | None = None
         self._ends_at: float | None = None
-        self._board = NoticeBoard(store, self)
+        self._board = NoticeBoard(store, self._ask)
 
     def start(self) -> None:
         super().start()
@@ -106,12 +107,6 @@ class Keeper(Watchdog):
         seen = super().stand_down()
         self._board.stop()
         return seen
-
-    # -- for the notice board's thread --------------------------------------------------------------------------
-
-    def notice(self, request: Mapping[str, Any]) -> None:
-        """``{"failure": words}``, or ``{"stacks": a key of the asker's choice}``."""
-        self._ask(request)
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -155,7 +150,15 @@ class Keeper(Watchdog):
                     break
         finally:
             self._close()
+        self._let_it_save()
         self._leave_at(self._ends_at or now)
+
+    def _let_it_save(self) -> None:
+        """A checkpoint that is being written when another rank dies is not lost."""
+        deadline = time.monotonic() + SAVE_WITHIN
+        while self.watched.progress.phase == SAVING and time.monotonic() < deadline:
+            if self._main_thread_leaves.wait(0.02):
+                return
 
     def _all_know(self, now: float) -> bool:
         """Whether all ranks have read the verdict and closed their lifelines, or the time for it is over."""
@@ -193,7 +196,13 @@ class Keeper(Watchdog):
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # no more of them, or one that is gone already
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # too many open files, perhaps; some may be closed soon
+                logger.warning("a lifeline could not be opened: %s", error.strerror)
+                time.sleep(LOOK_EVERY)
                 return
             caller = _Caller(Lifeline(connection), secrets.token_hex(16), time.monotonic())
             if len(self._strangers) >= len(self._members) + MOST_STRANGERS:
@@ -333,7 +342,7 @@ class Keeper(Watchdog):
         self._failure = failure
         self._send_all({"verdict": failure})
         self._board.fail(failure)
-        self._see(as_error(failure))
+        self._see(as_error(failure), closed=bool(failure.get("closed", True)))
         self._ends_at = time.monotonic() + self._grace
 
     @property
@@ -355,70 +364,3 @@ class Keeper(Watchdog):
             if now >= asking.until or not asking.awaited:
                 del self._asking[key]
                 asking.done(asking.found)
-
-
-class NoticeBoard:
-    """What goes between rank 0's watchdog and the store, in a thread of its own: where an agent hosts the store it may
-    be slow, and rank 0 would seem silent meanwhile."""
-
-    def __init__(self, store: RunStore, keeper: Keeper) -> None:
-        self._store = store
-        self._keeper = keeper
-        self._lock = threading.Lock()
-        self._progress: list[dict[str, Any]] | None = None
-        self._answers: dict[str, Mapping[int, str]] = {}
-        self._failure: Mapping[str, Any] | None = None
-        self._answered: str | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}notice board", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join(timeout=5)
-
-    def post(self, progress: list[dict[str, Any]]) -> None:
-        with self._lock:
-            self._progress = progress
-
-    def answer(self, key: str, found: Mapping[int, str]) -> None:
-        with self._lock:
-            self._answers[key] = found
-
-    def fail(self, failure: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._failure = failure
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping.wait(POST_EVERY):
-                self._write()
-                self._read()
-            self._write()
-        except MasterLost as lost:
-            self._keeper.notice({"failure": verdicts.last_words(0, lost)})
-        except (ValueError, TypeError, KeyError) as error:
-            logger.warning("a stranger put something unreadable into the store, so status shows no more: %s", error)
-
-    def _write(self) -> None:
-        with self._lock:
-            progress, self._progress = self._progress, None
-            answers, self._answers = self._answers, {}
-            failure, self._failure = self._failure, None
-        if progress is not None:
-            self._store.set_progress(progress)
-        for key, found in answers.items():
-            self._store.set_stacks(key, {str(rank): text for rank, text in found.items()})
-        if failure is not None:
-            self._store.publish_failure(dict(failure))
-
-    def _read(self) -> None:
-        failure = self._store.failure_if_any()
-        if failure is not None:
-            self._keeper.notice({"failure": verdicts.from_store(failure)})
-        asked = self._store.stacks_asked_if_any()
-        if asked is not None and asked != self._answered and re.fullmatch("[0-9a-f]{16}", asked):
-            self._answered = asked
-            self._keeper.notice({"stacks": asked})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +21,15 @@ from ddp_manual.errors import (
 )
 from ddp_manual.rendezvous import verdicts
 from ddp_manual.rendezvous.group import first_line, is_broken_collective
-from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.rendezvous.store import RunStore, interruptibly
+from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Watchdog
 
 TRACEBACK_FRAMES = 10
+# Seconds, for rank 0's store.
+ANSWER_WITHIN = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 def tell_by_store(store: RunStore, spec: WorldSpec, error: BaseException) -> None:
@@ -44,11 +50,22 @@ def conclude(watchdog: Watchdog, store: RunStore, spec: WorldSpec, error: BaseEx
             return seen
     ours = as_ours(spec.rank, error)
     if broken:
-        with suppress(MasterLost):
-            early = [rank for rank in range(spec.world_size) if store.has_finished(rank)]
-            ours = _finished_early(spec.rank, early) if early else ours
+        early = [0] if watchdog.over else _finished(store, spec.world_size)
+        ours = _finished_early(spec.rank, early) if early else ours
     watchdog.tell(verdicts.last_words(spec.rank, ours))
     return ours
+
+
+def _finished(store: RunStore, world_size: int) -> list[int]:
+    """The ranks that have done their work, as far as rank 0's store tells it within a second."""
+
+    def ask() -> list[int]:
+        return [rank for rank in range(world_size) if store.has_finished(rank)]
+
+    try:
+        return interruptibly(ask, Waiting(ANSWER_WITHIN, logger), "asking who has finished")
+    except (TimeoutError, MasterLost):
+        return []
 
 
 def _finished_early(rank: int, early: list[int]) -> PeerLost:

@@ -9,9 +9,10 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ddp_manual.rendezvous.reachability import Answerer, check_pairs
 from ddp_manual.rendezvous.rollcall import RollCall
 from ddp_manual.rendezvous.seal import Seal
 from ddp_manual.rendezvous.steps import Steps
-from ddp_manual.rendezvous.store import RunStore, StoreGone
+from ddp_manual.rendezvous.store import RunStore, StoreGone, interruptibly
 from ddp_manual.rendezvous.verdicts import Member
 from ddp_manual.rendezvous.waiting import POLL_EVERY, Waiting
 
@@ -50,6 +51,8 @@ FINISH_TOGETHER = 1.0
 LEAVE_TIMEOUT = 60.0
 # Seconds it keeps it for ranks that have to read why it leaves.
 READ_WITHIN = 2.0
+# Seconds for what a rank that leaves puts into the store.
+LAST_WORD_WITHIN = 1.0
 
 
 class Meeting:
@@ -228,7 +231,8 @@ class Meeting:
 
     def drop(self) -> None:
         """Leave a run that has failed: the others are told by their lifelines, and wait for nothing in the store."""
-        self.leave(timeout=0.0)
+        if self._roll_call is not None and not self.store.lost:
+            self._briefly(self._roll_call.stop)
 
     def leave(self, *, timeout: float) -> None:
         """Tell the others that this rank needs the store no more; rank 0 stays until all have said so.
@@ -238,15 +242,19 @@ class Meeting:
         """
         if self.store.lost:
             return
-        with suppress(MasterLost):
-            self.store.set_left(self.nonce)
-            if self._roll_call is None:
-                return
-            try:
-                if timeout:
-                    self._keep_the_store(self._roll_call.end(), Waiting(timeout, logger))
-            finally:
-                self._roll_call.stop()
+        self._briefly(partial(self.store.set_left, self.nonce))
+        if self._roll_call is None:
+            return
+        try:
+            with suppress(MasterLost):
+                self._keep_the_store(self._roll_call.end(), Waiting(timeout, logger))
+        finally:
+            self._briefly(self._roll_call.stop)
+
+    def _briefly(self, call: Callable[[], None]) -> None:
+        """A last word to a store that may be frozen, or gone."""
+        with suppress(MasterLost, TimeoutError):
+            interruptibly(call, Waiting(LAST_WORD_WITHIN, logger), "waiting for rank 0's store once more")
 
     def _keep_the_store(self, ranks: Mapping[int, str], waiting: Waiting) -> None:
         others = {rank: nonce for rank, nonce in ranks.items() if rank != 0}

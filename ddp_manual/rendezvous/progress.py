@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 JOINING = "joining"
 LEAVING = "leaving"
+SAVING = "saving"
 LONGEST_PLACE = 200
 
 
@@ -45,10 +48,10 @@ class Beat:
         """Whatever a program has put there, a heartbeat is what ``from_message`` takes."""
         return cls(
             phase=_printable(str(progress.phase)),
-            epoch=int(progress.epoch),
-            step=int(progress.step),
-            samples_per_second=round(float(progress.samples_per_second), 1),
-            step_seconds=round(float(progress.step_seconds), 6),
+            epoch=int(_number(progress.epoch)),
+            step=int(_number(progress.step)),
+            samples_per_second=round(_number(progress.samples_per_second), 1),
+            step_seconds=round(_number(progress.step_seconds), 6),
             collectives=collectives,
             inside=inside,
             place=_printable(place),
@@ -74,6 +77,11 @@ class Beat:
     def at_step(self) -> str:
         """``training, at step 120 of epoch 2``; where nobody counts steps the phase alone."""
         return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
+
+
+def _number(value: Any) -> float:
+    """What is no finite number is 0. Nor is a tensor one: to read it could wait for a GPU that hangs."""
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
 
 
 def _printable(text: str) -> str:

@@ -12,7 +12,7 @@ is JSON, never pickle.
     hosts             by node: the rank that speaks for a host, and the address and port where it answers
     reach/<node>      the hosts which that one could not reach; ``unreachable`` has all failing pairs
     progress          what each rank does, and how long ago it was heard
-    stacks_asked      the key under which a third terminal wants the Python stacks of all ranks: stacks/<key>
+    stacks_asked      queue: the keys under which third terminals want the Python stacks of all ranks, stacks/<key>
     once/<host>/<job> the outcome of a job that one rank per host does for the others
     report/<rank>     what a rank has to tell rank 0 at its end
     failure           the first failure of the run: whoever reads it leaves
@@ -133,13 +133,7 @@ class RunStore:
 
     def next_arrival(self, *, block: bool) -> bytes | None:
         """The oldest request not yet taken; with ``block`` as long as it takes, else None if there is none."""
-        from torch.distributed import QueueEmptyError
-
-        with self._errors():
-            try:
-                return self._client.queue_pop(self._key("arrivals"), block)
-            except QueueEmptyError:
-                return None
+        return self._pop("arrivals", block=block)
 
     def set_verdicts(self, verdicts: Mapping[str, Mapping[str, Any]]) -> None:
         self._set_all({f"verdict/{nonce}": verdict for nonce, verdict in verdicts.items()})
@@ -204,10 +198,17 @@ class RunStore:
 
     def ask_stacks(self, key: str) -> None:
         """Ask rank 0 for the stacks of all ranks, to be put under ``key``."""
-        self._set("stacks_asked", key)
+        with self._errors():
+            self._client.queue_push(self._key("stacks_asked"), json.dumps(key))
 
-    def stacks_asked_if_any(self) -> Any:
-        return self._get("stacks_asked") if self._known("stacks_asked") else None
+    def next_asked_for_stacks(self) -> Any:
+        """The oldest key that was asked under and not yet taken, or None; does not block."""
+        message = self._pop("stacks_asked", block=False)
+        return None if message is None else decode(message)
+
+    def forget_stacks(self, key: str) -> None:
+        with self._errors():
+            self._client.delete_key(self._key(f"stacks/{key}"))
 
     def set_stacks(self, key: str, stacks: Mapping[str, str]) -> None:
         self._set(f"stacks/{key}", stacks)
@@ -279,6 +280,15 @@ class RunStore:
         """Whether all of these keys are set; does not block."""
         with self._errors():
             return self._client.check([self._key(name) for name in names])
+
+    def _pop(self, queue: str, *, block: bool) -> bytes | None:
+        from torch.distributed import QueueEmptyError
+
+        with self._errors():
+            try:
+                return self._client.queue_pop(self._key(queue), block)
+            except QueueEmptyError:
+                return None
 
     def _get(self, name: str) -> Any:
         with self._errors():

@@ -36,7 +36,8 @@ class Member:
 
 Verdict = dict[str, Any]
 """An error as it travels: identifier, what, why, next; rank, host and pid of the rank it is about; ``judged`` where it
-is rank 0's judgement and not that rank's own words."""
+is rank 0's judgement and not that rank's own words; ``closed``, unless it says no, where that rank's connections have
+closed or are about to."""
 
 
 def last_words(rank: int, error: DdpManualError) -> Verdict:
@@ -69,8 +70,9 @@ def _cut(words: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(words[name])[-LONGEST_WORDS:] for name in ("identifier", "what", "why", "next")}
 
 
-def _judged(member: Member, error: DdpManualError) -> Verdict:
-    return {**error.as_dict(), "rank": member.rank, "host": member.host, "pid": member.pid, "judged": True}
+def _judged(member: Member, error: DdpManualError, *, closed: bool = False) -> Verdict:
+    about = {"rank": member.rank, "host": member.host, "pid": member.pid}
+    return {**error.as_dict(), **about, "judged": True, "closed": closed}
 
 
 def words_of(member: Member, words: Mapping[str, Any]) -> Verdict:
@@ -92,6 +94,7 @@ def gone(member: Member, beat: Beat, reason: str, again: str) -> Verdict:
             next=f"look at its last lines; if there are none it was killed, and `dmesg` on {member.host} says whether "
             f"memory had run out\nthen {again}",
         ),
+        closed=True,
     )
 
 

@@ -34,11 +34,17 @@ logger = logging.getLogger(__name__)
 
 # Seconds. The main thread's own way out closes what the program has open, so it gets a moment; 2 s is the promise.
 GRACE = 0.7
+# Where nothing has closed, no collective breaks by itself, so there is nothing to notice.
+GRACE_IN_SILENCE = 0.2
 # NCCL ends the process by itself when a peer is gone, with a page that names nobody.
 GRACE_WITH_NCCL = 0.0
 # From the moment a collective breaks until the verdict has come that says why.
 VERDICT_WITHIN = 1.5
 CONNECT_TIMEOUT = 5.0
+# To print and to write why this rank leaves.
+REPORT_WITHIN = 1.0
+# For the main thread to get out by itself when it is on its way; what it does there has bounds of its own.
+WAY_OUT = 10.0
 # For rank 0 to read that this rank has left in order.
 BYE_WITHIN = 1.0
 LOOK_EVERY = 0.25
@@ -80,9 +86,13 @@ class Watchdog:
         self.watched = watched
         self.seen: DdpManualError | None = None
         """Why the run ends, once it is known."""
+        self.over = False
+        """Whether rank 0 has finished and left, while this rank still works on its own."""
         self._verdict = threading.Event()
         self._main_thread_leaves = threading.Event()
+        self._left = threading.Event()
         self._told = threading.Event()
+        self._grace = GRACE
         self._requests: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._woken, self._waking = (kept_from_children(end) for end in socket.socketpair())
         self._woken.setblocking(False)
@@ -94,7 +104,7 @@ class Watchdog:
         self._thread.start()
 
     def main_thread_leaves(self) -> None:
-        """From now on the process is not ended from here: the main thread is on its way out, with an error."""
+        """The main thread is on its way out, with an error: the process is not ended from here unless it gets stuck."""
         self._main_thread_leaves.set()
 
     def await_verdict(self) -> DdpManualError | None:
@@ -113,8 +123,12 @@ class Watchdog:
         The thread is waited for: one that is still inside torch when the interpreter ends aborts the process.
         """
         self._main_thread_leaves.set()
+        self._left.set()
         self._ask({"leave": True})
         self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._woken.close()
+            self._waking.close()
         return self.seen
 
     # -- for the thread -----------------------------------------------------------------------------------------
@@ -154,24 +168,19 @@ class Watchdog:
             found.append(self._requests.get())
         return found
 
-    def _see(self, error: DdpManualError) -> None:
+    def _see(self, error: DdpManualError, *, closed: bool = True) -> None:
+        """The run has ended. ``closed``: by connections that have closed, so that collectives break."""
         if self.seen is None:
+            self._grace = GRACE_WITH_NCCL if self.watched.backend == "nccl" else GRACE if closed else GRACE_IN_SILENCE
             self.seen = error
             self._verdict.set()
 
-    @property
-    def _grace(self) -> float:
-        return GRACE_WITH_NCCL if self.watched.backend == "nccl" else GRACE
-
     def _leave_at(self, deadline: float) -> None:
         """End the process at ``deadline`` with the verdict, unless the main thread is leaving by then."""
-        if self._main_thread_leaves.wait(max(0.0, deadline - time.monotonic())):
+        if self._main_thread_leaves.wait(max(0.0, deadline - time.monotonic())) and self._left.wait(WAY_OUT):
             return
         assert self.seen is not None
-        try:
-            self.watched.report(self.seen)
-        finally:
-            exit_now(self.seen.exit_code)
+        leave_at_once(self.watched.report, self.seen)
 
 
 class Follower(Watchdog):
@@ -214,13 +223,16 @@ class Follower(Watchdog):
             ) from None
 
     def _follow(self, line: Lifeline) -> None:
+        # Not select(), which refuses a file descriptor above 1,023.
+        with selectors.DefaultSelector() as selector:
+            selector.register(line.connection, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            self._exchange(line, selector)
+
+    def _exchange(self, line: Lifeline, selector: selectors.BaseSelector) -> None:
         next_beat = self._heard = time.monotonic()
         said_hello = late = False
-        # Not select(), which refuses a file descriptor above 1,023.
-        selector = selectors.DefaultSelector()
-        selector.register(line.connection, selectors.EVENT_READ)
-        selector.register(self._woken, selectors.EVENT_READ)
-        while self.seen is None:
+        while self.seen is None and not self.over:
             waited_since = time.monotonic()
             ready = [key.fileobj for key, _ in selector.select(max(0.0, min(LOOK_EVERY, next_beat - waited_since)))]
             line.flush()
@@ -264,11 +276,12 @@ class Follower(Watchdog):
         elif not self._welcome:
             raise LineClosed("something else answers there")
         elif "verdict" in message:
-            self._see(as_error(message["verdict"]))
+            self._see(as_error(message["verdict"]), closed=bool(message["verdict"].get("closed", True)))
         elif "stacks" in message:
             line.send({"stacks": stacks(), "for": message["stacks"]})
         elif "over" in message:
-            raise LineClosed("rank 0 has left, while this rank still worked")
+            self.over = True
+            logger.info("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
 
     def _judge_rank_0(self, line: Lifeline, now: float) -> None:
         silence = now - self._heard
@@ -277,7 +290,7 @@ class Follower(Watchdog):
                 f"has been silent for {silence:.0f} s",
                 "its process is stopped or frozen, its host is down, or the network between the hosts is cut",
             )
-            self._see(lost)
+            self._see(lost, closed=False)
             # What rank 0 reads if it is only stopped, and goes on.
             line.send({"failed": last_words(self.watched.rank, lost)})
 
@@ -291,14 +304,39 @@ class Follower(Watchdog):
         )
 
 
-def exit_now(status: int) -> None:
+def leave_at_once(report: Callable[[DdpManualError], None], error: DdpManualError) -> None:
+    """Say why and end the process, whatever the disk and the terminal do meanwhile."""
+    try:
+        attempt(lambda: report(error), REPORT_WITHIN)
+    finally:
+        exit_now(error.exit_code, flush_within=REPORT_WITHIN / 2)
+
+
+def exit_now(status: int, *, flush_within: float | None = None) -> None:
     """End the process from any thread, without the interpreter's teardown.
 
     After a failure the teardown may block (a process group with a broken peer) or abort (a thread inside torch).
+
+    Args:
+        flush_within: seconds for what is still unwritten; None: as long as its reader takes.
     """
     try:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if flush_within is None:
+            _flush()
+        else:
+            attempt(_flush, flush_within)
     finally:
         os._exit(status)
+
+
+def _flush() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def attempt(action: Callable[[], None], seconds: float) -> None:
+    """Do what may block (a disk that hangs, a terminal that nobody reads), and go on without it after ``seconds``."""
+    thread = threading.Thread(target=action, name=f"{OWN_THREADS}attempt", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.verdicts import last_words
 from ddp_manual.rendezvous.waiting import Waiting
-from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched
+from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched, attempt, leave_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +83,11 @@ class World:
         roster: list[dict[str, Any]] = self._store.summary()["ranks"]
         return roster
 
-    def tell(self, error: DdpManualError) -> None:
-        """Tell the other ranks why this one is about to leave; for where it leaves without an exception in the body."""
+    def leave_at_once(self, error: DdpManualError) -> None:
+        """Tell the other ranks why, say it here, and end the process; from any thread, whatever the others do."""
         self._watchdog.main_thread_leaves()
         self._watchdog.tell(last_words(self.rank, error))
+        leave_at_once(self._watchdog.watched.report, error)
 
     def gather(self, report: Mapping[str, Any]) -> list[Any]:
         """Every rank's report, on rank 0 and in rank order; [] on the others. Once a run: JSON of up to 4 MiB.
@@ -201,14 +203,13 @@ def rendezvous(
         lastwords.write_failure(lastwords.as_ours(spec.rank, error), spec.rank, meeting.run_dir)
         raise
 
+    def keep(error: DdpManualError) -> None:
+        """On disk, unless that hangs."""
+        attempt(partial(lastwords.write_failure, error, spec.rank, meeting.run_dir), KEEP_WITHIN)
+
     def report(error: DdpManualError) -> None:
         console.print_error(error)
-        # In a thread: the disk may be what the rank hangs in, and the process has to end.
-        keeping = threading.Thread(
-            target=lastwords.write_failure, args=(error, spec.rank, meeting.run_dir), daemon=True
-        )
-        keeping.start()
-        keeping.join(KEEP_WITHIN)
+        keep(error)
 
     progress = Progress()
     watchdog = _watchdog(meeting, answered.hello, backend, progress, report)
@@ -217,23 +218,40 @@ def rendezvous(
         with steps.step("process group") as step:
             world = _open_world(meeting, answered, device, backend, watchdog, progress, started)
             step.detail = f"{world.backend} on {world.device}"
-        yield world
+        asked_to_exit: SystemExit | None = None
+        try:
+            yield world
+        except SystemExit as asked:
+            if asked.code:
+                raise
+            asked_to_exit = asked  # a script that ends so has done its work
         progress.phase = LEAVING
-        close_process_group(all_finished=meeting.all_finish_soon())
-        if spec.rank != 0:
-            _stand_down(watchdog)
-        meeting.leave(timeout=LEAVE_TIMEOUT)
-        if spec.rank == 0:
-            _stand_down(watchdog)
-        meeting.store.close()
+        _leave_in_order(meeting, watchdog)
     except BaseException as error:
         failure = lastwords.conclude(watchdog, meeting.store, spec, error)
-        lastwords.write_failure(failure, spec.rank, meeting.run_dir)
+        keep(failure)
         watchdog.stand_down()
         meeting.drop()
         if isinstance(failure, PeerGone) and failure is not error:
             raise failure from error
         raise
+    if asked_to_exit is not None:
+        raise asked_to_exit
+
+
+def _leave_in_order(meeting: Meeting, watchdog: Watchdog) -> None:
+    """Rank 0 last, since the others need its store."""
+    if watchdog.over:  # it has not waited for this rank, which worked on alone
+        close_process_group(all_finished=False)
+        watchdog.stand_down()
+        return
+    close_process_group(all_finished=meeting.all_finish_soon())
+    if meeting.spec.rank != 0:
+        _stand_down(watchdog)
+    meeting.leave(timeout=LEAVE_TIMEOUT)
+    if meeting.spec.rank == 0:
+        _stand_down(watchdog)
+    meeting.store.close()
 
 
 def _watchdog(

@@ -99,6 +99,7 @@ class Run:
         """What remains of the epoch; returns the signal that asked to stop, and whether a save is still to be done."""
         course = self._trainer.course
         self._doing.phase, self._doing.epoch = "training", self.position.epoch + 1
+        self._doing.step_seconds = 0.0
 
         def step_done(position: Position) -> None:
             self._doing.step = position.step
@@ -112,7 +113,6 @@ class Run:
                 return sync.agreed.stop, sync.agreed.save
             if sync.agreed.stop or sync.agreed.save or course.saves(self.position):
                 self._save()
-                self._doing.phase = "training"
             if sync.agreed.stop:
                 agree(wishes, self._device)  # rank 0 has saved when it gets here
                 return sync.agreed.stop, False
@@ -147,6 +147,7 @@ class Run:
         self.evaluations.append(result)
         self._doing.phase = "saving"
         self._tracker.evaluated(self.position.epoch, result, self._network)
+        self._doing.phase = "evaluating"
         logger.info(
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
             *(self.position.epoch, trainer.course.epochs, 100 * result.accuracy, result.loss, result.samples),
@@ -172,3 +173,4 @@ class Run:
             )
 
         self._tracker.checkpoint(take, self._trainer.course)
+        self._doing.phase = "training"

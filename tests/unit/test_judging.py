@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ddp_manual.rendezvous import judging
 from ddp_manual.rendezvous.judging import Judge, Limits
-from ddp_manual.rendezvous.progress import Beat
+from ddp_manual.rendezvous.progress import Beat, Progress
 
 LIMITS = Limits.of_a_world(3, peer_timeout=10.0, stall_timeout=300.0)
 
@@ -25,8 +27,8 @@ def training(
     )
 
 
-def judge_of(*beats: Beat) -> Judge:
-    judge = Judge(len(beats), LIMITS, now=0.0)
+def judge_of(*beats: Beat, async_collectives: bool = False) -> Judge:
+    judge = Judge(len(beats), LIMITS, now=0.0, async_collectives=async_collectives)
     for rank, beat in enumerate(beats):
         judge.hear(rank, beat, 0.0)
     return judge
@@ -41,16 +43,16 @@ def beat_until(judge: Judge, seconds: float, beats: dict[int, Beat], since: floa
 def test_a_rank_is_silent_after_peer_timeout_and_a_heartbeat() -> None:
     judge = judge_of(training(1, 1), training(1, 1), training(1, 1))
     beat_until(judge, 12, {0: training(1, 1), 1: training(1, 1)})
-    assert judge.silent(10.5) == []
-    assert judge.silent(10.7) == [2]
-    assert judge.silence(2, 10.7) == 10.7
+    assert judge.silent(10.9) == []
+    assert judge.silent(11.1) == [2]
+    assert judge.silence(2, 11.1) == 11.1
 
 
 def test_those_who_are_nearly_as_silent_are_named_with_it_and_the_most_silent_comes_first() -> None:
     judge = judge_of(training(1, 1), training(1, 1), training(1, 1))
     beat_until(judge, 12, {0: training(1, 1)})
     judge.hear(1, training(1, 1), 0.5)
-    assert judge.silent(10.8) == [2, 1]
+    assert judge.silent(11.1) == [2, 1]
 
 
 def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
@@ -64,8 +66,8 @@ def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
 def test_a_judge_that_was_stopped_itself_gives_everybody_the_full_time_again() -> None:
     judge = judge_of(training(1, 1), training(1, 1))
     judge.restart(60.0)
-    assert judge.silent(70.0) == []
-    assert judge.silent(70.7) == [0, 1]
+    assert judge.silent(70.9) == []
+    assert judge.silent(71.1) == [0, 1]
 
 
 def test_the_rank_with_fewer_collectives_is_behind_the_others_wait() -> None:
@@ -100,11 +102,18 @@ def test_nobody_is_behind_where_all_wait_in_the_same_collective() -> None:
 
 def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_behind() -> None:
     waits, stuck = training(7, 9, place="train.py:9 in loss"), training(7, 8, place="train.py:3 in load")
-    judge = judge_of(waits, waits, stuck)
+    judge = judge_of(waits, waits, stuck, async_collectives=True)
     beat_until(judge, 301, {0: waits, 1: waits, 2: stuck})
     stall = judge.stall(301)
     assert stall is not None
     assert stall.behind == [2]
+
+
+def test_ranks_that_compute_wait_for_nobody_however_many_messages_they_have_exchanged() -> None:
+    talked, silent = training(7, 9), training(7, 3)
+    judge = judge_of(talked, talked, silent)
+    beat_until(judge, 301, {0: talked, 1: talked, 2: silent})
+    assert judge.stall(301) is None
 
 
 @pytest.mark.parametrize("phase", ["loading", "evaluating", "saving"])
@@ -130,29 +139,52 @@ def test_groups_are_compared_among_their_members_only() -> None:
     assert judge.stall(400) is None
 
 
+def look_until(judge: Judge, seconds: float, since: float = 0.0) -> list[tuple[int, float, float]]:
+    """Whom the judge has named as slow until then."""
+    return [named for half in range(int(2 * since), int(2 * seconds) + 1) for named in judge.newly_slow(half / 2)]
+
+
 def test_a_slow_rank_is_named_once_after_it_was_slow_for_long() -> None:
     judge = judge_of(training(1, 1, own=0.02), training(1, 1, own=0.02), training(1, 1, own=0.05))
-    assert judge.newly_slow(0.0) == []
-    assert judge.newly_slow(judging.SLOW_FOR - 0.1) == []
-    assert judge.newly_slow(judging.SLOW_FOR) == [(2, 0.05, 0.02)]
-    assert judge.newly_slow(judging.SLOW_FOR + 1) == []
-    assert [line["slow"] for line in judge.progress(judging.SLOW_FOR + 1)] == [False, False, True]
+    assert look_until(judge, judging.SLOW_FOR - 0.5) == []
+    assert look_until(judge, 2 * judging.SLOW_FOR, since=judging.SLOW_FOR) == [(2, 0.05, 0.02)]
+    assert [line["slow"] for line in judge.progress(0)] == [False, False, True]
 
 
 def test_of_two_ranks_the_slower_one_is_held_against_the_faster() -> None:
     judge = judge_of(training(1, 1, own=0.08), training(1, 1, own=0.05))
-    judge.newly_slow(0.0)
-    assert judge.newly_slow(judging.SLOW_FOR) == [(0, 0.08, 0.05)]
+    assert look_until(judge, judging.SLOW_FOR) == [(0, 0.08, 0.05)]
 
 
 def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
     judge = judge_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
-    judge.newly_slow(0.0)
+    assert look_until(judge, 10) == []
     judge.hear(1, training(2, 2, own=0.02), 10.0)
-    judge.newly_slow(10.0)
-    judge.hear(1, training(3, 3, own=0.05), 20.0)
-    judge.newly_slow(20.0)
-    assert judge.newly_slow(judging.SLOW_FOR + 5) == []
+    assert look_until(judge, 11, since=10.5) == []
+    judge.hear(1, training(3, 3, own=0.05), 11.0)
+    assert look_until(judge, judging.SLOW_FOR + 5, since=11.5) == []
+
+
+def test_what_passes_between_two_epochs_is_no_slowness() -> None:
+    judge = judge_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
+    assert look_until(judge, 1) == []
+    judge.hear(1, Beat(phase="evaluating", step=1, step_seconds=0.05), 1.0)
+    assert look_until(judge, 100, since=1.5) == []
+    judge.hear(1, training(2, 2, own=0.05), 100.0)
+    assert look_until(judge, 101, since=100.5) == []
+
+
+class Odd:
+    """What a user's program may put where a number belongs."""
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "3", Odd()])
+def test_a_heartbeat_is_one_whatever_a_program_has_put_there(value: object) -> None:
+    progress = Progress(phase="a\nb")
+    for name in ("epoch", "step", "samples_per_second", "step_seconds"):
+        setattr(progress, name, value)
+    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J")
+    assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a?b", place="?[2J")
 
 
 @pytest.mark.parametrize(
