@@ -67,13 +67,14 @@ def without_saving() -> Iterator[None]:
 
 
 @contextmanager
-def noted(leave: Callable[[int], None]) -> Iterator[Wishes]:
+def noted(leave: Callable[[int, bool], None]) -> Iterator[Wishes]:
     """While the body runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of interrupting it.
 
     In a thread other than the main one, where Python sets no handlers, signals do what they did before.
 
     Args:
-        leave: called from a thread with the number of the second signal that asks to stop; ends the process.
+        leave: called from a thread with the number of the second signal that asks to stop, and whether the ranks could
+            still heed the first; ends the process.
     """
     wishes = Wishes()
     if threading.current_thread() is not threading.main_thread():
@@ -97,13 +98,13 @@ def noted(leave: Callable[[int], None]) -> Iterator[Wishes]:
         os.close(reading)
 
 
-def _read(reading: int, wishes: Wishes, leave: Callable[[int], None]) -> None:
+def _read(reading: int, wishes: Wishes, leave: Callable[[int, bool], None]) -> None:
     while (byte := os.read(reading, 1)) != _NO_MORE:
         number = byte[0]
         if number != SAVE and number not in STOP:
             continue
         if number != SAVE and wishes.stop:
-            leave(number)
+            leave(number, wishes.heeded)
         else:
             logger.info("%s", _answer(number, heeded=wishes.heeded))
         wishes.ask(number)

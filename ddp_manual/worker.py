@@ -132,7 +132,9 @@ def _train(
             *(config.model, len(train), config.dataset, config.epochs, course.steps_per_epoch),
             *(trainer.batch_size, trainer.schedule.peak),
         )
-        wishes = noting.enter_context(signals.noted(lambda number: _leave_at_once(world, spec, paths, config, number)))
+        wishes = noting.enter_context(
+            signals.noted(lambda number, heeded: _leave_at_once(world, spec, paths, config, number, heeded))
+        )
         bar = world.rank == 0 and console.on_a_terminal()
         try:
             with console.progress(course.steps(position), done=position.step, bar=bar) as progress:
@@ -181,14 +183,17 @@ def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) 
     )
 
 
-def _leave_at_once(world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int) -> None:
+def _leave_at_once(
+    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int, heeded: bool
+) -> None:
     """A second signal: the main thread may be blocked for good, so it is not asked."""
     world.leave_at_once(
         Stopped(
             number,
             "at once, by a second signal",
-            why="the ranks had not yet agreed on a step to stop after; what was trained since the last checkpoint is "
-            "lost",
+            why="the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
+            if heeded
+            else "this rank had done its part, and was leaving: the others may still have needed its store",
             next="go on from the last checkpoint, if there is one:\n"
             + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
         )

@@ -149,9 +149,9 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
 
 
 def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None:
-    left: queue.Queue[int] = queue.Queue()
+    left: queue.Queue[tuple[int, bool]] = queue.Queue()
     before = signal.getsignal(signal.SIGTERM)
-    with signals.noted(left.put) as wishes:
+    with signals.noted(lambda *asked: left.put(asked)) as wishes:
         assert (wishes.stop, wishes.take_save()) == (0, False)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -162,7 +162,10 @@ def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None
         assert (wishes.take_save(), wishes.take_save()) == (True, False)
         assert left.empty()
         os.kill(os.getpid(), signal.SIGINT)
-        assert left.get(timeout=10) == signal.SIGINT
+        assert left.get(timeout=10) == (signal.SIGINT, True)
+        wishes.heeded = False
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left.get(timeout=10) == (signal.SIGINT, False)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
