@@ -82,11 +82,11 @@ def checkpoints_text(found: Sequence[Mapping[str, Any]]) -> str:
                 "-" if one["test_accuracy"] is None else f"{100 * one['test_accuracy']:.2f}%",
                 "-" if one["bytes"] is None else _size(one["bytes"]),
                 "-" if one["written"] is None else datetime.fromtimestamp(one["written"]).strftime("%Y-%m-%d %H:%M:%S"),
-                ", ".join([one["verdict"] if one["verdict"] == "ok" else "corrupt", *one["marks"]]),
+                ", ".join([one["state"], *one["marks"]]),
                 one["path"],
             ]
         )
-    damaged = [f"{one['path']}: {one['verdict']}" for one in found if one["verdict"] != "ok"]
+    damaged = [f"{one['path']}: {one['verdict']}" for one in found if one["state"] != "ok"]
     return "\n".join([*columns(rows), *damaged])
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import checkpoints, environment, rundir
+from ddp_manual import checkpoint_file, checkpoints, environment, rundir
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.options import option_fields
@@ -113,7 +113,7 @@ def go_on(
     try:
         checkpoint.restore(saved, network, trainer.optimizer)
     except checkpoint.Unreadable as error:
-        raise checkpoints.corrupt(path, str(error)) from error
+        raise checkpoint_file.corrupt(path, str(error)) from error
     position = saved.position
     logger.info(
         "going on after step %d, %.2f epochs, from %s%s",
@@ -123,12 +123,12 @@ def go_on(
     return position, saved.history
 
 
-def find(config: TrainConfig, paths: RunPaths) -> tuple[checkpoints.Checkpoint, bytes] | None:
+def find(config: TrainConfig, paths: RunPaths) -> tuple[checkpoint_file.Checkpoint, bytes] | None:
     """The checkpoint that ``--resume`` means, and its content; None: the run starts from the beginning.
 
     Raises:
         CheckpointMissing, CheckpointCorrupt: there is none, or it is damaged.
-        BadOption: starting from the beginning would overwrite another run, or one that is complete.
+        BadOption: it cannot be read; or starting from the beginning would overwrite another run, or a complete one.
     """
     if config.resume is None:
         return None
@@ -148,7 +148,7 @@ def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
         differ = [name for name in MUST_MATCH if name != "samples" and there.get(name) != getattr(config, name)]
     except FileNotFoundError:
         return
-    except (ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError):
         differ = ["config.json, which cannot be read"]
     complete = paths.summary.exists()
     if complete or differ:
@@ -165,7 +165,7 @@ def _unpacked(path: Path, content: bytes) -> Saved:
     try:
         return checkpoint.unpack(content)
     except checkpoint.Unreadable as error:
-        raise checkpoints.corrupt(path, str(error)) from error
+        raise checkpoint_file.corrupt(path, str(error)) from error
 
 
 def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) -> None:
@@ -188,7 +188,7 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
             next=f"give the options it was saved with, such as {flags}\nor start a new run, without --resume",
         )
     if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):
-        raise checkpoints.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")
+        raise checkpoint_file.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")
     for name, value in now.items():
         if then.get(name) != value:
             logger.info("from here on with --%s %s; it was %s", name, value, then.get(name))

@@ -11,7 +11,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,16 +162,24 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Like ``write_bytes``, with the operating system's own errors."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    replace_files({path: content})
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Each takes its name in this order, once all are on disk under temporary ones."""
+    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        for path, content in contents.items():
+            with open(temporary[path], "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in contents:
+            os.replace(temporary[path], path)
+            _flush_names(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
-    _flush_names(path.parent)
+        for left in temporary.values():
+            left.unlink(missing_ok=True)
 
 
 def _flush_names(folder: Path) -> None:
@@ -183,14 +191,20 @@ def _flush_names(folder: Path) -> None:
         os.close(descriptor)
 
 
+def unfinished(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Each temporary file that is being written, or was when its process was killed, and the name it was to take."""
+    for path in folder.glob(".*.tmp"):
+        if name := re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name):
+            yield path, name[1]
+
+
 def sweep(folder: Path, names: re.Pattern[str]) -> None:
     """Remove what processes that were killed while they wrote files of these ``names`` have left behind.
 
     Only for who holds the folder: nobody else may be writing there.
     """
-    for path in folder.glob(".*.tmp"):
-        written = re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name)
-        if written and names.fullmatch(written[1]):
+    for path, name in unfinished(folder):
+        if names.fullmatch(name):
             path.unlink(missing_ok=True)
 
 

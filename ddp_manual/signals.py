@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 STOP = (signal.SIGINT, signal.SIGTERM)
 SAVE = signal.SIGUSR1
+NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 _NO_MORE = b"\0"
 
 
@@ -30,6 +31,8 @@ class Wishes:
     def __init__(self) -> None:
         self.stop = 0
         """The number of the signal that asked for it, or 0."""
+        self.heeded = True
+        """Whether the ranks still agree on what is asked for; False once they have agreed to stop, or are done."""
         self._save = threading.Event()
 
     def ask(self, number: int) -> None:
@@ -54,7 +57,7 @@ def without_saving() -> Iterator[None]:
         return
 
     def decline(number: int, frame: FrameType | None) -> None:
-        logger.info("SIGUSR1: nothing to save, since this rank is not training")
+        logger.info("SIGUSR1: %s", NOTHING_TO_SAVE)
 
     before = signal.signal(SAVE, decline)
     try:
@@ -64,13 +67,14 @@ def without_saving() -> Iterator[None]:
 
 
 @contextmanager
-def noted(leave: Callable[[int], None]) -> Iterator[Wishes]:
+def noted(leave: Callable[[int, bool], None]) -> Iterator[Wishes]:
     """While the body runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of interrupting it.
 
     In a thread other than the main one, where Python sets no handlers, signals do what they did before.
 
     Args:
-        leave: called from a thread with the number of the second signal that asks to stop; ends the process.
+        leave: called from a thread with the number of the second signal that asks to stop, and whether the ranks could
+            still heed the first; ends the process.
     """
     wishes = Wishes()
     if threading.current_thread() is not threading.main_thread():
@@ -94,17 +98,21 @@ def noted(leave: Callable[[int], None]) -> Iterator[Wishes]:
         os.close(reading)
 
 
-def _read(reading: int, wishes: Wishes, leave: Callable[[int], None]) -> None:
+def _read(reading: int, wishes: Wishes, leave: Callable[[int, bool], None]) -> None:
     while (byte := os.read(reading, 1)) != _NO_MORE:
         number = byte[0]
-        if number == SAVE:
-            logger.info("SIGUSR1: a checkpoint at the next step all ranks agree on")
-        elif number not in STOP:
+        if number != SAVE and number not in STOP:
             continue
-        elif wishes.stop:
-            leave(number)
+        if number != SAVE and wishes.stop:
+            leave(number, wishes.heeded)
         else:
-            logger.info(
-                "%s: stopping after the next step all ranks agree on; once more leaves at once", signal_name(number)
-            )
+            logger.info("%s", _answer(number, heeded=wishes.heeded))
         wishes.ask(number)
+
+
+def _answer(number: int, *, heeded: bool) -> str:
+    if number == SAVE:
+        return f"SIGUSR1: {'a checkpoint at the next step all ranks agree on' if heeded else NOTHING_TO_SAVE}"
+    if not heeded:
+        return f"{signal_name(number)}: this rank has done its part and is leaving; once more leaves at once"
+    return f"{signal_name(number)}: stopping after the next step all ranks agree on; once more leaves at once"

@@ -6,7 +6,7 @@ The only file that knows both how ranks meet and what they do then.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,30 +48,29 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     from ddp_manual.rendezvous.lastwords import as_ours, write_failure
 
     try:
-        with (
-            signals.without_saving(),
-            rendezvous(
+        with signals.without_saving(), ExitStack() as noting:
+            with rendezvous(
                 spec,
                 options={**config.shared_options(), "command": ("train", "command")},
                 run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
                 command=command_template(spec, config),
-            ) as world,
-        ):
-            assert world.run_dir is not None
-            paths = RunPaths(world.run_dir)
-            if restart := environment.restart_count():
-                paths.set_failure_aside(world.rank, restart - 1)
-            with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
-                train, test = _load(world, spec, config)
-                ended = _train(world, spec, paths, config, train, test)
+            ) as world:
+                assert world.run_dir is not None
+                paths = RunPaths(world.run_dir)
+                if restart := environment.restart_count():
+                    paths.set_failure_aside(world.rank, restart - 1)
+                with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
+                    train, test = _load(world, spec, config)
+                    ended = _train(world, spec, paths, config, train, test, noting)
+            # Signals are noted until here: one that comes while the ranks leave undoes no stop they have agreed on.
+            if isinstance(ended, Stop):
+                stopped = _stopped(spec, paths, config, ended)
+                write_failure(stopped, spec.rank, paths.run_dir)
+                raise stopped
     except DdpManualError:
         raise
     except Exception as error:
         raise as_ours(spec.rank, error) from error
-    if isinstance(ended, Stop):
-        stopped = _stopped(spec, paths, config, ended)
-        write_failure(stopped, spec.rank, paths.run_dir)
-        raise stopped
     return ended
 
 
@@ -97,8 +96,9 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
 
 
 def _train(
-    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, train: Split, test: Split
+    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, train: Split, test: Split, noting: ExitStack
 ) -> dict[str, Any] | Stop:
+    """To the end, or to the step where all stop; signals are noted from the first step until ``noting`` is closed."""
     from ddp_manual.training import models
     from ddp_manual.training.checkpoint import History
     from ddp_manual.training.course import Position
@@ -132,13 +132,15 @@ def _train(
             *(config.model, len(train), config.dataset, config.epochs, course.steps_per_epoch),
             *(trainer.batch_size, trainer.schedule.peak),
         )
-        with (
-            console.progress(
-                course.steps(position), done=position.step, bar=world.rank == 0 and console.on_a_terminal()
-            ) as bar,
-            signals.noted(lambda number: _leave_at_once(world, spec, paths, config, number)) as wishes,
-        ):
-            number = run.go(bar, wishes)
+        wishes = noting.enter_context(
+            signals.noted(lambda number, heeded: _leave_at_once(world, spec, paths, config, number, heeded))
+        )
+        bar = world.rank == 0 and console.on_a_terminal()
+        try:
+            with console.progress(course.steps(position), done=position.step, bar=bar) as progress:
+                number = run.go(progress, wishes)
+        finally:
+            wishes.heeded = False
         if number:
             return Stop(number, run.position.step)
     summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
@@ -181,14 +183,17 @@ def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) 
     )
 
 
-def _leave_at_once(world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int) -> None:
+def _leave_at_once(
+    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int, heeded: bool
+) -> None:
     """A second signal: the main thread may be blocked for good, so it is not asked."""
     world.leave_at_once(
         Stopped(
             number,
             "at once, by a second signal",
-            why="the ranks had not yet agreed on a step to stop after; what was trained since the last checkpoint is "
-            "lost",
+            why="the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
+            if heeded
+            else "this rank had done its part, and was leaving: the others may still have needed its store",
             next="go on from the last checkpoint, if there is one:\n"
             + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
         )

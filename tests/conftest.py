@@ -145,8 +145,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.kill()
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     """A port that is free on loopback, and below those the kernel gives to outgoing connections."""
     while True:
         candidate = random.randrange(20_000, 30_000)
@@ -156,6 +155,11 @@ def port() -> int:
             except OSError:
                 continue
             return candidate
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_manual import checkpoints, rundir
+from ddp_manual import checkpoint_file, checkpoints, rundir
 from ddp_manual.errors import writing
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training.checkpoint import History, Saved, pack
@@ -106,7 +106,7 @@ class RunFiles(Tracker):
             "world_size": saved.world_size,
             "options": dict(saved.options),
         }
-        path = checkpoints.write(self._paths.checkpoints, position.step, pack(saved), about)
+        path = checkpoint_file.write(self._paths.checkpoints, position.step, pack(saved), about)
         checkpoints.prune(self._paths.checkpoints, self._keep)
         logger.info("saved %s", path)
 

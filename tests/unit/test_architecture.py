@@ -14,7 +14,17 @@ import ddp_manual
 
 PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-BOTTOM = {"checkpoints", "config", "console", "environment", "errors", "options", "rundir", "signals"}
+BOTTOM = {
+    "checkpoint_file",
+    "checkpoints",
+    "config",
+    "console",
+    "environment",
+    "errors",
+    "options",
+    "rundir",
+    "signals",
+}
 MAY_IMPORT = {
     "rendezvous": {"rendezvous", *BOTTOM},
     "training": {"training", *BOTTOM},

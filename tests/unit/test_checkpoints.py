@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_manual import checkpoints, cli, resuming, rundir, signals
+from ddp_manual import checkpoint_file, checkpoints, cli, resuming, rundir, signals
 from ddp_manual.config import TrainConfig, WorldSpec, command_to_go_on
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, DdpManualError, DiskFull
 from ddp_manual.rundir import RunPaths
@@ -85,9 +85,9 @@ def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> Non
 def test_a_checkpoint_cut_off_at_any_tenth_is_named_and_the_one_before_is_taken(
     content: bytes, tmp_path: Path, tenths: int
 ) -> None:
-    whole = checkpoints.write(tmp_path, 20, content, {})
+    whole = checkpoint_file.write(tmp_path, 20, content, {})
     other = checkpoint.pack(taken(*trained(4)))
-    cut = checkpoints.write(tmp_path, 40, other, {})
+    cut = checkpoint_file.write(tmp_path, 40, other, {})
     cut.write_bytes(other[: len(other) * tenths // 10])
     with pytest.raises(CheckpointCorrupt) as caught:
         checkpoints.named(cut)
@@ -100,7 +100,7 @@ def test_a_checkpoint_cut_off_at_any_tenth_is_named_and_the_one_before_is_taken(
 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
 def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path, suffix: str) -> None:
-    path = checkpoints.write(tmp_path, 20, content, {"test_accuracy": 0.5}).with_suffix(suffix)
+    path = checkpoint_file.write(tmp_path, 20, content, {"test_accuracy": 0.5}).with_suffix(suffix)
     before = path.read_bytes()
     order = random.Random(0)
     for place in sorted({0, len(before) - 2, *(order.randrange(len(before)) for _ in range(100))}):
@@ -149,9 +149,9 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
 
 
 def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None:
-    left: queue.Queue[int] = queue.Queue()
+    left: queue.Queue[tuple[int, bool]] = queue.Queue()
     before = signal.getsignal(signal.SIGTERM)
-    with signals.noted(left.put) as wishes:
+    with signals.noted(lambda *asked: left.put(asked)) as wishes:
         assert (wishes.stop, wishes.take_save()) == (0, False)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -162,13 +162,16 @@ def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None
         assert (wishes.take_save(), wishes.take_save()) == (True, False)
         assert left.empty()
         os.kill(os.getpid(), signal.SIGINT)
-        assert left.get(timeout=10) == signal.SIGINT
+        assert left.get(timeout=10) == (signal.SIGINT, True)
+        wishes.heeded = False
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left.get(timeout=10) == (signal.SIGINT, False)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
 def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
-    path = checkpoints.write(tmp_path, 20, b"content", {})
+    path = checkpoint_file.write(tmp_path, 20, b"content", {})
     path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointCorrupt):
         checkpoints.named(path)
@@ -176,12 +179,14 @@ def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text
 
 
 def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere_is_missing(tmp_path: Path) -> None:
-    path = checkpoints.write(tmp_path, 20, b"content", {})
+    path = checkpoint_file.write(tmp_path, 20, b"content", {})
     assert checkpoints.named(path.with_suffix(".json"))[1] == b"content"
     path.with_suffix(".json").unlink()
     with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
         checkpoints.named(path)
-    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", empty):
         with pytest.raises(CheckpointMissing):
             checkpoints.named(nowhere)
 
@@ -191,7 +196,7 @@ def test_the_newest_stay_and_the_best_and_nothing_of_anybody_else_goes(tmp_path:
     mine.touch()
     accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: None, 50: 0.1, 60: None}
     for step, accuracy in accuracies.items():
-        checkpoints.write(tmp_path, step, b"%d" % step, {"test_accuracy": accuracy})
+        checkpoint_file.write(tmp_path, step, b"%d" % step, {"test_accuracy": accuracy})
         checkpoints.prune(tmp_path, 2)
     assert [found.step for found in checkpoints.find(tmp_path)] == [60, 50, 30]
     assert mine.exists()
@@ -201,39 +206,92 @@ def test_what_comes_after_the_step_a_run_goes_on_from_is_removed_and_so_is_what_
     tmp_path: Path,
 ) -> None:
     for step in (10, 20, 30):
-        checkpoints.write(tmp_path, step, b"%d" % step, {})
-    left = [tmp_path / ".step-00000040-0123abcd.pt.123.tmp", tmp_path / "step-00000040-0123abcd.pt"]
+        checkpoint_file.write(tmp_path, step, b"%d" % step, {})
+    left = [
+        tmp_path / ".step-00000040-0123abcd.pt.123.tmp",
+        *(tmp_path / "step-00000050-0123abcd.pt", tmp_path / ".step-00000050-0123abcd.json.123.tmp"),
+    ]
     others = [tmp_path / ".notes.123.tmp", tmp_path / "notes.pt"]
     for path in (*left, *others):
         path.touch()
+    assert [found.step for found in checkpoints.find(tmp_path)] == [30, 20, 10]
     checkpoints.rewind(tmp_path, 20)
     assert [found.step for found in checkpoints.find(tmp_path)] == [20, 10]
     assert not any(path.exists() for path in left) and all(path.exists() for path in others)
 
 
-def test_a_disk_that_is_full_while_the_description_is_written_leaves_no_half_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_has_lost_its_description_is_named_and_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints.write(tmp_path, 10, b"ten", {})
-    replace_file = rundir.replace_file
+    kept, newer = (checkpoint_file.write(tmp_path, step, b"%d" % step, {}) for step in (10, 20))
+    newer.with_suffix(".json").unlink()
+    assert [one["state"] for one in checkpoints.listed(tmp_path)] == ["corrupt", "ok"]
+    found = checkpoints.newest_whole(tmp_path)
+    assert found and found[0].path == kept
+    assert f"{newer} is not the checkpoint that was written" in caplog.text
+    assert f"{newer.stem}.json, which has its digest, is not there" in caplog.text
+    for _ in range(2):  # another of the same name does not take its place
+        checkpoints.rewind(tmp_path, 10)
+        newer.write_bytes(b"20")
+    checkpoints.rewind(tmp_path, 10)
+    assert sorted(path.name for path in (tmp_path / "set-aside").iterdir()) == [
+        *(newer.name, f"{newer.name}.1", f"{newer.name}.2")
+    ]
 
-    def full(path: Path, content: bytes) -> None:
-        if path.suffix == ".json":
+    kept.with_suffix(".json").unlink()
+    with pytest.raises(CheckpointCorrupt, match="none of the 1 checkpoints"):
+        checkpoints.newest_whole(tmp_path)
+    checkpoint_file.write(tmp_path, 30, b"30", {})
+    checkpoints.prune(tmp_path, 1)
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("trouble", [".pt", ".json", "format"])
+def test_what_cannot_be_read_here_is_not_taken_for_damaged_and_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    checkpoint_file.write(tmp_path, 10, b"10", {})
+    with monkeypatch.context() as later:
+        later.setattr(checkpoint_file, "FORMAT", 2)
+        newer = checkpoint_file.write(tmp_path, 20, b"20", {})
+    if trouble != "format":
+        newer = checkpoint_file.write(tmp_path, 20, b"20", {})
+        newer.with_suffix(trouble).unlink()
+        newer.with_suffix(trouble).mkdir()  # a file that gives an error, also to root
+    with pytest.raises(BadOption, match="may be whole, but cannot be read here") as caught:
+        checkpoints.named(tmp_path)
+    assert ("format 2" if trouble == "format" else "Is a directory") in caught.value.why
+    assert [one["state"] for one in checkpoints.listed(tmp_path)] == ["unreadable", "ok"]
+    checkpoints.rewind(tmp_path, 10)
+    assert {path.name for path in (tmp_path / "set-aside").iterdir()} == {newer.name, f"{newer.stem}.json"}
+    assert [found.step for found in checkpoints.find(tmp_path)] == [10]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_is_full_before_both_files_have_their_names_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    checkpoint_file.write(tmp_path, 10, b"ten", {})
+    works, calls = getattr(os, call), []
+
+    def full(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(path, content)
+        works(*arguments)
 
-    monkeypatch.setattr(rundir, "replace_file", full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(DiskFull):
-        checkpoints.write(tmp_path, 20, b"twenty", {})
+        checkpoint_file.write(tmp_path, 20, b"twenty", {})
     assert [path.name[:13] for path in tmp_path.iterdir()] == ["step-00000010"] * 2
 
 
 def test_the_list_has_step_accuracy_size_verdict_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunPaths(tmp_path).checkpoints
     about = {"epochs": 1.0, "test_accuracy": 0.9876}
-    checkpoints.write(folder, 10, bytes(3 << 20), about)
-    checkpoints.write(folder, 20, b"twenty", {"epochs": 1.5, "test_accuracy": None})
-    checkpoints.write(folder, 30, b"thirty", {**about, "epochs": 2.0}).write_bytes(b"thirsty")
+    checkpoint_file.write(folder, 10, bytes(3 << 20), about)
+    checkpoint_file.write(folder, 20, b"twenty", {"epochs": 1.5, "test_accuracy": None})
+    checkpoint_file.write(folder, 30, b"thirty", {**about, "epochs": 2.0}).write_bytes(b"thirsty")
     assert cli.run(["checkpoints", str(tmp_path)]) == 0
     header, *rows, damaged = capsys.readouterr().out.splitlines()
     assert header.split() == ["step", "epochs", "test", "accuracy", "size", "written", "verdict", "file"]
@@ -254,7 +312,7 @@ def test_a_folder_without_checkpoints_exits_15_and_no_folder_2(
 
 
 def test_listing_needs_no_torch(tmp_path: Path) -> None:
-    checkpoints.write(tmp_path, 10, b"ten", {"epochs": 1.0})
+    checkpoint_file.write(tmp_path, 10, b"ten", {"epochs": 1.0})
     script = (
         "import sys; from ddp_manual import cli; status = cli.run(['checkpoints', sys.argv[1]]);"
         "sys.exit(99 if 'torch' in sys.modules else status)"
@@ -270,7 +328,7 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
     with pytest.raises(BadOption, match="--resume auto needs a --run_dir"):
         resuming.check_run_dir(TrainConfig(resume="auto"))
     paths = RunPaths(tmp_path)
-    path = checkpoints.write(paths.checkpoints, 10, b"ten", {})
+    path = checkpoint_file.write(paths.checkpoints, 10, b"ten", {})
     for resume in (None, str(tmp_path.parent / "other.pt")):
         with pytest.raises(BadOption, match="already holds a run"):
             resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))

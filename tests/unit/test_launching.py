@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import checkpoints, errors
+from ddp_manual import checkpoint_file, errors
 from ddp_manual.launching.command import options_to_go_on
 from ddp_manual.launching.failure import Failure, root_cause
 from ddp_manual.rundir import RunPaths
@@ -52,5 +52,5 @@ def test_a_run_that_began_with_anothers_checkpoint_goes_on_with_its_own_once_it_
     assert options_to_go_on(["--epochs", "2"], paths) == ["--epochs", "2", "--resume", "auto"]
     assert options_to_go_on([*given, "--epochs", "2"], paths) == [*given, "--epochs", "2"]
     paths.checkpoints.mkdir()
-    checkpoints.write(paths.checkpoints, 8, b"", {})
+    checkpoint_file.write(paths.checkpoints, 8, b"", {})
     assert options_to_go_on([*given, "--epochs", "2"], paths) == ["--epochs", "2", "--resume", "auto"]

@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from ddp_manual import checkpoints
-from tests.conftest import REPOSITORY, RankProcess, Start
+from tests.conftest import REPOSITORY, RankProcess, Start, free_port
 
 KILLS = int(os.environ.get("DDP_MANUAL_SOAK_KILLS", "2"))
 # 300 steps of two ranks, a line of metrics every 10.
 LONG = ("--batch_size", 200, "--epochs", 2, "--log_every", 10)
 RECORDING = "tests/world/recording_rank.py"
+SIGNALLED_WHILE_LEAVING = "tests/world/signalled_rank.py"
 
 StartWorld = Callable[..., list[RankProcess]]
 
@@ -33,12 +34,19 @@ StartWorld = Callable[..., list[RankProcess]]
 def start_world(start: Start, small_data: Path) -> StartWorld:
     """Start all ranks of a world that trains into ``run_dir``, on a free port."""
 
-    def start_world(world_size: int, run_dir: Path, *options: object, first_only: object = (), **env: str) -> Any:
-        port = random.randrange(20_000, 30_000)
+    def start_world(
+        world_size: int,
+        run_dir: Path,
+        *options: object,
+        first_only: object = (),
+        script: str = "run_multi_gpu_train.py",
+        **env: str,
+    ) -> Any:
+        port = free_port()
         common = ["--dataset", "synthetic", "--model", "mlp", "--data_dir", small_data, "--run_dir", run_dir]
         return [
             start(
-                *(sys.executable, "run_multi_gpu_train.py", "--world_size", world_size, "--rank", rank),
+                *(sys.executable, script, "--world_size", world_size, "--rank", rank),
                 *("--master_port", port, *common, *options, *(first_only if rank == 0 else ())),  # type: ignore[misc]
                 **env,
             )
@@ -139,6 +147,20 @@ def test_a_second_signal_leaves_at_once_even_from_inside_a_collective(start_worl
     assert "error[stopped]: stopped by Ctrl-C (SIGINT) at once, by a second signal" in ranks[0].err
 
 
+def test_a_signal_to_a_rank_that_is_leaving_changes_nothing(start_world: StartWorld, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ranks = start_world(2, run, *LONG, script=SIGNALLED_WHILE_LEAVING)
+    ranks[0].wait_for("step 20/300")
+    ranks[1].process.send_signal(signal.SIGTERM)
+    assert [rank.wait(30) for rank in ranks] == [143, 143]
+    said = "Ctrl-C (SIGINT): this rank has done its part and is leaving; once more leaves at once"
+    assert said in ranks[0].err and "error[stopped]: stopped by SIGTERM after step" in ranks[0].err
+
+    ranks = start_world(2, tmp_path / "whole", *LONG, "--epochs", 1, script=SIGNALLED_WHILE_LEAVING)
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert said in ranks[0].err and (tmp_path / "whole" / "summary.json").exists()
+
+
 @pytest.mark.parametrize("batch", [600, 1020])
 def test_stopped_at_2_ranks_and_resumed_at_1_and_at_4_each_image_is_seen_once(
     start: Start, port: int, small_data: Path, tmp_path: Path, batch: int
@@ -211,7 +233,7 @@ def test_what_rank_0_cannot_go_on_from_ends_every_rank_with_what_differs(
     assert "error[checkpoint-mismatch]" in ranks[0].err
     assert "seed: 0 in the checkpoint / 1 here (flag)" in ranks[0].err
     assert "left with error[checkpoint-mismatch]" in ranks[1].err and "seed: 0 in" in ranks[1].err
-    assert parameters(run).keys() and metrics(run) == metrics(undisturbed)
+    assert_same_run(run, undisturbed)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
