@@ -242,7 +242,7 @@ def ask_as(store: RunStore, nonce: str, who: Entry) -> None:
 
 def test_a_rank_that_comes_as_the_time_is_up_is_not_missing_while_the_others_are_mustered(store: RunStore) -> None:
     """Rank 1 is frozen: it does not answer, but its port is open, so it keeps its rank."""
-    with Answerer("127.0.0.1") as answerer:
+    with closing(Answerer("127.0.0.1")) as answerer:
         here = {"address": "127.0.0.1", "probe_port": answerer.port}
         roll_call = RollCall(store, RUN, entry(0, "a"), Seal(None))
         roll_call.open()
@@ -261,7 +261,7 @@ def test_a_process_that_is_taken_for_dead_is_told_at_once(store: RunStore) -> No
     roll_call.open()
     ask_as(store, "1", entry(1, "a", address="127.0.0.1", probe_port=1))
     assert store.verdict("1" * 16)["error"] is None
-    with Answerer("127.0.0.1") as answerer:
+    with closing(Answerer("127.0.0.1")) as answerer:
         ask_as(store, "2", entry(1, "a", address="127.0.0.1", probe_port=answerer.port))
         assert store.verdict("2" * 16)["error"] is None
     last = store.news(3)
@@ -279,7 +279,7 @@ def test_who_takes_a_dead_ranks_place_is_held_to_the_same_as_all(store: RunStore
     ask_as(store, "1", entry(1, "a", 1, address="127.0.0.1", probe_port=1, **gpus))
     assert store.verdict("1" * 16)["error"] is None
     ask_as(store, "2", entry(1, "a", 1, address="127.0.0.1", probe_port=1, **gpus))
-    with Answerer("127.0.0.1") as answerer:
+    with closing(Answerer("127.0.0.1")) as answerer:
         ask_as(store, "3", entry(1, "a", 0, address="127.0.0.1", probe_port=answerer.port, **gpus))
         refused = [store.verdict(nonce * 16)["error"]["identifier"] for nonce in "23"]
     assert refused == ["peer-unreachable", "device-taken"]
@@ -289,7 +289,7 @@ def test_who_takes_a_dead_ranks_place_is_held_to_the_same_as_all(store: RunStore
 def test_a_claim_is_answered_when_the_roll_call_is_given_up(store: RunStore) -> None:
     roll_call = RollCall(store, RUN, entry(0, "a"), Seal(None))
     roll_call.open()
-    with Answerer("127.0.0.1") as answerer:
+    with closing(Answerer("127.0.0.1")) as answerer:
         here = {"address": "127.0.0.1", "probe_port": answerer.port}
         ask_as(store, "1", entry(1, "a", **here))
         assert store.verdict("1" * 16)["error"] is None
