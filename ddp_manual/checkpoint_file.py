@@ -204,6 +204,6 @@ def corrupt(path: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"{path} is not the checkpoint that was written",
         why=why,
-        next="go on from an earlier one: --resume auto takes the newest that is whole\n"
+        next=f"go on from an earlier one: --run_dir {path.parent.parent} --resume auto takes the newest that is whole\n"
         f"what there is: ddp-manual checkpoints {path.parent}",
     )

@@ -14,6 +14,8 @@ from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, w
 
 logger = logging.getLogger(__name__)
 
+MOST_NAMED = 8
+
 SET_ASIDE = "set-aside"
 
 
@@ -60,6 +62,12 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
     )
 
 
+def exists(path: Path) -> None:
+    """Raises CheckpointMissing if ``--resume path`` names nothing at all; for before the ranks meet."""
+    if not path.exists() and not path.with_suffix(".json").exists():
+        raise _missing(path, "there is no such file or folder")
+
+
 def named(path: Path) -> tuple[Checkpoint, bytes]:
     """What ``--resume path`` means: that file, by either of its names, or the newest of that folder.
 
@@ -72,8 +80,7 @@ def named(path: Path) -> tuple[Checkpoint, bytes]:
             raise _missing(path, "the folder has no checkpoint")
         return found
     path = path.with_suffix(".pt") if path.suffix == ".json" else path
-    if not path.exists() and not path.with_suffix(".json").exists():
-        raise _missing(path, "there is no such file")
+    exists(path)
     checkpoint = describe(path)
     return checkpoint, read(checkpoint)
 
@@ -86,10 +93,17 @@ def folder_of(path: Path) -> Path:
 
 def _missing(path: Path, why: str) -> CheckpointMissing:
     folder = path if path.is_dir() else path.parent
+    beside = sorted({run.parent.parent for run in folder.glob("*/checkpoints/*.json")}) if folder.is_dir() else []
+    there = [str(one) for one in ([folder] if folder.is_dir() and find(folder_of(folder)) else beside)[-MOST_NAMED:]]
     return CheckpointMissing(
         f"no checkpoint at {path}",
         why=why,
-        next=f"what there is: ddp-manual checkpoints {folder}\nor start from the beginning, without --resume",
+        next="\n".join(
+            [
+                *(f"what there is: ddp-manual checkpoints {one}" for one in there),
+                "name a checkpoint or the folder of a run that has some; or start from the beginning, without --resume",
+            ]
+        ),
     )
 
 

@@ -160,8 +160,10 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
         if as_json:
             click.echo(json.dumps({"error": error.as_dict()}))
         raise
+    except StopSignal as stop:  # the usual way to end --watch: nothing has gone wrong
+        raise click.exceptions.Exit(128 + stop.number) from None
     if watch and not as_json:
-        click.echo("the run has ended")
+        click.echo("the run has ended: rank 0's store is gone")
 
 
 @ddp_manual.command("checkpoints")

@@ -232,7 +232,9 @@ class TrainConfig(Options):
         group="output",
         shared=False,
     )
-    log_every: int = option(100, "Steps between two lines of metrics.", group="output", minimum=1)
+    log_every: int = option(
+        100, "Steps between two lines of metrics; the end of an epoch has one too.", group="output", minimum=1
+    )
     checkpoint_every: int = option(
         1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", group="checkpoints", minimum=0
     )

@@ -54,7 +54,9 @@ def status_text(seen: Mapping[str, Any]) -> str:
         lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
         lines += [f"  {run['command'].replace('{rank}', str(missing[0]))}"]
     lines += ["", *seen["refused"], *seen["gone"], *seen["warnings"]] if _any_notes(seen) else []
-    if "stacks" in seen:
+    if "stacks" in seen and not seen["progress"]:
+        lines += ["", "no stacks yet: the ranks have not met"]
+    elif "stacks" in seen:
         lines += _stacks(seen["ranks"], seen["stacks"])
     for name in ("error", "failure"):
         if seen[name]:

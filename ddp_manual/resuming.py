@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_manual import checkpoint_file, checkpoints, environment, rundir
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption, CheckpointMismatch
-from ddp_manual.options import option_fields
+from ddp_manual.options import as_flags, option_fields
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
@@ -46,8 +46,11 @@ def check_run_dir(config: TrainConfig) -> None:
     """On rank 0, before the others are met: make the folder, if its name is known by now.
 
     Raises:
+        CheckpointMissing: there is nothing at the path of ``--resume``.
         BadOption: it cannot be used; or ``--resume auto`` without a folder to look in.
     """
+    if config.resume not in (None, AUTO):
+        checkpoints.exists(Path(str(config.resume)))
     if config.run_dir is not None:
         RunPaths(Path(config.run_dir)).create(resuming=_goes_on_in(config.resume, Path(config.run_dir)))
     elif config.resume == AUTO:
@@ -181,11 +184,12 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
     if done > config.epochs:
         wrong.append(f"epochs: {done} begun or done in the checkpoint / {config.epochs} here")
     if wrong:
-        flags = " ".join(f"--{name} {then[name]}" for name in MUST_MATCH if name in then and name != "samples")
+        flags = as_flags({name: then[name] for name in MUST_MATCH if name in then and name != "samples"})
         raise CheckpointMismatch(
             f"{path} is of another run",
             why="\n".join(wrong),
-            next=f"give the options it was saved with, such as {flags}\nor start a new run, without --resume",
+            next=f"give the options it was saved with: {flags} --epochs {max(done, config.epochs)}\n"
+            "or start a new run, without --resume",
         )
     if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):
         raise checkpoint_file.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,6 +24,8 @@ STOP = (signal.SIGINT, signal.SIGTERM)
 SAVE = signal.SIGUSR1
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 _NO_MORE = b"\0"
+# Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
+ONCE_WITHIN = 0.3
 
 
 class Wishes:
@@ -99,15 +102,15 @@ def noted(leave: Callable[[int, bool], None]) -> Iterator[Wishes]:
 
 
 def _read(reading: int, wishes: Wishes, leave: Callable[[int, bool], None]) -> None:
+    first = 0.0
     while (byte := os.read(reading, 1)) != _NO_MORE:
         number = byte[0]
-        if number != SAVE and number not in STOP:
-            continue
-        if number != SAVE and wishes.stop:
-            leave(number, wishes.heeded)
-        else:
+        if number == SAVE or (number in STOP and not wishes.stop):
             logger.info("%s", _answer(number, heeded=wishes.heeded))
-        wishes.ask(number)
+            wishes.ask(number)
+            first = time.monotonic()
+        elif number in STOP and time.monotonic() - first > ONCE_WITHIN:
+            leave(number, wishes.heeded)
 
 
 def _answer(number: int, *, heeded: bool) -> str:

@@ -133,7 +133,7 @@ def _train(
             *(trainer.batch_size, trainer.schedule.peak),
         )
         wishes = noting.enter_context(
-            signals.noted(lambda number, heeded: _leave_at_once(world, spec, paths, config, number, heeded))
+            signals.noted(lambda number, heeded: _leave_at_once(world, paths, number, heeded))
         )
         bar = world.rank == 0 and console.on_a_terminal()
         try:
@@ -183,9 +183,7 @@ def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) 
     )
 
 
-def _leave_at_once(
-    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, number: int, heeded: bool
-) -> None:
+def _leave_at_once(world: World, paths: RunPaths, number: int, heeded: bool) -> None:
     """A second signal: the main thread may be blocked for good, so it is not asked."""
     world.leave_at_once(
         Stopped(
@@ -194,7 +192,7 @@ def _leave_at_once(
             why="the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
             if heeded
             else "this rank had done its part, and was leaving: the others may still have needed its store",
-            next="go on from the last checkpoint, if there is one:\n"
-            + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
+            # No command: the other ranks show this too, and each has one of its own.
+            next=f"start all ranks again; with --run_dir {paths.run_dir} --resume auto they go on from the last one",
         )
     )

@@ -35,7 +35,7 @@ def check_train_options(train_options: Sequence[str]) -> None:
         if option.startswith("--") and name in PER_RANK_OPTIONS:
             raise BadOption(
                 f"--{name} cannot be passed on by launch",
-                why=f"launch gives each rank its own --{name}",
+                why=f"launch gives every rank its --{name}",
                 next="put --run_dir before the --" if name == "run_dir" else f"leave --{name} out",
             )
 

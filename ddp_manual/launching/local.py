@@ -253,9 +253,13 @@ def _stop_in_order(ranks: Sequence[Rank], number: int) -> None:
         _say("stopping; once more ends it at once")
     for rank in running:
         rank.process.send_signal(number)
-    deadline = time.monotonic() + STOP_IN_ORDER
-    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    began = time.monotonic()
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < began + STOP_IN_ORDER:
+        try:
+            time.sleep(0.02)
+        except StopSignal:
+            if time.monotonic() - began > signals.ONCE_WITHIN:
+                raise
 
 
 def _end(ranks: Sequence[Rank]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,11 @@ class Hello:
         launched = environment.launch_command()
         if launched is not None:
             return f"start all ranks again, from the last checkpoint: {launched}"
-        return f"start all ranks again; with --run_dir {self.run_dir} --resume auto they go on from the last checkpoint"
+        resume = "" if "--resume " in self.command else " --resume auto"
+        return (
+            "start all ranks again, from the last checkpoint; rank 0 with:\n"
+            f"{self.command_for(0)} --run_dir {shlex.quote(self.run_dir)}{resume}"
+        )
 
     def command_for(self, rank: int) -> str:
         return self.command.replace("{rank}", str(rank))

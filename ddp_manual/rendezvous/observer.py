@@ -65,7 +65,9 @@ class Observer:
         waiting = Waiting(ANSWER_TIMEOUT, logger)
         try:
             seen = interruptibly(self._read, waiting, f"waiting for {self._where}")
-            if stacks and seen.progress is not None:
+            if stacks and seen.progress is None:
+                return replace(seen, stacks={})  # there is nobody to ask yet
+            if stacks:
                 return replace(seen, stacks=interruptibly(self._read_stacks, waiting, "waiting for the stacks"))
             return seen
         except TimeoutError:

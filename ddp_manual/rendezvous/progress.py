@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 JOINING = "joining"
+RUNNING = "running"
 LEAVING = "leaving"
 SAVING = "saving"
 LONGEST_PLACE = 200
@@ -19,7 +20,7 @@ class Progress:
     """What this rank does now. The training loop writes it, the watchdog's thread reads it."""
 
     phase: str = JOINING
-    """joining, loading, training, evaluating, saving or leaving."""
+    """joining, loading, training, evaluating, saving or leaving; running, in a script that does not say."""
     epoch: int = 0
     step: int = 0
     samples_per_second: float = 0.0

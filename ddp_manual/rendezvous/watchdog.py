@@ -276,7 +276,11 @@ class Follower(Watchdog):
         elif not self._welcome:
             raise LineClosed("something else answers there")
         elif "verdict" in message:
-            self._see(as_error(message["verdict"]), closed=bool(message["verdict"].get("closed", True)))
+            verdict = message["verdict"]
+            error = as_error(verdict)
+            if verdict.get("judged") and verdict["rank"] == self.watched.rank:
+                error.why = f"that is this process; the others have not waited for it\n{error.why}"
+            self._see(error, closed=bool(verdict.get("closed", True)))
         elif "stacks" in message:
             line.send({"stacks": stacks(), "for": message["stacks"]})
         elif "over" in message:

@@ -34,7 +34,7 @@ from ddp_manual.rendezvous.entries import Hello
 from ddp_manual.rendezvous.group import close_process_group, open_process_group
 from ddp_manual.rendezvous.keeper import Keeper
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
-from ddp_manual.rendezvous.progress import LEAVING, Progress
+from ddp_manual.rendezvous.progress import LEAVING, RUNNING, Progress
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.verdicts import last_words
@@ -219,6 +219,7 @@ def rendezvous(
             world = _open_world(meeting, answered, device, backend, watchdog, progress, started)
             step.detail = f"{world.backend} on {world.device}"
         asked_to_exit: SystemExit | None = None
+        progress.phase = RUNNING  # a script of the user's own need not say more
         try:
             yield world
         except SystemExit as asked:

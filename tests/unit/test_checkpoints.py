@@ -148,7 +148,7 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None:
+def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     left: queue.Queue[tuple[int, bool]] = queue.Queue()
     before = signal.getsignal(signal.SIGTERM)
     with signals.noted(lambda *asked: left.put(asked)) as wishes:
@@ -160,7 +160,13 @@ def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves() -> None
             time.sleep(0.01)
         assert wishes.stop == signal.SIGTERM
         assert (wishes.take_save(), wishes.take_save()) == (True, False)
+        monkeypatch.setattr(signals, "ONCE_WITHIN", 60.0)
+        os.kill(os.getpid(), signal.SIGINT)  # an echo of the first: a terminal and a launcher may both pass it on
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not wishes.take_save() and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert left.empty()
+        monkeypatch.setattr(signals, "ONCE_WITHIN", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         assert left.get(timeout=10) == (signal.SIGINT, True)
         wishes.heeded = False
@@ -329,9 +335,14 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
         resuming.check_run_dir(TrainConfig(resume="auto"))
     paths = RunPaths(tmp_path)
     path = checkpoint_file.write(paths.checkpoints, 10, b"ten", {})
-    for resume in (None, str(tmp_path.parent / "other.pt")):
+    other = tmp_path.parent / f"{tmp_path.name}-other.pt"
+    other.touch()
+    for resume in (None, str(other)):
         with pytest.raises(BadOption, match="already holds a run"):
             resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+    with pytest.raises(CheckpointMissing, match=r"no checkpoint at .*nowhere"):
+        resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path / "new"), resume=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "new").exists()
     for resume in ("auto", str(path), str(tmp_path)):
         resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
 

@@ -26,4 +26,4 @@ def test_every_option_the_readme_names_exists() -> None:
 
     options = {f"--{field.name}" for kind in (config.WorldSpec, config.TrainConfig) for field in option_fields(kind)}
     named = set(re.findall(r"(?<!\S)--[a-z_]+(?:-[a-z]+)*", (REPOSITORY / "README.md").read_text()))
-    assert named - options <= {"--nproc", "--nproc-per-node", "--help"}
+    assert named - options <= {"--nproc", "--nproc-per-node", "--help", "--stacks"}

@@ -126,6 +126,7 @@ def test_status_follows_the_training_until_the_run_ends(start: Start, start_rank
     assert len(progress) >= 2
     assert {line["phase"] for lines in progress for line in lines} <= {
         "joining",
+        "running",
         "loading",
         "training",
         "evaluating",
