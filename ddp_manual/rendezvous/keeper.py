@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +16,13 @@ from typing import Any
 
 from ddp_manual.errors import DdpManualError
 from ddp_manual.rendezvous import verdicts
+from ddp_manual.rendezvous.address import family
 from ddp_manual.rendezvous.entries import printable
 from ddp_manual.rendezvous.judging import Judge, Stall
 from ddp_manual.rendezvous.lifeline import Lifeline, LineClosed, kept_from_children
 from ddp_manual.rendezvous.noticeboard import NoticeBoard
 from ddp_manual.rendezvous.progress import SAVING, Beat
-from ddp_manual.rendezvous.reachability import is_gone
+from ddp_manual.rendezvous.reachability import who_is_gone
 from ddp_manual.rendezvous.seal import Unsealed
 from ddp_manual.rendezvous.stacks import OWN_THREADS, stacks
 from ddp_manual.rendezvous.store import RunStore
@@ -44,8 +44,7 @@ SAVE_WITHIN = 30.0
 
 def open_lifelines(address: str) -> socket.socket:
     """The socket that the ranks open their lifelines to: any free port at rank 0's address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = kept_from_children(socket.socket(family, socket.SOCK_STREAM))
+    listener = kept_from_children(socket.socket(family(address), socket.SOCK_STREAM))
     listener.bind((address, 0))
     listener.listen(4096)
     listener.setblocking(False)
@@ -302,9 +301,8 @@ class Keeper(Watchdog):
         self._look_at = now + LOOK_FOR_ABSENT
 
         def look() -> None:
-            with ThreadPoolExecutor(max_workers=64) as pool:
-                answers = pool.map(lambda member: is_gone(member.address, member.probe_port), absent)
-                self._ask({"gone": [member.rank for member, gone in zip(absent, answers, strict=True) if gone]})
+            gone = who_is_gone([(member.address, member.probe_port) for member in absent])
+            self._ask({"gone": [member.rank for member, is_gone in zip(absent, gone, strict=True) if is_gone]})
 
         self._looking = threading.Thread(target=look, name=f"{OWN_THREADS}looking", daemon=True)
         self._looking.start()

@@ -76,8 +76,17 @@ class Answerer:
 
 def who_answers(places: Sequence[tuple[str, int]]) -> list[bool]:
     """Which of these addresses and ports accept a connection; a host that does not answer at all takes 0.3 s."""
+    return [accepts is True for accepts in _who_accepts(places)]
+
+
+def who_is_gone(places: Sequence[tuple[str, int]]) -> list[bool]:
+    """At which of these nothing accepts connections any more; where nothing answers at all that is not known."""
+    return [accepts is False for accepts in _who_accepts(places)]
+
+
+def _who_accepts(places: Sequence[tuple[str, int]]) -> list[bool | None]:
     with ThreadPoolExecutor(max_workers=64) as pool:
-        return list(pool.map(lambda place: answers(*place), places))
+        return list(pool.map(lambda place: accepts(*place), places))
 
 
 def greeting(port: int) -> bytes:
@@ -85,24 +94,15 @@ def greeting(port: int) -> bytes:
     return f"ddp_manual {port}\n".encode().ljust(GREETING_BYTES, b".")
 
 
-def answers(address: str, port: int) -> bool:
-    """Whether anything accepts connections there: the kernel does so even for a process that is frozen."""
+def accepts(address: str, port: int) -> bool | None:
+    """Whether anything accepts connections there; the kernel does so even for a frozen process. None: no answer."""
     try:
         with socket.create_connection((address, port), ALIVE_TIMEOUT):
             return True
-    except (OSError, ValueError):
-        return False
-
-
-def is_gone(address: str, port: int) -> bool:
-    """Whether nothing accepts connections there any more; False where nothing answers at all."""
-    try:
-        with socket.create_connection((address, port), ALIVE_TIMEOUT):
-            return False
     except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
         return False
+    except (OSError, ValueError):
+        return None
 
 
 def try_to_reach(address: str, port: int) -> str | None:

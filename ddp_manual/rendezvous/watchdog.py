@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ class Watched:
         return Beat.of(self.progress, collectives_begun(), inside=inside, place=place)
 
 
-class Watchdog:
+class Watchdog(ABC):
     """What rank 0's and the other ranks' have in common: a thread, a verdict, and the way out."""
 
     def __init__(self, watched: Watched) -> None:
@@ -146,9 +147,9 @@ class Watchdog:
             )
             self._leave_at(time.monotonic())
 
+    @abstractmethod
     def _watch(self) -> None:
         """Until the rank leaves or the run ends."""
-        raise NotImplementedError
 
     def _ask(self, request: Mapping[str, Any]) -> None:
         self._requests.put(request)

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from ddp_manual.rendezvous.reachability import Answerer, answers, greeting, try_to_reach
+from ddp_manual.rendezvous.reachability import Answerer, accepts, greeting, try_to_reach
 
 
 def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | None:
@@ -28,10 +28,10 @@ def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | No
 def test_an_answerer_is_reached_until_it_is_closed() -> None:
     answerer = Answerer("127.0.0.1")
     assert try_to_reach("127.0.0.1", answerer.port) is None
-    assert answers("127.0.0.1", answerer.port)
+    assert accepts("127.0.0.1", answerer.port) is True
     answerer.close()
     assert try_to_reach("127.0.0.1", answerer.port) == "connection refused"
-    assert not answers("127.0.0.1", answerer.port)
+    assert accepts("127.0.0.1", answerer.port) is False
 
 
 def test_something_else_that_listens_there_is_told_from_an_answerer() -> None:
