@@ -1,0 +1,87 @@
+"""Runs the commands of docs/from-tutorials.md as they stand there.
+
+A block that begins with ``$ `` is what a user types and sees: each line after ``$ `` is a command, run by bash one
+after the other; one that ends in `` &`` runs beside those that follow. Other lines of such a block are what is seen,
+and are not compared. A ``python`` block whose first line is ``# name.py`` is written to that file first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY, clean_environment
+
+PAGE = REPOSITORY / "docs" / "from-tutorials.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def section(number: int) -> str:
+    """The text below the heading of tutorial ``number``."""
+    parts = re.split(r"^## (\d)\. .*$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))[number]
+
+
+def commands(number: int) -> list[str]:
+    """What the section says to type, in order."""
+    blocks = [text for _, text in BLOCK.findall(section(number)) if text.startswith("$ ")]
+    return [line.removeprefix("$ ") for text in blocks for line in text.splitlines() if line.startswith("$ ")]
+
+
+def scripts(number: int) -> dict[str, str]:
+    """File name -> content of the Python programs the section shows in full."""
+    found = {}
+    for language, text in BLOCK.findall(section(number)):
+        name = re.match(r"# (\w+\.py)\n", text)
+        if language == "python" and name:
+            found[name[1]] = text
+    return found
+
+
+def workspace(folder: Path, mnist: Path, cifar10: Path) -> Path:
+    """A folder in which the page's commands can be typed."""
+    for name in ("run_multi_gpu_train.py", "examples"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (folder / "data").symlink_to(mnist)
+    (folder / "cifar10").symlink_to(cifar10)
+    return folder
+
+
+def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> list[str]:
+    """Run all commands of a section in ``folder``; returns what each said, and fails with it if one failed."""
+    for name, text in scripts(number).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = clean_environment(PATH=path, **env)
+    running: list[tuple[str, subprocess.Popen[str]]] = []
+    said = []
+    try:
+        for command in commands(number):
+            beside = command.endswith(" &")
+            process = subprocess.Popen(
+                ["bash", "-c", command.removesuffix(" &")],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            running.append((command, process))
+            if beside:
+                continue
+            for typed, one in running:
+                text, _ = one.communicate(timeout=timeout)
+                assert one.returncode == 0, f"{typed}\n{text}"
+                said.append(text)
+            running = []
+    finally:
+        for _, process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.wait()
+    return said
