@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_manual.rendezvous.world import World, rendezvous
+from ddp_manual.rendezvous.joining import rendezvous
+from ddp_manual.rendezvous.world import World
 
 __all__ = ["World", "rendezvous"]
