@@ -50,7 +50,9 @@ class Options:
     sources: Mapping[str, str]
 
     def source(self, name: str) -> str:
-        return self.sources.get(name, "default")
+        """``flag``, ``from VARIABLE``, ``argument`` (a script gave it, with no flag) or ``default``."""
+        default = getattr(type(self), name)  # of a dataclass field with one
+        return self.sources.get(name, "default" if getattr(self, name) == default else "argument")
 
     def named(self, name: str) -> str:
         """``rank 4 (from RANK)``"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -35,9 +36,29 @@ def default_run_dir(run_id: str) -> str:
     return os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{run_id}")
 
 
+def unused_run_dir(run_id: str) -> str:
+    """The same, with a number behind it where one process trains several times within a second."""
+    name = default_run_dir(run_id)
+    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in candidates if not os.path.exists(candidate))
+
+
 def run_dir_of_agent(agent: str) -> str:
     """``runs/torchrun-<digest>``: the same for every rank that one torchrun starts, also after a failure."""
     return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
+
+
+@dataclass
+class RunFolder:
+    """Where the files of a run go, from when the ranks have agreed on it.
+
+    Args:
+        path: None: they have not, or the run keeps no files.
+        of_rendezvous: what they agreed on when they met, as opposed to what they do now.
+    """
+
+    path: Path | None = None
+    of_rendezvous: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ The only file that knows both how ranks meet and what they do then.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Stop:
-    """All ranks have stopped after the same ``step``, by signal ``number``, and rank 0 has saved a checkpoint."""
-
-    number: int
-    step: int
-
-
 def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
-    """Train as one rank of a run; returns the summary, on every rank (the roster only on rank 0).
+    """Train as one rank of a run: meet the others, train, leave.
+
+    Returns:
+        The summary, on every rank (the roster only on rank 0).
 
     Raises:
-        DdpManualError: what stops the run. Else what the model or the data raise.
+        DdpManualError: what stops the run, or what the model or the data raise.
     """
     console.log_to_stderr(spec.rank)
     config = resuming.in_the_agents_run_dir(config)
@@ -45,36 +41,78 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         resuming.check_run_dir(config)
 
     from ddp_manual.rendezvous import rendezvous
-    from ddp_manual.rendezvous.lastwords import as_ours, write_failure
+    from ddp_manual.rendezvous.lastwords import as_ours
+
+    def go_on(paths: RunPaths) -> str:
+        return "go on, with any number of ranks:\n" + command_to_go_on(spec, config, spec.rank, str(paths.run_dir))
 
     try:
-        with signals.without_saving(), ExitStack() as noting:
-            with rendezvous(
+        # Signals are noted until here: one that comes while the ranks leave undoes no stop they have agreed on.
+        with (
+            signals.without_saving(),
+            ExitStack() as noting,
+            rendezvous(
                 spec,
                 options={**config.shared_options(), "command": ("train", "command")},
                 run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
                 command=command_template(spec, config),
-            ) as world:
-                assert world.run_dir is not None
-                paths = RunPaths(world.run_dir)
-                if restart := environment.restart_count():
-                    paths.set_failure_aside(world.rank, restart - 1)
-                with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
-                    train, test = _load(world, spec, config)
-                    ended = _train(world, spec, paths, config, train, test, noting)
-            # Signals are noted until here: one that comes while the ranks leave undoes no stop they have agreed on.
-            if isinstance(ended, Stop):
-                stopped = _stopped(spec, paths, config, ended)
-                write_failure(stopped, spec.rank, paths.run_dir)
-                raise stopped
+            ) as world,
+        ):
+            return _train(world, config, noting, go_on)
     except DdpManualError:
         raise
     except Exception as error:
         raise as_ours(spec.rank, error) from error
-    return ended
 
 
-def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Split]:
+def train(world: World, config: TrainConfig) -> dict[str, Any]:
+    """Train as one rank of a rendezvous, in a script of the user's own; every rank calls it.
+
+    The files go to ``config.run_dir`` of rank 0, else to the ``run_dir`` of the rendezvous, else to a new folder below
+    ``runs``. While it trains, Ctrl-C and SIGTERM are noted, and stop all ranks after the same step.
+
+    Returns:
+        The summary, on every rank (the roster only on rank 0).
+
+    Raises:
+        Stopped: a signal has stopped all ranks; the body of the rendezvous is to let it pass.
+        ConfigMismatch: the ranks' options differ; on every rank.
+        DdpManualError: what else stops the run. Else what the model or the data raise.
+    """
+    config = resuming.in_the_agents_run_dir(config)
+    if config.run_dir is None and world.run_dir_of_rendezvous is not None:
+        config = dataclasses.replace(config, run_dir=str(world.run_dir_of_rendezvous))
+    config.batch_size_per_rank(world.world_size)
+    if world.rank == 0:
+        resuming.check_run_dir(config)
+    world.agree(config.shared_options(), config.run_dir or rundir.unused_run_dir(world.run_id))
+
+    def go_on(paths: RunPaths) -> str:
+        return (
+            "start all ranks again, in any number, and train with\n"
+            f"TrainConfig(..., run_dir={str(paths.run_dir)!r}, resume='auto')"
+        )
+
+    with signals.without_saving(), ExitStack() as noting:
+        return _train(world, config, noting, go_on)
+
+
+def _train(world: World, config: TrainConfig, noting: ExitStack, go_on: Callable[[RunPaths], str]) -> dict[str, Any]:
+    """Signals are noted from the first step until ``noting`` is closed.
+
+    Args:
+        go_on: what to do to go on with the run in that folder, after a signal has stopped it.
+    """
+    assert world.run_dir is not None
+    paths = RunPaths(world.run_dir)
+    if restart := environment.restart_count():
+        paths.set_failure_aside(world.rank, restart - 1)
+    with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
+        train, test = _load(world, config)
+        return _go(world, paths, config, train, test, noting, go_on)
+
+
+def _load(world: World, config: TrainConfig) -> tuple[Split, Split]:
     """The training and the test set, on the rank's device."""
     from ddp_manual.training import data
     from ddp_manual.training.agreement import compare_data
@@ -88,17 +126,23 @@ def _load(world: World, spec: WorldSpec, config: TrainConfig) -> tuple[Split, Sp
             data.prepare(config.dataset, data_dir)
 
     world.progress.phase = "loading"
-    world.once_per_host(f"{verb} {config.dataset}", prepare, timeout=spec.join_timeout)
+    world.once_per_host(f"{verb} {config.dataset}", prepare, timeout=world.spec.join_timeout)
     train, test = (data.load(config.dataset, data_dir, part) for part in ("train", "test"))
     parts = {"train": train, "test": test}
     compare_data(parts, world.device, hosts=lambda: [line["host"] for line in world.roster()])
     return train.to(world.device), test.to(world.device)
 
 
-def _train(
-    world: World, spec: WorldSpec, paths: RunPaths, config: TrainConfig, train: Split, test: Split, noting: ExitStack
-) -> dict[str, Any] | Stop:
-    """To the end, or to the step where all stop; signals are noted from the first step until ``noting`` is closed."""
+def _go(
+    world: World,
+    paths: RunPaths,
+    config: TrainConfig,
+    train: Split,
+    test: Split,
+    noting: ExitStack,
+    go_on: Callable[[RunPaths], str],
+) -> dict[str, Any]:
+    """To the end, or to the step where all stop."""
     from ddp_manual.training import models
     from ddp_manual.training.checkpoint import History
     from ddp_manual.training.course import Position
@@ -142,7 +186,7 @@ def _train(
         finally:
             wishes.heeded = False
         if number:
-            return Stop(number, run.position.step)
+            raise _stopped(number, run.position.step, paths, go_on(paths))
     summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
     if summary is None:
         summary = outcome.summary(world, paths, config, trainer, run.evaluations, run.train_seconds)
@@ -174,12 +218,12 @@ def _trainer(world: World, config: TrainConfig, model: Any, train: Split) -> Tra
     )
 
 
-def _stopped(spec: WorldSpec, paths: RunPaths, config: TrainConfig, stop: Stop) -> Stopped:
+def _stopped(number: int, step: int, paths: RunPaths, go_on: str) -> Stopped:
     return Stopped(
-        stop.number,
-        f"after step {stop.step}, like all ranks of the run",
+        number,
+        f"after step {step}, like all ranks of the run",
         why=f"the signal came to this rank or another; rank 0 has saved a checkpoint in {paths.checkpoints}",
-        next="go on, with any number of ranks:\n" + command_to_go_on(spec, config, spec.rank, str(paths.run_dir)),
+        next=go_on,
     )
 
 

@@ -16,6 +16,9 @@ from ddp_manual.errors import (
 )
 from ddp_manual.rendezvous.entries import Entry, Hello, Place
 
+Options = Mapping[str, Sequence[Any]]
+"""Option -> [value, source]."""
+
 # Seconds. Nothing here depends on clocks that agree, but logs of two hosts are then hard to read side by side.
 CLOCKS_AGREE_WITHIN = 30.0
 
@@ -112,8 +115,8 @@ def _other_code(entry: Entry, rank_0: Entry) -> ConfigMismatch | None:
 
 def _other_device(entry: Entry, rank_0: Entry) -> DeviceMissing | None:
     """Left to themselves one host found a GPU and the other did not: that one has a fault, not other options."""
-    chosen = [one.options.get("device", (None, "flag"))[1] for one in (entry, rank_0)]
-    if entry.device == rank_0.device or "flag" in chosen:
+    chosen = {one.options.get("device", (None, "flag"))[1] for one in (entry, rank_0)}
+    if entry.device == rank_0.device or chosen != {"default"}:
         return None
     without, having = (entry, rank_0) if entry.device == "cpu" else (rank_0, entry)
     return DeviceMissing(
@@ -124,11 +127,7 @@ def _other_device(entry: Entry, rank_0: Entry) -> DeviceMissing | None:
 
 
 def _other_options(entry: Entry, rank_0: Entry, run: Hello) -> ConfigMismatch | None:
-    differing = [
-        name
-        for name in sorted({*rank_0.options, *entry.options})
-        if list(rank_0.options.get(name, ()))[:1] != list(entry.options.get(name, ()))[:1]
-    ]
+    differing = _differing(rank_0.options, entry.options)
     if not differing:
         return None
     if "command" in differing:
@@ -141,12 +140,39 @@ def _other_options(entry: Entry, rank_0: Entry, run: Hello) -> ConfigMismatch | 
         next = "name interfaces of one address family on both: GLOO_SOCKET_IFNAME=<interface>"
     return ConfigMismatch(
         f"{entry.who()} was started with other options than rank 0: {', '.join(differing)}",
-        why="\n".join(
-            f"{name}: rank 0 has {_shown(rank_0.options.get(name))}, "
-            f"rank {entry.rank} has {_shown(entry.options.get(name))}"
-            for name in differing
-        ),
+        why=_side_by_side(differing, rank_0.options, entry.options, f"rank {entry.rank}"),
         next=next,
+    )
+
+
+def other_training(rank_0: Options, who: str, options: Options) -> ConfigMismatch | None:
+    """Whether ranks that have met in a script of the user's own are about to train alike.
+
+    Args:
+        who: the rank that has these ``options``, with its host and process.
+    """
+    differing = _differing(rank_0, options)
+    if not differing:
+        return None
+    return ConfigMismatch(
+        f"{who} is to train with other options than rank 0: {', '.join(differing)}",
+        why=_side_by_side(differing, rank_0, options, " ".join(who.split()[:2])),
+        next="give train() the same TrainConfig on every rank; only paths and what rank 0 alone does may differ",
+    )
+
+
+def _differing(rank_0: Options, options: Options) -> list[str]:
+    """The options whose values are not the same, whatever their sources."""
+    return [
+        name
+        for name in sorted({*rank_0, *options})
+        if list(rank_0.get(name, ()))[:1] != list(options.get(name, ()))[:1]
+    ]
+
+
+def _side_by_side(names: Iterable[str], rank_0: Options, options: Options, rank: str) -> str:
+    return "\n".join(
+        f"{name}: rank 0 has {_shown(rank_0.get(name))}, {rank} has {_shown(options.get(name))}" for name in names
     )
 
 

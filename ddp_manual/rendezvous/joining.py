@@ -20,6 +20,7 @@ from ddp_manual.errors import (
     PeerGone,
     RanksDoNotBelongTogether,
     RankTaken,
+    Stopped,
     StopSignal,
 )
 from ddp_manual.rendezvous import device as devices
@@ -51,7 +52,8 @@ def rendezvous(
 ) -> Iterator[World]:
     """Meet the other ranks, run the body as one of them, and leave in order.
 
-    An exception in the body is told to all other ranks, which then leave too, before it goes on to the caller.
+    An exception in the body is told to all other ranks, which then leave too, before it goes on to the caller. Stopped,
+    which ``train`` raises on all of them, is none: they leave in order, and then it goes on.
 
     Args:
         options: option -> (value, source), for what the ranks must have in common; rank 0 compares.
@@ -89,12 +91,12 @@ def rendezvous(
     except (RankTaken, RanksDoNotBelongTogether):
         raise  # this process is not a rank of the run, so it leaves nothing in the run's folder
     except (DdpManualError, StopSignal, KeyboardInterrupt) as error:
-        lastwords.write_failure(lastwords.as_ours(spec.rank, error), spec.rank, meeting.run_dir)
+        lastwords.write_failure(lastwords.as_ours(spec.rank, error), spec.rank, meeting.folder.path)
         raise
 
     def keep(error: DdpManualError) -> None:
         """On disk, unless that hangs."""
-        attempt(partial(lastwords.write_failure, error, spec.rank, meeting.run_dir), KEEP_WITHIN)
+        attempt(partial(lastwords.write_failure, error, spec.rank, meeting.folder.path), KEEP_WITHIN)
 
     def report(error: DdpManualError) -> None:
         console.print_error(error)
@@ -107,14 +109,16 @@ def rendezvous(
         with steps.step("process group") as step:
             world = _open_world(spec, meeting, answered, device, backend, watchdog, progress, started)
             step.detail = f"{world.backend} on {world.device}"
-        asked_to_exit: SystemExit | None = None
+        ended: SystemExit | Stopped | None = None
         progress.phase = RUNNING  # a script of the user's own need not say more
         try:
             yield world
         except SystemExit as asked:
             if asked.code:
                 raise
-            asked_to_exit = asked  # a script that ends so has done its work
+            ended = asked  # a script that ends so has done its work
+        except Stopped as agreed:  # by all ranks, after the same step: none of them has failed
+            ended = agreed
         progress.phase = LEAVING
         _leave_in_order(meeting, watchdog)
     except BaseException as error:
@@ -125,8 +129,10 @@ def rendezvous(
         if isinstance(failure, PeerGone) and failure is not error:
             raise failure from error
         raise
-    if asked_to_exit is not None:
-        raise asked_to_exit
+    if isinstance(ended, Stopped):
+        keep(ended)
+    if ended is not None:
+        raise ended
 
 
 def _leave_in_order(meeting: Meeting, watchdog: Watchdog) -> None:
@@ -198,10 +204,10 @@ def _open_world(
         backend=backend,
         host=environment.host_name(),
         run_id=answered.hello.run_id,
-        run_dir=meeting.run_dir,
         rendezvous_seconds=time.monotonic() - started,
         host_leader=place.host_leader,
         progress=progress,
+        _folder=meeting.folder,
         _store=store,
         _watchdog=watchdog,
     )

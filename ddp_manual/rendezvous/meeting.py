@@ -36,6 +36,7 @@ from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.store import RunStore, StoreGone, interruptibly
 from ddp_manual.rendezvous.verdicts import Member
 from ddp_manual.rendezvous.waiting import POLL_EVERY, Waiting
+from ddp_manual.rundir import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Meeting:
         steps: Steps,
     ) -> None:
         self.spec = spec
-        self.run_dir: Path | None = None
+        self.folder = RunFolder()
         self._run_dir = run_dir
         self._device = device
         self._backend = backend
@@ -275,7 +276,7 @@ class Meeting:
     def _met(self, hello: Hello) -> None:
         self._met_rank_0 = True
         # From here on a failure of this rank has a place on disk.
-        self.run_dir = Path(hello.run_dir) if hello.run_dir else None
+        self.folder.path = self.folder.of_rendezvous = Path(hello.run_dir) if hello.run_dir else None
 
     def _hello(self, entry: Entry) -> Hello:
         run_id = self.spec.run_id or rundir.new_run_id()

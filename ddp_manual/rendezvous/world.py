@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_manual.config import WorldSpec
 from ddp_manual.errors import DataMissing, DdpManualError, PeerLost, from_dict
+from ddp_manual.rendezvous.comparing import other_training
+from ddp_manual.rendezvous.exchanging import exchange
 from ddp_manual.rendezvous.progress import Progress
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.verdicts import last_words
 from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Watchdog, leave_at_once
+from ddp_manual.rundir import RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -42,16 +46,44 @@ class World:
     backend: str
     host: str
     run_id: str
-    run_dir: Path | None
-    """The same on every rank; on disk only where rank 0 is, unless the hosts share it. None: the run keeps no files."""
     rendezvous_seconds: float
     """From the call of ``rendezvous`` until the first collective was done."""
     host_leader: int
     """The first rank of this rank's host."""
     progress: Progress
     """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
+    _folder: RunFolder = field(repr=False)
     _store: RunStore = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The same on every rank; on disk only where rank 0 is, unless the hosts share it. None: the run keeps no
+        files, or the ranks have not agreed where."""
+        return self._folder.path
+
+    @property
+    def run_dir_of_rendezvous(self) -> Path | None:
+        """What rank 0 gave to ``rendezvous``, as opposed to ``agree``."""
+        return self._folder.of_rendezvous
+
+    def agree(self, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
+        """Compare every rank's options with rank 0's, and take rank 0's folder for the run's files; a collective.
+
+        From here on ``run_dir`` is that folder, and what ends a rank is written there.
+
+        Args:
+            options: option -> (value, source), for all that the ranks must have in common.
+
+        Raises:
+            ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
+        """
+        who = f"rank {self.rank} ({self.host}, pid {os.getpid()})"
+        found = exchange({"who": who, "options": options, "run_dir": run_dir}, self.device)
+        self._folder.path = Path(found[0]["run_dir"])
+        for other in found[1:]:
+            if difference := other_training(found[0]["options"], other["who"], other["options"]):
+                raise difference
 
     def roster(self) -> list[dict[str, Any]]:
         """All ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, a GPU's UUID."""

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "checkup": {"rendezvous", *BOTTOM},
     "reports": set(),
     "cli": {"worker", "outcome", "checkup", "reports", "rendezvous", "launching", *BOTTOM},
-    "__init__": {"config", "errors"},
+    "__init__": {"config", "errors", "worker"},
     "__main__": {"cli"},
     **dict.fromkeys(BOTTOM, BOTTOM),
 }
@@ -86,5 +86,7 @@ def test_the_command_line_needs_no_torch() -> None:
 def test_the_public_names_are_these() -> None:
     import ddp_manual.rendezvous
 
-    assert ddp_manual.__all__ == ["DdpManualError", "TrainConfig", "WorldSpec", "__version__"]
+    assert ddp_manual.__all__ == ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "train"]
+    for name in ddp_manual.__all__:
+        assert getattr(ddp_manual, name)
     assert ddp_manual.rendezvous.__all__ == ["World", "rendezvous"]

@@ -1,0 +1,80 @@
+"""``ddp_manual.train`` inside the rendezvous of a user's own script."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RankProcess, Start
+
+SCRIPT = """
+    import json, sys
+    from ddp_manual import TrainConfig, WorldSpec, train
+    from ddp_manual.rendezvous import rendezvous
+
+    with rendezvous(WorldSpec.from_environment()) as world:
+        assert world.run_dir is None
+        options = json.loads(sys.argv[1 + world.rank % (len(sys.argv) - 1)])
+        config = TrainConfig(dataset="synthetic", model="mlp", batch_size=1000, **options)
+        for _ in range(2):
+            summary = train(world, config)
+            assert str(world.run_dir) == summary["run_dir"]
+            print(world.spec.rank, world.run_dir, summary["final_test_accuracy"], flush=True)
+"""
+
+
+@pytest.fixture
+def train(start: Start, port: int, tmp_path: Path, small_data: Path) -> Start:
+    """Start two ranks of a script that trains twice in one rendezvous, in ``tmp_path``; each rank has its own options."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+
+    def train(*options: dict[str, object]) -> list[RankProcess]:  # type: ignore[misc]
+        texts = [json.dumps({"data_dir": str(small_data), "epochs": 1, **one}) for one in options]
+        meeting = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        return [start(sys.executable, script, *texts, cwd=tmp_path, RANK=str(rank), **meeting) for rank in range(2)]
+
+    return train  # type: ignore[return-value]
+
+
+def test_each_training_has_a_new_folder_that_all_ranks_know(train: Start, tmp_path: Path) -> None:
+    ranks = train({})
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+    (first, second), others = ([line.split()[1:] for line in rank.out.splitlines()] for rank in ranks)
+    assert [first, second] == others
+    assert first[0] != second[0] and first[1] == second[1]
+    folders = [tmp_path / first[0], tmp_path / second[0]]
+    assert sorted(folders) == sorted((tmp_path / "runs").iterdir())
+    assert len({(folder / "model.pt").read_bytes() for folder in folders}) == 1
+
+
+def test_ranks_that_are_to_train_differently_are_named_and_leave_that_in_the_folder(
+    train: Start, tmp_path: Path
+) -> None:
+    ranks = train({"run_dir": "here"}, {"run_dir": "not here", "lr": 0.5, "keep": 1})
+    assert [rank.wait(30) for rank in ranks] == [1, 1]
+    for number, rank in enumerate(ranks):
+        assert "is to train with other options than rank 0: lr" in rank.err
+        assert "lr: rank 0 has 0.04 (default), rank 1 has 0.5 (argument)" in rank.err
+        written = json.loads((tmp_path / "here" / f"failure-rank{number}.json").read_text())
+        assert written["identifier"] == "config-mismatch"
+    assert not (tmp_path / "not here").exists()
+
+
+def test_a_signal_stops_all_ranks_after_one_step_and_the_script_can_go_on(train: Start, tmp_path: Path) -> None:
+    ranks = train({"run_dir": "run", "epochs": 100})
+    ranks[1].wait_for(" step 100/")
+    ranks[1].process.send_signal(signal.SIGTERM)
+    assert [rank.wait(20) for rank in ranks] == [1, 1]  # Python's own exit code of an exception
+    for number, rank in enumerate(ranks):
+        assert "stopped by SIGTERM after step " in rank.err
+        assert "TrainConfig(..., run_dir='run', resume='auto')" in rank.err
+        assert "is gone" not in rank.err
+        assert json.loads((tmp_path / "run" / f"failure-rank{number}.json").read_text())["exit_code"] == 143
+    again = train({"run_dir": "run", "epochs": 100, "resume": "auto"})
+    again[1].wait_for("going on after step ")
