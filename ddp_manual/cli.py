@@ -51,7 +51,7 @@ class GroupedOption(click.Option):
         self.heading = field.metadata["group"]
         help = field.metadata["help"]
         if field.metadata["choices"]:
-            help += f" [{'|'.join(field.metadata['choices'])}]"
+            help += f" [{'|'.join([*field.metadata['choices'], *field.metadata['forms']])}]"
         if field.default is not None and kind is not bool:
             help += f" (default: {field.default})"
         super().__init__(

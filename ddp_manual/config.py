@@ -17,10 +17,12 @@ from ddp_manual import environment
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, as_flags, option, option_fields
 
-MODELS = ("convnet", "mlp")
+MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
-DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic")
+DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
+OWN_FACTORY = {"MODULE:FACTORY": r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
+FOLDER = {"folder:PATH": r"folder:.+"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,7 @@ class TrainConfig(Options):
         BadOption: a value is out of its bounds, or two of them contradict each other.
     """
 
-    model: str = option("convnet", "Which network.", group="training", choices=MODELS)
+    model: str = option("convnet", "Which network.", group="training", choices=MODELS, forms=OWN_FACTORY)
     epochs: int = option(2, "Times to go through the training set.", group="training", minimum=1)
     batch_size: int | None = option(None, "Samples per rank and step (default: 100).", group="training", minimum=1)
     global_batch_size: int | None = option(
@@ -220,11 +222,30 @@ class TrainConfig(Options):
         minimum=0,
         maximum=8,
     )
+    flip: bool = option(
+        False, "Mirror half of the training images, left to right, drawn anew each epoch.", group="training"
+    )
+    normalization: str = option(
+        "dataset",
+        "dataset: pixels less the mean of the training set's, over their standard deviation. none: 0 to 1.",
+        group="training",
+        choices=("dataset", "none"),
+    )
     sync_bn: bool = option(False, "Batch statistics over all ranks (torch offers it on GPUs only).", group="training")
     seed: int = option(
         0, "Seed of the weights and of each epoch's order.", group="training", minimum=0, maximum=2**63 - 1
     )
-    dataset: str = option("mnist", "What to train on.", group="data", choices=DATASETS)
+    dataset: str = option("mnist", "What to train on.", group="data", choices=DATASETS, forms={**FOLDER, **OWN_FACTORY})
+    image_size: int | None = option(
+        None,
+        "Resize the images of folder:PATH to squares of this many pixels (default: all have one size already).",
+        group="data",
+        minimum=1,
+        maximum=4096,
+    )
+    classes: str | None = option(
+        None, "Names to show for the classes, in the order of their labels, with commas between.", group="data"
+    )
     data_dir: str = option("data", "Where the data sets are, or are downloaded to.", group="data", shared=False)
     run_dir: str | None = option(
         None,
@@ -272,6 +293,19 @@ class TrainConfig(Options):
                 why=f"{self.named('resume')}: it names no checkpoint",
                 next="name a checkpoint or a run's folder, or say --resume auto",
             )
+        names = self.class_names or ()
+        if not all(names) or len(set(names)) < len(names):
+            raise BadOption(
+                f"--classes {self.classes!r} does not name each class once",
+                why=self.named("classes"),
+                next="give names like cat,dog: none of them empty, none twice",
+            )
+        if self.image_size is not None and not self.dataset.startswith("folder:"):
+            raise BadOption(
+                "--image_size is for --dataset folder:PATH",
+                why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
+                next="leave --image_size out",
+            )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",
@@ -290,6 +324,11 @@ class TrainConfig(Options):
                 why=self.named("momentum"),
                 next="choose a --momentum below 1, such as 0.9",
             )
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """``classes``, one by one."""
+        return tuple(name.strip() for name in self.classes.split(",")) if self.classes is not None else None
 
     def batch_size_per_rank(self, world_size: int) -> int:
         """Samples each rank takes per step.
@@ -329,6 +368,11 @@ class TrainConfig(Options):
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
+
+
+def is_own_factory(value: str) -> bool:
+    """Whether the value of ``model`` or ``dataset`` is ``package.module:factory``."""
+    return any(re.fullmatch(form, value) for form in OWN_FACTORY.values())
 
 
 def command_to_go_on(spec: WorldSpec, config: TrainConfig, rank: int, run_dir: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -22,12 +23,14 @@ def option(
     above: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
+    forms: Mapping[str, str] | None = None,
     shared: bool = True,
 ) -> T:
     """A dataclass field that is also a command-line option.
 
     Args:
         minimum: smallest value allowed; ``above``: every value must be greater; ``maximum``: largest value allowed.
+        forms: what else is allowed beside the ``choices``, such as PATH -> a regular expression for all of the value.
         shared: the ranks of a run must agree on it.
     """
     return dataclasses.field(
@@ -39,6 +42,7 @@ def option(
             "above": above,
             "maximum": maximum,
             "choices": choices,
+            "forms": forms or {},
             "shared": shared,
         },
     )
@@ -76,7 +80,9 @@ class Options:
 
 def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
     if limits["choices"] is not None and value not in limits["choices"]:
-        return "is not known"
+        if not any(re.fullmatch(form, value) for form in limits["forms"].values()):
+            return "is not known"
+        return None
     if isinstance(value, float) and not math.isfinite(value):
         return "is not a finite number"
     if limits["minimum"] is not None and value < limits["minimum"]:
@@ -90,7 +96,7 @@ def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
 
 def _wanted(limits: Mapping[str, Any]) -> str:
     if limits["choices"] is not None:
-        return f"is one of {', '.join(limits['choices'])}"
+        return f"is one of {', '.join([*limits['choices'], *limits['forms']])}"
     bounds = [
         f"is {word} {limits[name]}"
         for name, word in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 
 
 def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
-    """``config.json``: the options, and what followed from them."""
+    """``config.json``: the options, and below ``run`` what followed from them."""
     return {
         **config.as_dict(),
-        "run_dir": str(paths.run_dir),
-        "run_id": world.run_id,
-        "world_size": world.world_size,
-        "batch_size_per_rank": trainer.batch_size,
-        "peak_lr": trainer.schedule.peak,
-        "steps_per_epoch": trainer.course.steps_per_epoch,
-        "mean": trainer.normalise.mean,
-        "std": trainer.normalise.std,
+        "run": {
+            "run_id": world.run_id,
+            "run_dir": str(paths.run_dir),
+            "world_size": world.world_size,
+            "device": world.device.type,
+            "batch_size_per_rank": trainer.batch_size,
+            "peak_lr": trainer.schedule.peak,
+            "steps_per_epoch": trainer.course.steps_per_epoch,
+            "mean": trainer.normalise.mean,
+            "std": trainer.normalise.std,
+            "shape": trainer.train.shape,
+            "classes": trainer.train.classes,
+        },
     }
 
 

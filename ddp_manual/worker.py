@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment, outcome, resuming, rundir, signals
-from ddp_manual.config import TrainConfig, WorldSpec, command_template, command_to_go_on
+from ddp_manual.config import TrainConfig, WorldSpec, command_template, command_to_go_on, is_own_factory
 from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
     from ddp_manual.rendezvous import World
-    from ddp_manual.training.data import Split
+    from ddp_manual.training.data import Data
     from ddp_manual.training.engine import Trainer
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     if spec.rank == 0:
         resuming.check_run_dir(config)
 
+    own_code = _own_code(config)
     from ddp_manual.rendezvous import rendezvous
     from ddp_manual.rendezvous.lastwords import as_ours
 
@@ -53,7 +54,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
             ExitStack() as noting,
             rendezvous(
                 spec,
-                options={**config.shared_options(), "command": ("train", "command")},
+                options={**config.shared_options(), **own_code, "command": ("train", "command")},
                 run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
                 command=command_template(spec, config),
             ) as world,
@@ -85,7 +86,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     config.batch_size_per_rank(world.world_size)
     if world.rank == 0:
         resuming.check_run_dir(config)
-    world.agree(config.shared_options(), config.run_dir or rundir.unused_run_dir(world.run_id))
+    world.agree({**config.shared_options(), **_own_code(config)}, config.run_dir or rundir.unused_run_dir(world.run_id))
 
     def go_on(paths: RunPaths) -> str:
         return (
@@ -108,37 +109,56 @@ def _train(world: World, config: TrainConfig, noting: ExitStack, go_on: Callable
     if restart := environment.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
     with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
-        train, test = _load(world, config)
-        return _go(world, paths, config, train, test, noting, go_on)
+        return _go(world, paths, config, _load(world, config), noting, go_on)
 
 
-def _load(world: World, config: TrainConfig) -> tuple[Split, Split]:
+def _own_code(config: TrainConfig) -> dict[str, tuple[str, str]]:
+    """What the ranks must have in common of the user's own factories: a digest of each one's source, and where it is.
+
+    Raises:
+        BadOption: one of them cannot be imported. Better known before the others are waited for.
+    """
+    from ddp_manual.training import own
+
+    environment.quiet_torch_warnings()  # before the user's module imports it
+    found = {}
+    for option in ("model", "dataset"):
+        value = getattr(config, option)
+        if is_own_factory(value):
+            own.factory(option, value)
+            found[f"{option} source"] = own.digest(option, value)
+    return found
+
+
+def _load(world: World, config: TrainConfig) -> Data:
     """The training and the test set, on the rank's device."""
-    from ddp_manual.training import data
     from ddp_manual.training.agreement import compare_data
+    from ddp_manual.training.data import Data
+    from ddp_manual.training.images import unit_scale
+    from ddp_manual.training.sources import PARTS, source
 
     data_dir = Path(config.data_dir)
-    verb = "draw" if config.dataset == "synthetic" else "download"
+    found = source(config.dataset, image_size=config.image_size, classes=config.class_names)
 
     def prepare() -> None:
-        if not data.is_prepared(config.dataset, data_dir):
-            logger.info("%sing %s into %s", verb, config.dataset, data_dir)
-            data.prepare(config.dataset, data_dir)
+        if not found.is_prepared(data_dir):
+            logger.info("%sing %s into %s", found.preparing, config.dataset, data_dir)
+            found.prepare(data_dir)
 
     world.progress.phase = "loading"
-    world.once_per_host(f"{verb} {config.dataset}", prepare, timeout=world.spec.join_timeout)
-    train, test = (data.load(config.dataset, data_dir, part) for part in ("train", "test"))
+    world.once_per_host(f"{found.preparing} {config.dataset}", prepare, timeout=world.spec.join_timeout)
+    train, test = (found.load(data_dir, part) for part in PARTS)
     parts = {"train": train, "test": test}
     compare_data(parts, world.device, hosts=lambda: [line["host"] for line in world.roster()])
-    return train.to(world.device), test.to(world.device)
+    normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
+    return Data(train.to(world.device), test.to(world.device), normalise)
 
 
 def _go(
     world: World,
     paths: RunPaths,
     config: TrainConfig,
-    train: Split,
-    test: Split,
+    data: Data,
     noting: ExitStack,
     go_on: Callable[[RunPaths], str],
 ) -> dict[str, Any]:
@@ -149,8 +169,15 @@ def _go(
     from ddp_manual.training.run import Run
     from ddp_manual.training.tracking import RunFiles, Tracker
 
-    network = models.build(config.model, device=world.device, seed=config.seed, sync_bn=config.sync_bn)
-    trainer = _trainer(world, config, models.wrap(network, world.device), train)
+    network = models.build(
+        config.model,
+        device=world.device,
+        seed=config.seed,
+        shape=data.train.shape,
+        classes=len(data.train.classes),
+        sync_bn=config.sync_bn,
+    )
+    trainer = _trainer(world, config, models.wrap(network, world.device), data)
     course = trainer.course
     tracker = RunFiles(paths, keep=config.keep) if world.rank == 0 else Tracker()
     position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
@@ -159,21 +186,21 @@ def _go(
     run = Run(
         network=network,
         trainer=trainer,
-        test=test,
+        test=data.test,
         tracker=tracker,
         position=position,
         history=history,
-        options=resuming.options_of(config, len(train)),
+        options=resuming.options_of(config, len(data.train)),
         doing=world.progress,
     )
     if course.ended(position):
         logger.info("the run is complete: all its %d epochs are done", config.epochs)
     if not course.ended(position) or not paths.config.exists():
-        tracker.started(outcome.described(world, paths, config, trainer), train)
+        tracker.started(outcome.described(world, paths, config, trainer), data.train)
     if not course.ended(position):
         logger.info(
             "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
-            *(config.model, len(train), config.dataset, config.epochs, course.steps_per_epoch),
+            *(config.model, len(data.train), config.dataset, config.epochs, course.steps_per_epoch),
             *(trainer.batch_size, trainer.schedule.peak),
         )
         wishes = noting.enter_context(
@@ -194,10 +221,9 @@ def _go(
     return summary
 
 
-def _trainer(world: World, config: TrainConfig, model: Any, train: Split) -> Trainer:
+def _trainer(world: World, config: TrainConfig, model: Any, data: Data) -> Trainer:
     import torch
 
-    from ddp_manual.training.data import SOURCES, Normalise
     from ddp_manual.training.engine import Trainer
 
     peak_lr = config.peak_lr(world.world_size)
@@ -210,8 +236,8 @@ def _trainer(world: World, config: TrainConfig, model: Any, train: Split) -> Tra
             weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
         ),
-        train=train,
-        normalise=Normalise(SOURCES[config.dataset]),
+        train=data.train,
+        normalise=data.normalise,
         rank=world.rank,
         world_size=world.world_size,
         config=config,

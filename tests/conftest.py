@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHORT = ("--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--batch_size", 1000)
 # Steps enough for a test to see it train; the number of epochs follows.
 LONGER = ("--batch_size", 100, "--epochs")
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -187,19 +188,30 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data_dir that has the synthetic digits already."""
-    from ddp_manual.training import data
+    from ddp_manual.training.sources import source
 
     folder = tmp_path_factory.mktemp("data")
-    data.prepare("synthetic", folder)
+    source("synthetic").prepare(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def mnist() -> Path:
-    """A data_dir that has the real MNIST: DDP_MANUAL_TEST_DATA, ../shared/data or ./data."""
+    """A data_dir that has the real MNIST."""
+    return real_data("MNIST/raw").parent.parent
+
+
+@pytest.fixture(scope="session")
+def cifar10() -> Path:
+    """Real CIFAR-10 images in class folders: 10,000 in train, 1,000 in test."""
+    return real_data("cifar10-subset")
+
+
+def real_data(name: str) -> Path:
+    """A folder below DDP_MANUAL_TEST_DATA, ../shared/data or ./data; the test is skipped without."""
     named = os.environ.get("DDP_MANUAL_TEST_DATA")
     places = [Path(named)] if named else [REPOSITORY.parent / "shared" / "data", REPOSITORY / "data"]
     for place in places:
-        if (place / "MNIST" / "raw").is_dir():
-            return place
-    pytest.skip(f"the real MNIST is not in {' or '.join(map(str, places))}; DDP_MANUAL_TEST_DATA names its folder")
+        if (place / name).is_dir():
+            return place / name
+    pytest.skip(f"no {name} in {' or '.join(map(str, places))}; DDP_MANUAL_TEST_DATA names the folder that has it")

@@ -96,7 +96,7 @@ def install(faults: Sequence[Fault]) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from ddp_manual.rendezvous.progress import Progress
-    from ddp_manual.training.data import Normalise
+    from ddp_manual.training.images import Normalise
 
     entered: Counter[str] = Counter()
     now = ""

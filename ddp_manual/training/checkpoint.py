@@ -38,7 +38,7 @@ class Saved:
         options: of the run that saved it, and the number of its training samples.
         model: the network's state dict, without DDP's prefix.
         optimizer: its state by parameter. Learning rate, momentum and the like are those of the options.
-        random: the states of rank 0's generators. All ranks are seeded alike, and so go on alike.
+        random: the state of rank 0's Python generator. Those of torch are seeded anew at each step.
     """
 
     position: Position
@@ -70,11 +70,7 @@ def take(
         world_size=world_size,
         model=network.state_dict(),
         optimizer=optimizer.state_dict()["state"],
-        random={
-            "python": random.getstate(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        },
+        random={"python": random.getstate()},
     )
 
 
@@ -147,9 +143,6 @@ def restore(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) 
         optimizer.load_state_dict({"state": dict(saved.optimizer), "param_groups": groups})
         version, words, gauss = saved.random["python"]
         random.setstate((version, tuple(words), gauss))
-        torch.set_rng_state(saved.random["torch"])
-        if saved.random["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(saved.random["cuda"])
     except Exception as error:  # torch words each misfit in its own way
         raise Unreadable(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 

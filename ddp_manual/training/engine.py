@@ -14,7 +14,8 @@ from ddp_manual.config import TrainConfig
 from ddp_manual.signals import Wishes
 from ddp_manual.training import data
 from ddp_manual.training.course import Course, Position, steps_until_sync
-from ddp_manual.training.data import Normalise, Split
+from ddp_manual.training.data import Split
+from ddp_manual.training.images import Augment, Normalise
 from ddp_manual.training.metering import Agreed, Meter, Metrics
 from ddp_manual.training.schedule import Schedule
 
@@ -50,7 +51,7 @@ class Trainer:
     batch_size: int
     seed: int
     clip_grad_norm: float
-    shift: int
+    augment: Augment
     empty_batches: bool
 
     @classmethod
@@ -96,7 +97,7 @@ class Trainer:
             batch_size=batch_size,
             seed=config.seed,
             clip_grad_norm=config.clip_grad_norm,
-            shift=config.shift,
+            augment=Augment(shift=config.shift, flip=config.flip),
             # Batch statistics of no samples are an error, unless they are those of all ranks.
             empty_batches=config.sync_bn,
         )
@@ -109,10 +110,10 @@ class Trainer:
         Raises:
             TrainingFailed: the loss is not finite.
         """
+        meter.begin(position.step)
         device = self.train.labels.device
         order = data.epoch_order(len(self.train), seed=self.seed, epoch=position.epoch).to(device)
-        shifts = data.draw_shifts(len(self.train), self.shift, seed=self.seed, epoch=position.epoch).to(device)
-        meter.begin(position.step)
+        varied = self.augment.draw(len(self.train), seed=self.seed, epoch=position.epoch, device=device)
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
         while not self.course.epoch_ended(position):
             meter.work.start()
@@ -124,12 +125,11 @@ class Trainer:
             counted = len(samples)
             if not counted and not self.empty_batches:
                 samples = order[:1]
-            images = self.train.images[samples]
-            if self.shift:
-                images = data.shifted(images, shifts[samples], most=self.shift)
+            images = varied(self.train.images, samples)
             labels = self.train.labels[samples]
             # DDP takes the mean over the ranks; their shares of the samples may differ.
             weight = counted * self.world_size / taking
+            self._seed(seen)
             loss, scores = self._train_step(self.normalise(images), labels, lr, weight, meter)
             if counted:
                 meter.add(position.step, loss, scores, labels)
@@ -156,6 +156,17 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.optimizer.step()
         return loss, scores
+
+    def _seed(self, seen: int) -> None:
+        """What a step draws, as dropout does, follows from the seed, the rank and the samples ``seen``.
+
+        So each rank draws other numbers, and the same again where a run goes on from a checkpoint.
+        """
+        seed = (self.seed * 1_000_003 + seen * 4099 + self.rank) % 2**63
+        torch.default_generator.manual_seed(seed)
+        device = self.train.labels.device
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
 
     def settle_buckets(self) -> None:
         """Have DDP lay out its gradient buckets as it does after the first step of a run.

@@ -20,7 +20,10 @@ from ddp_manual.signals import Wishes
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Over all ranks, since the metrics before. ``step`` counts from 1, ``epoch`` from 1; ``loss`` in nats."""
+    """Over all ranks, since the metrics before. ``step`` counts from 1, ``epoch`` from 1; ``loss`` in nats.
+
+    ``seconds`` are those of all training since the run began; evaluations and saves are left out.
+    """
 
     step: int
     epoch: int
@@ -28,6 +31,7 @@ class Metrics:
     accuracy: float
     lr: float
     samples_per_second: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +88,10 @@ class Meter:
 
     Args:
         window: what had been added up where the run goes on from.
+        seconds: of training until there.
     """
 
-    def __init__(self, device: torch.device, window: Window | None = None) -> None:
+    def __init__(self, device: torch.device, window: Window | None = None, seconds: float = 0.0) -> None:
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
         self._never = torch.iinfo(torch.int64).max
         self._first_bad_step = torch.full((), self._never, dtype=torch.int64, device=device)
@@ -94,6 +99,8 @@ class Meter:
         self._window_began = self._synced = time.perf_counter()
         self._synced_step = 0
         self.work = WorkClock(device)
+        self.seconds = seconds
+        """Of training, until the last sync point."""
         self.seconds_per_step = float("inf")
         """Of the slowest rank, waiting included, as all ranks know it since the last sync point."""
 
@@ -123,7 +130,9 @@ class Meter:
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
         asked = torch.tensor([own, wishes.stop, wishes.take_save()], dtype=torch.float64, device=bad_step.device)
         sums, ranks = exchange(self._totals, torch.cat([bad_step[None], asked]))
-        self._synced, self._synced_step = time.perf_counter(), step
+        now = time.perf_counter()
+        self.seconds += now - self._synced
+        self._synced, self._synced_step = now, step
         self._totals.zero_()
         self.work.read()
         bad_steps = [bad for bad, *_ in ranks if bad]
@@ -151,6 +160,7 @@ class Meter:
             accuracy=window.correct / window.count,
             lr=lr,
             samples_per_second=window.count / window.seconds,
+            seconds=self.seconds,
         )
 
 

@@ -1,9 +1,8 @@
-"""The networks: images float32 [N, 1, 28, 28] in, class scores float32 [N, 10] out."""
+"""The networks: images float32 [N, C, H, W] in, class scores float32 [N, classes] out."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,16 +11,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import BadOption
+from ddp_manual.training import own
+
+MNIST = (1, 28, 28)
 
 
 class ConvNet(nn.Module):
-    """Two blocks of convolution 5x5, batch normalisation, ReLU and pooling, then a linear layer: 29,034 parameters."""
+    """Two blocks of convolution 5x5, batch normalisation, ReLU and pooling, then a linear layer.
 
-    def __init__(self, classes: int = 10) -> None:
+    29,034 parameters on MNIST.
+    """
+
+    smallest = 4
+
+    def __init__(self, shape: tuple[int, int, int] = MNIST, classes: int = 10) -> None:
         super().__init__()
-        self.layer1 = _block(1, 16)
+        channels, height, width = shape
+        self.layer1 = _block(channels, 16)
         self.layer2 = _block(16, 32)
-        self.fc = nn.Linear(7 * 7 * 32, classes)
+        self.fc = nn.Linear((height // 4) * (width // 4) * 32, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.layer2(self.layer1(images))
@@ -46,9 +54,12 @@ class MLP(nn.Module):
     activation that fell on the other side of zero had grown to 1e-2 after 200 more steps.
     """
 
-    def __init__(self, classes: int = 10, hidden: int = 128) -> None:
+    smallest = 1
+
+    def __init__(self, shape: tuple[int, int, int] = MNIST, classes: int = 10, hidden: int = 128) -> None:
         super().__init__()
-        self.hidden = nn.Linear(28 * 28, hidden)
+        channels, height, width = shape
+        self.hidden = nn.Linear(channels * height * width, hidden)
         self.fc = nn.Linear(hidden, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -56,14 +67,96 @@ class MLP(nn.Module):
         return scores
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"convnet": ConvNet, "mlp": MLP}
+class Classic(nn.Module):
+    """The network of most MNIST tutorials: two convolutions 3x3, pooling, dropout, two linear layers, log-softmax.
+
+    1,199,882 parameters on MNIST. Its scores are logarithms of probabilities already; the cross-entropy takes the
+    log-softmax of them once more, which changes nothing: it is the negative log-likelihood those tutorials train with.
+    """
+
+    smallest = 6
+
+    def __init__(self, shape: tuple[int, int, int] = MNIST, classes: int = 10) -> None:
+        super().__init__()
+        channels, height, width = shape
+        self.conv1 = nn.Conv2d(channels, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
+        self.fc2 = nn.Linear(128, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = nn.functional.relu(self.conv1(images))
+        # Max-pooling and ReLU commute.
+        features = nn.functional.relu(nn.functional.max_pool2d(self.conv2(features), 2))
+        features = nn.functional.relu(self.fc1(self.dropout1(features).flatten(1)))
+        return nn.functional.log_softmax(self.fc2(self.dropout2(features)), dim=1)
 
 
-def build(name: str, *, device: torch.device, seed: int, sync_bn: bool = False) -> nn.Module:
+class CifarCNN(nn.Module):
+    """Like VGG: three pairs of convolutions 3x3 with 64, 128 and 256 channels, each pooled, then two linear layers.
+
+    Batch normalisation and ReLU follow each convolution. 3,249,098 parameters on CIFAR-10.
+    """
+
+    smallest = 8
+
+    def __init__(self, shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> None:
+        super().__init__()
+        channels, height, width = shape
+        layers: list[nn.Module] = []
+        for channels_out in (64, 128, 256):
+            layers += [*_convolution(channels, channels_out), *_convolution(channels_out, channels_out)]
+            layers.append(nn.MaxPool2d(2))
+            channels = channels_out
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.Linear(256 * (height // 8) * (width // 8), 512),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.5),
+            nn.Linear(512, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(self.features(images).flatten(1))
+        return scores
+
+
+def _convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(inplace=True),
+    ]
+
+
+MODELS: dict[str, type[ConvNet | MLP | Classic | CifarCNN]] = {
+    "convnet": ConvNet,
+    "mlp": MLP,
+    "classic": Classic,
+    "cifar-cnn": CifarCNN,
+}
+
+
+def build(
+    name: str,
+    *,
+    device: torch.device,
+    seed: int,
+    shape: tuple[int, int, int] = MNIST,
+    classes: int = 10,
+    sync_bn: bool = False,
+) -> nn.Module:
     """A network on its device, with the same weights for the same seed on every rank.
 
+    Args:
+        name: of one of ``MODELS``, or ``package.module:factory``, see ``docs/own-model-and-data.md``.
+        shape: channels, height and width of its images.
+
     Raises:
-        BadOption: sync_bn on a device where torch has no synchronised batch normalisation.
+        BadOption: the images are too small for it; it is no network for these images and classes; sync_bn on a device
+            where torch has no synchronised batch normalisation.
     """
     if sync_bn and device.type == "cpu":
         raise BadOption(
@@ -72,11 +165,51 @@ def build(name: str, *, device: torch.device, seed: int, sync_bn: bool = False) 
             next="leave --sync_bn out, or use --model mlp, which has no batch statistics",
         )
     torch.manual_seed(seed)
-    model = MODELS[name]()
+    model = _built_in(name, shape, classes) if name in MODELS else _own(name, shape, classes)
     if sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # Channels last is the layout oneDNN and cuDNN compute in: 1.3 to 1.45x the steps per second here.
     return model.to(device).to(memory_format=torch.channels_last)
+
+
+def _built_in(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    kind = MODELS[name]
+    if min(shape[1:]) < kind.smallest:
+        raise BadOption(
+            f"--model {name} needs images of at least {kind.smallest}x{kind.smallest} pixels",
+            why=f"those of the data set have {shape[1]}x{shape[2]}; each of its poolings halves them",
+            next="choose another --model, such as mlp, or larger images",
+        )
+    return kind(shape=shape, classes=classes)
+
+
+def _own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    model = own.call("model", name, shape=shape, classes=classes)
+    if not isinstance(model, nn.Module):
+        raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
+    images = torch.zeros(2, *shape)
+    try:
+        # Not in training mode: neither batch statistics nor random numbers are touched. Lazy layers get their shapes.
+        with torch.no_grad():
+            scores = model.eval()(images)
+    except Exception as error:  # whatever a user's forward raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise _wrong(name, f"fails on images float32 {list(images.shape)}: {reason}", "that it takes them") from error
+    model.train()
+    if not isinstance(scores, Tensor) or scores.shape != (2, classes) or not scores.is_floating_point():
+        given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise _wrong(name, f"gives {given} for 2 images", f"scores of {classes} classes, a float tensor [2, {classes}]")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise _wrong(name, "has no parameter to train", "one at least with requires_grad")
+    return model
+
+
+def _wrong(name: str, what: str, wanted: str) -> BadOption:
+    return BadOption(
+        f"--model {name} {what}",
+        why=f"wanted is {wanted}",
+        next="mend the factory; docs/own-model-and-data.md has its signature and an example",
+    )
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:

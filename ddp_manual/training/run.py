@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -63,12 +62,14 @@ class Run:
         self._options = options
         self._doing = doing
         self._device = test.labels.device
-        self._meter = Meter(self._device, history.window)
+        self._meter = Meter(self._device, history.window, history.train_seconds)
         self.position = position
         self.evaluations = list(history.evaluations)
-        self.train_seconds = history.train_seconds
-        self._trained_until = 0.0
         self._steps = trainer.course.steps(position)
+
+    @property
+    def train_seconds(self) -> float:
+        return self._meter.seconds
 
     def go(self, bar: Bar, wishes: Wishes) -> int:
         """Train to the end and return 0; or stop with all other ranks and return the number of the signal that asked.
@@ -105,7 +106,6 @@ class Run:
             self._doing.step = position.step
             bar.advance()
 
-        self._trained_until = time.perf_counter()
         for sync in self._trainer.train_epoch(self.position, self._meter, wishes, on_step=step_done):
             self.position = sync.position
             self._tell(sync, bar)
@@ -119,9 +119,6 @@ class Run:
         raise AssertionError("the last step of an epoch is a sync point")
 
     def _tell(self, sync: SyncPoint, bar: Bar) -> None:
-        now = time.perf_counter()
-        self.train_seconds += now - self._trained_until
-        self._trained_until = now
         self._doing.step_seconds = self._meter.work.mean
         if sync.metrics is None:
             return

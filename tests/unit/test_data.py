@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
-from ddp_manual.training import data
+from ddp_manual.training.sources import source
 
 
 def write_idx(path: Path, shape: tuple[int, ...], content: bytes, *, magic: int | None = None) -> None:
@@ -31,7 +31,7 @@ def tiny_mnist(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_images_and_labels_are_read_compressed_or_not(tiny_mnist: Path, part: str) -> None:
-    split = data.load("mnist", tiny_mnist, part)
+    split = source("mnist").load(tiny_mnist, part)
     assert split.images.dtype == torch.uint8
     assert split.images.flatten().tolist() == list(range(12))
     assert split.images.shape == (3, 1, 2, 2)
@@ -39,8 +39,8 @@ def test_images_and_labels_are_read_compressed_or_not(tiny_mnist: Path, part: st
 
 
 def test_files_that_are_there_are_not_downloaded_again(tiny_mnist: Path) -> None:
-    assert data.is_prepared("mnist", tiny_mnist)
-    data.prepare("mnist", tiny_mnist)
+    assert source("mnist").is_prepared(tiny_mnist)
+    source("mnist").prepare(tiny_mnist)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, 27])
@@ -48,7 +48,7 @@ def test_a_truncated_file_is_named(tiny_mnist: Path, keep: int) -> None:
     path = tiny_mnist / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataCorrupt, match="t10k-images-idx3-ubyte"):
-        data.load("mnist", tiny_mnist, "test")
+        source("mnist").load(tiny_mnist, "test")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 30])
@@ -56,14 +56,14 @@ def test_a_truncated_archive_is_named(tiny_mnist: Path, keep: int) -> None:
     path = tiny_mnist / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataCorrupt, match=r"train-images-idx3-ubyte\.gz"):
-        data.load("mnist", tiny_mnist, "train")
+        source("mnist").load(tiny_mnist, "train")
 
 
 def test_a_file_of_another_kind_is_named(tiny_mnist: Path) -> None:
     raw = tiny_mnist / "MNIST" / "raw"
     (raw / "t10k-images-idx3-ubyte").write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes() + bytes(20))
     with pytest.raises(DataCorrupt) as caught:
-        data.load("mnist", tiny_mnist, "test")
+        source("mnist").load(tiny_mnist, "test")
     assert "begins with the number 2049, not 2051" in caught.value.why
 
 
@@ -71,15 +71,15 @@ def test_labels_that_do_not_belong_to_the_images_are_refused(tiny_mnist: Path) -
     labels = tiny_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     write_idx(labels, (2,), bytes([1, 2]))
     with pytest.raises(DataCorrupt, match="3 images and 2 labels"):
-        data.load("mnist", tiny_mnist, "test")
+        source("mnist").load(tiny_mnist, "test")
     write_idx(labels, (3,), bytes([1, 2, 10]))
     with pytest.raises(DataCorrupt, match="label 10"):
-        data.load("mnist", tiny_mnist, "test")
+        source("mnist").load(tiny_mnist, "test")
 
 
 def test_missing_files_are_listed_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataMissing) as caught:
-        data.load("kmnist", tmp_path, "train")
+        source("kmnist").load(tmp_path, "train")
     assert "train-images-idx3-ubyte" in caught.value.why
     assert "--dataset synthetic" in caught.value.next
 
@@ -89,14 +89,14 @@ def test_a_data_dir_that_cannot_be_written_is_a_bad_option(tmp_path: Path, datas
     occupied = tmp_path / "file"
     occupied.touch()
     with pytest.raises(BadOption, match="--data_dir"):
-        data.prepare(dataset, occupied / "below")
+        source(dataset).prepare(occupied / "below")
 
 
 def test_synthetic_digits_are_drawn_once_and_read_back(small_data: Path) -> None:
-    split = data.load("synthetic", small_data, "test")
+    split = source("synthetic").load(small_data, "test")
     assert split.images.shape == (10_000, 1, 28, 28)
     before = {path: path.stat().st_mtime_ns for path in (small_data / "synthetic").iterdir()}
-    data.prepare("synthetic", small_data)
+    source("synthetic").prepare(small_data)
     assert before == {path: path.stat().st_mtime_ns for path in (small_data / "synthetic").iterdir()}
 
 
@@ -106,10 +106,10 @@ def test_a_damaged_cache_of_synthetic_digits_is_named(small_data: Path, tmp_path
     for path in (small_data / "synthetic").iterdir():
         (folder / path.name).write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DataCorrupt, match="train-60000"):
-        data.load("synthetic", tmp_path, "train")
+        source("synthetic").load(tmp_path, "train")
 
 
 def test_the_real_mnist_has_its_known_shape(mnist: Path) -> None:
-    train, test = (data.load("mnist", mnist, part) for part in ("train", "test"))
+    train, test = (source("mnist").load(mnist, part) for part in ("train", "test"))
     assert (len(train), len(test)) == (60_000, 10_000)
     assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

@@ -11,6 +11,7 @@ from ddp_manual.training import data, models
 from ddp_manual.training.course import Course, Position, steps_until_sync
 from ddp_manual.training.models import ConvNet
 from ddp_manual.training.schedule import Schedule
+from ddp_manual.training.sources import source
 
 
 def shares_of_an_epoch(count: int, world_size: int, batch: int, *, start: int = 0) -> list[list[torch.Tensor]]:
@@ -57,23 +58,6 @@ def test_the_global_batch_is_the_same_whatever_the_world_size() -> None:
             assert sorted(together.tolist()) == sorted(expected.tolist())
 
 
-def test_an_image_is_moved_by_its_own_shift_and_filled_with_black() -> None:
-    images = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
-    images[:, 0, 1, 1] = 9
-    moved = data.shifted(images, torch.tensor([[1, 0], [-1, 2]]), most=2)
-    assert moved.shape == images.shape
-    assert moved[0].nonzero().tolist() == [[0, 2, 1]]
-    assert moved[1].nonzero().tolist() == [[0, 0, 3]]
-    assert torch.equal(data.shifted(images, torch.zeros(2, 2, dtype=torch.int64), most=1), images)
-
-
-def test_shifts_are_the_same_for_a_sample_on_any_rank_and_new_each_epoch() -> None:
-    first = data.draw_shifts(1000, 1, seed=0, epoch=0)
-    assert torch.equal(first, data.draw_shifts(1000, 1, seed=0, epoch=0))
-    assert not torch.equal(first, data.draw_shifts(1000, 1, seed=0, epoch=1))
-    assert set(first.flatten().tolist()) == {-1, 0, 1}
-
-
 def test_a_batch_larger_than_a_ranks_share_is_a_bad_option() -> None:
     data.check_batch_fits(100, 50, 2)
     with pytest.raises(BadOption, match="batch of 51"):
@@ -102,11 +86,33 @@ def test_pooling_before_relu_computes_what_relu_before_pooling_does() -> None:
 
 
 @pytest.mark.parametrize("name", config.MODELS)
-def test_a_network_has_the_same_weights_for_the_same_seed(name: str) -> None:
-    first, second, other = (models.build(name, device=torch.device("cpu"), seed=seed) for seed in (1, 1, 2))
+@pytest.mark.parametrize(("shape", "classes"), [((1, 28, 28), 10), ((3, 32, 32), 2), ((3, 33, 40), 7)])
+def test_a_network_fits_its_images_and_has_the_same_weights_for_the_same_seed(
+    name: str, shape: tuple[int, int, int], classes: int
+) -> None:
+    first, second, other = (
+        models.build(name, device=torch.device("cpu"), seed=seed, shape=shape, classes=classes) for seed in (1, 1, 2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
-    assert first(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
+    assert first(torch.zeros(3, *shape)).shape == (3, classes)
+
+
+@pytest.mark.parametrize("name", config.MODELS)
+def test_images_that_a_network_would_pool_to_nothing_are_refused(name: str) -> None:
+    smallest = models.MODELS[name].smallest
+    for side in range(1, smallest):
+        with pytest.raises(BadOption, match=f"--model {name} needs images of at least {smallest}x{smallest}"):
+            models.build(name, device=torch.device("cpu"), seed=0, shape=(1, 28, side))
+    kept = models.build(name, device=torch.device("cpu"), seed=0, shape=(1, smallest, smallest))
+    assert kept(torch.zeros(2, 1, smallest, smallest)).shape == (2, 10)
+
+
+def test_the_loss_of_scores_that_are_log_probabilities_is_the_negative_log_likelihood() -> None:
+    network, images, labels = models.Classic(), torch.rand(8, 1, 28, 28), torch.arange(8)
+    scores = network(images)
+    torch.testing.assert_close(scores.exp().sum(dim=1), torch.ones(8))
+    torch.testing.assert_close(nn.functional.cross_entropy(scores, labels), nn.functional.nll_loss(scores, labels))
 
 
 def test_synchronised_batch_normalisation_is_refused_where_torch_has_none() -> None:
@@ -116,7 +122,7 @@ def test_synchronised_batch_normalisation_is_refused_where_torch_has_none() -> N
 
 def test_every_name_an_option_accepts_is_there() -> None:
     assert set(config.MODELS) == set(models.MODELS)
-    assert set(config.DATASETS) == set(data.SOURCES)
+    assert [source(name).name for name in config.DATASETS] == list(config.DATASETS)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])

@@ -14,7 +14,7 @@ import torch
 import torchvision
 from torch import nn
 
-from ddp_manual.training import data
+from ddp_manual.training.sources import source
 from tests.conftest import REPOSITORY, Start
 
 SUMMARY_KEYS = {
@@ -150,8 +150,8 @@ def test_three_ranks_count_every_test_image_once(start_rank: Start, tmp_path: Pa
 
     network = MLP()
     network.load_state_dict(torch.load(tmp_path / "run" / "model.pt", weights_only=True))
-    test = data.load("synthetic", small_data, "test")
-    scores = network(data.Normalise(data.SOURCES["synthetic"])(test.images))
+    test = source("synthetic").load(small_data, "test")
+    scores = network(source("synthetic").normalise(test)(test.images))
     assert (scores.argmax(dim=1) == test.labels).float().mean().item() == pytest.approx(accuracy)
 
 

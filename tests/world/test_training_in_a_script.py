@@ -30,7 +30,7 @@ SCRIPT = """
 
 @pytest.fixture
 def train(start: Start, port: int, tmp_path: Path, small_data: Path) -> Start:
-    """Start two ranks of a script that trains twice in one rendezvous, in ``tmp_path``; each rank has its own options."""
+    """Start two ranks of a script that trains twice in one rendezvous, in ``tmp_path``; each has its own options."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
 

@@ -14,6 +14,7 @@ from ddp_manual.training import data, models
 from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
 from ddp_manual.training.engine import Trainer
+from ddp_manual.training.images import unit_scale
 from ddp_manual.training.metering import Meter
 
 with rendezvous(WorldSpec.from_environment()) as world:
@@ -26,7 +27,7 @@ with rendezvous(WorldSpec.from_environment()) as world:
         model=wrapped,
         optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
         train=train,
-        normalise=data.Normalise(data.SOURCES["synthetic"]),
+        normalise=unit_scale(1),
         rank=world.rank,
         world_size=world.world_size,
         config=TrainConfig(global_batch_size=30, epochs=2),

@@ -1,0 +1,92 @@
+"""What happens to images between memory and network, a whole batch at once and on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Normalise:
+    """uint8 images [N, C, H, W] -> float32, channels last, less the ``mean`` of their channel, over its ``std``.
+
+    Args:
+        mean, std: by channel, on the scale 0 to 255. Of the training set's pixels they make mean 0 and variance 1.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean, self.std = tuple(mean), tuple(std)
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        mean, std = self._tensors(images.device)
+        return images.float().sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on:
+            mean, std = (torch.tensor(values).view(-1, 1, 1).to(device) for values in (self.mean, self.std))
+            self._on[device] = mean, std
+        return self._on[device]
+
+
+def unit_scale(channels: int) -> Normalise:
+    """To 0 to 1, whatever the data set."""
+    return Normalise([0.0] * channels, [255.0] * channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """How training images are varied, anew in each epoch.
+
+    Args:
+        shift: pixels by which an image is moved at most, each way; what comes in from outside is black.
+        flip: whether half of the images are mirrored, left to right.
+    """
+
+    shift: int
+    flip: bool
+
+    def draw(self, count: int, *, seed: int, epoch: int, device: torch.device) -> Drawn:
+        """For all samples of an epoch, so that a sample is varied alike whatever rank it falls to."""
+        generator = torch.Generator().manual_seed(seed + epoch)
+        shifts = torch.randint(-self.shift, self.shift + 1, (count, 2), generator=generator).to(device)
+        flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if self.flip else None
+        return Drawn(shift=self.shift, shifts=shifts, flips=flips)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """How each sample of one epoch is varied.
+
+    Args:
+        shift: the most of ``shifts``, which is not read from them: that would wait for the device at every step.
+        shifts: int64 [N, 2], pixels down and to the right.
+        flips: bool [N], or None where nothing is mirrored.
+    """
+
+    shift: int
+    shifts: Tensor
+    flips: Tensor | None
+
+    def __call__(self, images: Tensor, samples: Tensor) -> Tensor:
+        """``images[samples]``, uint8 [n, C, H, W], varied."""
+        if not self.shift and self.flips is None:
+            return images[samples]
+        height, width = images.shape[-2:]
+        rows = torch.arange(height, device=images.device).expand(len(samples), height)
+        columns = torch.arange(width, device=images.device).expand(len(samples), width)
+        chosen = images[samples]
+        if self.shift:
+            rows = rows - self.shifts[samples, :1]
+            columns = columns - self.shifts[samples, 1:]
+        if self.flips is not None:
+            columns = torch.where(self.flips[samples][:, None], width - 1 - columns, columns)
+        if self.shift:
+            chosen = F.pad(chosen, (self.shift,) * 4)
+            rows, columns = rows + self.shift, columns + self.shift
+        which = torch.arange(len(samples), device=images.device)[:, None, None]
+        # [n, H, W, C]: an index between two slices goes to the front.
+        return chosen[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -1,0 +1,113 @@
+"""A user's own factory, named on the command line as ``package.module:name``: found, imported, called, and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ddp_manual.errors import BadOption
+
+
+def factory(option: str, value: str) -> Callable[..., Any]:
+    """What ``--<option> package.module:name`` names; modules are looked for in the current folder too.
+
+    Raises:
+        BadOption: there is no such module, importing it fails, or it has no such function or class.
+    """
+    module_name, _, name = value.partition(":")
+    _look_in_this_folder()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module of the user's can raise anything while it is imported
+        raise _not_importable(option, value, module_name, error) from error
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if found is None or not callable(found):
+        there = [one for one, kind in vars(module).items() if callable(kind) and one[0] != "_"]
+        raise BadOption(
+            f"--{option} {value}: {module_name} has no function or class {name}",
+            why=f"{getattr(module, '__file__', module_name)} has {', '.join(there) or 'none at all'}",
+            next=f"name one of them: --{option} {module_name}:{there[0] if there else 'NAME'}",
+        )
+    return found
+
+
+def call(option: str, value: str, **offered: Any) -> Any:
+    """Call the factory with those of the ``offered`` arguments that it names; what it raises comes through.
+
+    Raises:
+        BadOption: it asks for others, or see ``factory``.
+    """
+    made_by = factory(option, value)
+    try:
+        parameters = inspect.signature(made_by).parameters
+    except ValueError:
+        parameters = inspect.Signature().parameters  # a built-in one does not tell
+    wanted = {name: value for name, value in offered.items() if name in parameters}
+    needed = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in wanted
+    ]
+    if needed:
+        raise BadOption(
+            f"--{option} {value} wants an argument that it cannot be given: {', '.join(needed)}",
+            why=f"it is called with those of {', '.join(offered)} that it names, and with no other",
+            next="give that parameter a default, or name a function that calls it with what it wants",
+        )
+    return made_by(**wanted)
+
+
+def digest(option: str, value: str) -> tuple[str, str]:
+    """A digest of the source, and where that is: of the module's file, or all of the package that it is in.
+
+    Raises:
+        BadOption: there is no such module.
+    """
+    module_name = value.partition(":")[0]
+    _look_in_this_folder()
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except Exception as error:
+        raise _not_importable(option, value, module_name, error) from error
+    if spec is None:
+        raise _not_importable(option, value, module_name, None)
+    file = Path(spec.origin or "")
+    top = importlib.util.find_spec(module_name.partition(".")[0])
+    folders = top.submodule_search_locations if top else None
+    files = sorted(path for folder in folders for path in Path(folder).rglob("*.py")) if folders else [file]
+    content = hashlib.sha256()
+    for path in files:
+        if path.is_file():
+            content.update(path.name.encode() + b"\n" + path.read_bytes())
+    return content.hexdigest()[:16], str(file)
+
+
+def _look_in_this_folder() -> None:
+    """As ``python -m`` does; a console script has its own folder there instead."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _not_importable(option: str, value: str, module: str, error: Exception | None) -> BadOption:
+    absent = error is None or (isinstance(error, ModuleNotFoundError) and (error.name or "") in _parents(module))
+    return BadOption(
+        f"--{option} {value}: there is no module {module}" if absent else f"--{option} {value} cannot be imported",
+        why=f"looked for it in {os.getcwd()} and where Python keeps its packages"
+        if absent
+        else f"{type(error).__name__}: {error}",
+        next="start from the folder that has it, or put that folder into PYTHONPATH"
+        if absent
+        else f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {module}'",
+    )
+
+
+def _parents(module: str) -> set[str]:
+    parts = module.split(".")
+    return {".".join(parts[: count + 1]) for count in range(len(parts))}

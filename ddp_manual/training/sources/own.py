@@ -1,0 +1,123 @@
+"""``package.module:factory``: a data set that a function of the user's returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_manual.errors import BadOption
+from ddp_manual.training import own
+from ddp_manual.training.data import Split
+from ddp_manual.training.sources import PARTS, Source
+
+OPTION = "dataset"
+
+
+class OwnData(Source):
+    """What ``factory(data_dir)`` returns: the training part and the test part.
+
+    Each part is a pair of tensors, images uint8 [N, C, H, W] (or [N, H, W], grey) and labels int64 [N]; or a dataset of
+    ``torch.utils.data`` whose items are pairs of an image, as Pillow has it or as such a tensor, and a label. Its
+    ``classes`` name the labels; else they are numbers. The factory may leave ``data_dir``, a pathlib.Path, out.
+    """
+
+    preparing = "load"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._parts: dict[str, Split] = {}
+
+    def is_prepared(self, data_dir: Path) -> bool:
+        """Never known: one rank per host calls the factory before the others do, since it may download."""
+        return bool(self._parts)
+
+    def prepare(self, data_dir: Path) -> None:
+        made = own.call(OPTION, self.name, data_dir=data_dir)
+        if not isinstance(made, Sequence) or len(made) != len(PARTS):
+            raise self._wrong(f"a {type(made).__name__}", "a pair: the training part and the test part")
+        parts = [self._split(part, value) for part, value in zip(PARTS, made, strict=True)]
+        count = max(1 + int(labels.max()) for _, labels, _ in parts)
+        names = next((names for *_, names in parts if names), tuple(map(str, range(count))))
+        if count > len(names):
+            raise self._wrong(f"a label {count - 1}", f"labels below {len(names)}, the number of its classes")
+        if parts[0][0].shape[1:] != parts[1][0].shape[1:]:
+            shapes = " and ".join(str(tuple(images.shape[1:])) for images, *_ in parts)
+            raise self._wrong(f"images of {shapes}", "images of one shape in both parts")
+        self._parts = {
+            part: Split(images, labels, names) for part, (images, labels, _) in zip(PARTS, parts, strict=True)
+        }
+
+    def load(self, data_dir: Path, part: str) -> Split:
+        if not self._parts:
+            self.prepare(data_dir)
+        return self._parts[part]
+
+    def _split(self, part: str, value: Any) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        names = tuple(map(str, getattr(value, "classes", ())))
+        if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
+            images, labels = value
+        elif hasattr(value, "__getitem__") and hasattr(value, "__len__"):
+            images, labels = self._gathered(part, value)
+        else:
+            raise self._wrong(
+                f"a {type(value).__name__} as its {part} part",
+                "a pair of tensors (images, labels), or a torch.utils.data dataset with a length",
+            )
+        if images.dim() == 3:
+            images = images.unsqueeze(1)
+        if images.dim() != 4 or images.shape[1] not in (1, 3) or images.dtype != torch.uint8:
+            raise self._wrong(
+                f"{part} images that are {str(images.dtype).removeprefix('torch.')} {list(images.shape)}",
+                "uint8 [N, 1 or 3, H, W], 0 to 255: they are normalised here",
+            )
+        labels = torch.as_tensor(labels)
+        if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
+            raise self._wrong(
+                f"{part} labels that are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}",
+                f"whole numbers [{len(images)}], one for each image",
+            )
+        if not len(images) or int(labels.min()) < 0:
+            raise self._wrong(
+                f"a {part} part without images" if not len(images) else f"a {part} label {int(labels.min())}",
+                "at least one image, and labels from 0",
+            )
+        return images.contiguous(), labels.long(), names
+
+    def _gathered(self, part: str, dataset: Any) -> tuple[Tensor, Tensor]:
+        images: list[Tensor] = []
+        labels: list[int] = []
+        for index in range(len(dataset)):
+            where = f"item {index} of its {part} part"
+            try:
+                image, label = dataset[index]
+                labels.append(int(label))
+            except (TypeError, ValueError) as error:
+                raise self._wrong(f"a strange {where} ({error})", "pairs (image, label)") from error
+            pixels = _pixels(image)
+            if not isinstance(pixels, Tensor):
+                raise self._wrong(f"a {type(image).__name__} in {where}", "an image of Pillow's, or a uint8 tensor")
+            if images and pixels.shape != images[0].shape:
+                shapes = f"{list(images[0].shape)} and {list(pixels.shape)}"
+                raise self._wrong(f"images of {shapes} in its {part} part", "images of one size")
+            images.append(pixels)
+        return torch.stack(images) if images else torch.empty(0, 1, 1, 1, dtype=torch.uint8), torch.tensor(labels)
+
+    def _wrong(self, returned: str, wanted: str) -> BadOption:
+        return BadOption(
+            f"--{OPTION} {self.name} returned {returned}",
+            why=f"wanted is {wanted}",
+            next="mend the factory; docs/own-model-and-data.md has its signature and an example",
+        )
+
+
+def _pixels(image: Any) -> Any:
+    """An image of Pillow's as uint8 [C, H, W]; anything else as it is."""
+    if isinstance(image, Tensor) or not hasattr(image, "convert"):
+        return image
+    grey = image.mode in ("1", "L")
+    pixels = bytearray(image.convert("L" if grey else "RGB").tobytes())
+    return torch.frombuffer(pixels, dtype=torch.uint8).view(image.size[1], image.size[0], -1).permute(2, 0, 1)

@@ -1,0 +1,311 @@
+"""Data sets beside the MNIST family: folders of images, CIFAR-10, and what a user's own factory returns."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError
+from ddp_manual.training import models, own
+from ddp_manual.training.data import Split
+from ddp_manual.training.sources import PARTS, source
+from tests.conftest import CIFAR_CLASSES
+
+
+def draw(path: Path, *, size: tuple[int, int] = (8, 8), mode: str = "RGB", colour: object = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+    return path
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    """Three cats and two dogs to train on, a dog to test on; and what is no image."""
+    folder = tmp_path / "animals"
+    for part, name, count in (("train", "cat", 3), ("train", "dog", 2), ("test", "dog", 1)):
+        for number in range(count):
+            draw(folder / part / name / f"{number}.png", colour=(number, 100, 200))
+    (folder / "train" / "cat" / "notes.txt").write_text("no image")
+    (folder / "train" / ".cache").mkdir()
+    return folder
+
+
+def load(folder: Path, part: str = "train", *, image_size: int | None = None) -> Split:
+    return source(f"folder:{folder}", image_size=image_size).load(Path("unused"), part)
+
+
+def test_class_folders_are_read_with_their_names(animals: Path) -> None:
+    train, test = (load(animals, part) for part in PARTS)
+    assert train.classes == test.classes == ("cat", "dog")
+    assert train.labels.tolist() == [0, 0, 0, 1, 1]
+    assert test.labels.tolist() == [1]
+    assert train.images.shape == (5, 3, 8, 8) and train.images.dtype == torch.uint8
+    assert train.images[2, :, 0, 0].tolist() == [2, 100, 200]
+
+
+def test_images_are_grey_only_where_all_are(animals: Path) -> None:
+    draw(animals / "train" / "cat" / "grey.png", mode="L", colour=9)
+    assert load(animals).images.shape[1] == 3
+    for path in animals.rglob("*.png"):
+        draw(path, mode="L", colour=9)
+    assert load(animals).images.shape == (6, 1, 8, 8)
+    draw(animals / "test" / "dog" / "0.png")
+    assert load(animals).images.shape[1] == load(animals, "test").images.shape[1] == 3
+
+
+def test_images_of_other_sizes_are_named_or_resized(animals: Path) -> None:
+    odd = draw(animals / "train" / "dog" / "odd.jpg", size=(12, 20))
+    with pytest.raises(BadOption, match="differ in size") as caught:
+        load(animals)
+    assert f"{odd} 12x20" in caught.value.why and "--image_size" in (caught.value.next or "")
+    assert load(animals, image_size=6).images.shape == (6, 3, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda folder: os.rename(folder / "train", folder / "training"), "train cannot be read as a folder of images"),
+        (lambda folder: os.rename(folder / "test", folder / "val"), "test cannot be read as a folder of images"),
+        (lambda folder: os.rename(folder, folder.with_name("away")), "cannot be read as a folder of images"),
+        (lambda folder: os.rename(folder / "test" / "dog", folder / "test" / "cow"), "has not: cow"),
+        (lambda folder: (folder / "train" / "eel").mkdir(), "eel has no images"),
+        (lambda folder: [path.unlink() for path in (folder / "test").rglob("*.png")], "test has no images"),
+        (lambda folder: (folder / "train" / "dog" / "1.png").write_bytes(b"\x89PNG\r\n"), "1.png cannot be read"),
+        (lambda folder: (folder / "train" / "dog" / "1.png").write_bytes(b""), "1.png cannot be read"),
+        (
+            lambda folder: os.truncate(draw(folder / "train" / "dog" / "1.bmp"), 100),
+            "1.bmp cannot be read",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: object, named: str) -> None:
+    break_it(animals)  # type: ignore[operator]
+    with pytest.raises((DataMissing, DataCorrupt), match=named):
+        [load(animals, part) for part in PARTS]
+
+
+def test_more_images_than_memory_holds_are_refused_before_they_are_read(
+    animals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = type("Memory", (), {"available": 900})()
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    with pytest.raises(BadOption, match="do not fit into memory"):
+        load(animals)
+
+
+def test_the_real_cifar_10_images_are_read_from_their_class_folders(cifar10: Path) -> None:
+    test = source(f"folder:{cifar10}").load(Path("unused"), "test")
+    assert test.images.shape == (1000, 3, 32, 32)
+    assert test.classes == CIFAR_CLASSES
+    assert len(test) == 1000 and min(torch.bincount(test.labels)) > 80
+
+
+def test_cifar_10_is_read_from_torchvisions_files(
+    cifar10: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files made of some of the real images: the real ones are not to be had here, so their digests are replaced."""
+    from torchvision.datasets import CIFAR10
+
+    test = source(f"folder:{cifar10}").load(Path("unused"), "test")
+    assert not source("cifar10").is_prepared(tmp_path)
+    with pytest.raises(DataMissing, match="cifar10 is not in"):
+        source("cifar10").load(tmp_path, "test")
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    content = {
+        name: pickle.dumps(
+            {
+                "data": test.images[first : first + 9].flatten(1).numpy(),
+                "labels": test.labels[first : first + 9].tolist(),
+            }
+        )
+        for first, name in enumerate(names)
+    }
+    content["batches.meta"] = pickle.dumps({"label_names": list(test.classes)})
+    digests = {name: hashlib.md5(written).hexdigest() for name, written in content.items()}
+    for name, written in content.items():
+        (folder / name).write_bytes(written)
+    with pytest.raises(DataCorrupt, match="cifar10 in"):
+        source("cifar10").load(tmp_path, "train")
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, digests[name]] for name in names[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", digests["test_batch"]]])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": digests["batches.meta"]})
+    assert source("cifar10").is_prepared(tmp_path)
+    read = source("cifar10").load(tmp_path, "train")
+    assert read.images.shape == (45, 3, 32, 32) and read.classes == CIFAR_CLASSES
+    assert torch.equal(read.images[9:18], test.images[1:10])
+    assert len(source("cifar10").load(tmp_path, "test")) == 9
+
+
+def test_other_names_for_the_classes_are_one_for_each(small_data: Path) -> None:
+    names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    assert source("synthetic", classes=names).load(small_data, "test").classes == names
+    with pytest.raises(BadOption, match="--classes gives 2 names, synthetic has 10 classes"):
+        source("synthetic", classes=("a", "b")).load(small_data, "test")
+
+
+PREAMBLE = """
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+images = torch.arange(4 * 3 * 8 * 8, dtype=torch.int64).remainder(256).to(torch.uint8).view(4, 3, 8, 8)
+labels = torch.tensor([0, 1, 0, 1])
+part = (images, labels)
+class Pictures:
+    classes = ("cat", "dog")
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        return Image.new("RGB", (8, 8), (index, 100, 200)), int(labels[index])
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> object:
+    """Write a module of the user's into the current folder; returns its name, a new one for each."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    count = 0
+
+    def module(body: str) -> str:
+        nonlocal count
+        count += 1
+        name = f"mine_{abs(hash(request.node.name))}_{count}"
+        (tmp_path / f"{name}.py").write_text(PREAMBLE + textwrap.dedent(body))
+        return name
+
+    return module
+
+
+@pytest.mark.parametrize(
+    ("body", "classes"),
+    [
+        ("def made(data_dir): return part, part", ("0", "1")),
+        ("def made(): return [TensorDataset(images, labels), TensorDataset(images, labels)]", ("0", "1")),
+        ("def made(data_dir=None): return Pictures(), Pictures()", ("cat", "dog")),
+        ("def made(): return (images[:, 0], labels), (images[:, 0], labels.int())", ("0", "1")),
+    ],
+)
+def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classes: tuple[str, ...]) -> None:
+    name = module(body)  # type: ignore[operator]
+    found = source(f"{name}:made")
+    assert not found.is_prepared(Path())
+    train, test = (found.load(Path(), part) for part in PARTS)
+    assert len(train) == len(test) == 4 and train.labels.tolist() == [0, 1, 0, 1]
+    assert train.images.dtype == torch.uint8 and train.images.shape[2:] == (8, 8)
+    assert train.classes == classes
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("def made(): return None", "returned a NoneType"),
+        ("def made(): return part", "a strange item 0 of its train part"),
+        ("def made(): return part, part, part", "returned a tuple"),
+        ("def made(): return 1, part", "returned a int as its train part"),
+        ("def made(): return (images / 255, labels), part", r"train images that are float32 \[4, 3, 8, 8\]"),
+        ("def made(): return part, (images[:, :2], labels)", r"test images that are uint8 \[4, 2, 8, 8\]"),
+        ("def made(): return part, (images, labels[:3])", r"test labels that are int64 \[3\]"),
+        ("def made(): return part, (images, labels.float())", r"test labels that are float32 \[4\]"),
+        ("def made(): return part, (images, labels - 1)", "a test label -1"),
+        ("def made(): return part, (images[:0], labels[:0])", "a test part without images"),
+        ("def made(): return part, (images[:, :, :4], labels)", "images of .3, 8, 8. and .3, 4, 8."),
+        ("def made(): return part, [1, 2]", "a strange item 0 of its test part"),
+        ("def made(): return part, [('x', 0)]", "a str in item 0 of its test part"),
+        ("def made(): return part, [(images[0], 'cat')]", "a strange item 0"),
+        ("def made(): return part, [(images[0], 0), (images[0, :, :4], 0)]", "in its test part"),
+        ("class Few(Pictures): classes = ('cat',)\ndef made(): return Few(), Few()", "a label 1"),
+        ("def made(folder): return part, part", "wants an argument that it cannot be given: folder"),
+        ("def other(): return part, part", "has no function or class made"),
+        ("made = 5", "has no function or class made"),
+        ("import nonsense.of_mine", "cannot be imported"),
+        ("def made(: return 1", "cannot be imported"),
+        ("raise OSError('no such camera')", "cannot be imported"),
+    ],
+)
+def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: object, body: str, named: str) -> None:
+    name = module(body)  # type: ignore[operator]
+    with pytest.raises(BadOption, match=named) as caught:
+        source(f"{name}:made").load(Path(), "train")
+    assert f"--dataset {name}:made" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("def made(): return None", "returned a NoneType"),
+        ("def made(): return torch.nn.Linear", "returned a type"),
+        ("def made(): return torch.nn.Flatten()", r"gives \[2, 192\] for 2 images"),
+        ("def made(): return torch.nn.Linear(3, 2)", "fails on images float32 .2, 3, 8, 8.: RuntimeError"),
+        (
+            "def made(classes): return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(classes + 1))",
+            r"\[2, 3\]",
+        ),
+        (
+            "class Made(torch.nn.Module):\n    def forward(self, x): return x[:, :2, 0, 0]\ndef made(): return Made()",
+            "has no parameter to train",
+        ),
+        ("def made(width, depth=3): return None", "wants an argument that it cannot be given: width"),
+    ],
+)
+def test_what_is_wrong_with_what_a_model_factory_returns_is_named(module: object, body: str, named: str) -> None:
+    name = module(body)  # type: ignore[operator]
+    with pytest.raises(BadOption, match=named):
+        models.build(f"{name}:made", device=torch.device("cpu"), seed=0, shape=(3, 8, 8), classes=2)
+
+
+def test_a_class_without_arguments_or_a_factory_with_lazy_layers_is_a_model(module: object) -> None:
+    name = module(  # type: ignore[operator]
+        """
+        class Net(torch.nn.Sequential):
+            def __init__(self): super().__init__(torch.nn.Flatten(), torch.nn.Linear(192, 2))
+        def made(shape, classes):
+            assert shape == (3, 8, 8)
+            return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(classes))
+        """
+    )
+    for factory in ("Net", "made"):
+        build = (
+            models.build(f"{name}:{factory}", device=torch.device("cpu"), seed=seed, shape=(3, 8, 8), classes=2)
+            for seed in (1, 1)
+        )
+        first, second = build
+        assert first.training
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_what_a_factory_itself_raises_comes_through(module: object) -> None:
+    name = module("def made(): raise ZeroDivisionError('mine')")  # type: ignore[operator]
+    with pytest.raises(ZeroDivisionError):
+        models.build(f"{name}:made", device=torch.device("cpu"), seed=0)
+    with pytest.raises(ZeroDivisionError):
+        source(f"{name}:made").load(Path(), "train")
+
+
+def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    for name in ("nowhere", "nowhere.at_all", "torch.nowhere"):
+        for ask in (own.factory, own.digest):
+            with pytest.raises(DdpManualError, match=f"there is no module {name}") as caught:
+                ask("model", f"{name}:made")
+            assert "PYTHONPATH" in (caught.value.next or "")
+
+
+def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(module: object, tmp_path: Path) -> None:
+    name = module("made = 1")  # type: ignore[operator]
+    first, path = own.digest("model", f"{name}:made")
+    assert path == str(tmp_path / f"{name}.py")
+    (tmp_path / f"{name}.py").write_text("made = 2")
+    assert own.digest("model", f"{name}:made")[0] != first
+    (tmp_path / "pack" / "below").mkdir(parents=True)
+    for file in ("__init__.py", "layers.py", "below/__init__.py", "below/net.py"):
+        (tmp_path / "pack" / file).write_text("")
+    package, _ = own.digest("model", "pack.below.net:made")
+    (tmp_path / "pack" / "layers.py").write_text("changed = True")
+    assert own.digest("model", "pack.below.net:made")[0] != package
