@@ -36,6 +36,7 @@ FLAGS = {
         "--clip_grad_norm",
         "--shift",
         "--sync_bn",
+        "--no_ddp",
         "--seed",
     ],
     "data": ["--dataset", "--data_dir"],
