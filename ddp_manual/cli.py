@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import click
 
 from ddp_manual import console, environment
 from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
-from ddp_manual.options import option_fields
+from ddp_manual.options import option_fields, value_types
 
 FOUND_A_PROBLEM = 3
 GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints")
@@ -61,23 +61,16 @@ class GroupedOption(click.Option):
 
 def options_of(kind: type, only: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for each option of a dataclass, or for some. A flag that is not given arrives as None."""
-    hints = get_type_hints(kind)
+    types = value_types(kind)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         fields = [field for field in option_fields(kind) if only is None or field.name in only]
-        parameters = [GroupedOption(field, _value_type(hints[field.name])) for field in fields]
+        parameters = [GroupedOption(field, types[field.name]) for field in fields]
         known = getattr(function, "__click_params__", [])
         function.__click_params__ = [*known, *reversed(parameters)]  # type: ignore[attr-defined]
         return function
 
     return decorate
-
-
-def _value_type(hint: Any) -> type:
-    """``int`` for both int and int | None."""
-    candidates = [kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None)]
-    value_type: type = candidates[0]
-    return value_type
 
 
 def _given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
@@ -101,17 +94,22 @@ def ddp_manual() -> None:
 
 
 @ddp_manual.command(cls=GroupedCommand)
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="A JSON file with training options, such as the config.json of a run; flags come before it.",
+)
 @options_of(TrainConfig)
 @options_of(WorldSpec)
-def train(**flags: Any) -> None:
+def train(config_file: str | None, **flags: Any) -> None:
     """Run ONE rank: wait for the others, then train together with them.
 
     A value comes from its flag, else from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-    MASTER_PORT), else from the default.
+    MASTER_PORT) or from the file that --config names, else from the default.
     """
     spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
-    given = _given(TrainConfig, flags)
-    config = TrainConfig(**given, sources=dict.fromkeys(given, "flag"))
+    config = TrainConfig.from_file(config_file, **_given(TrainConfig, flags))
 
     from ddp_manual import outcome, worker
 

@@ -6,6 +6,7 @@ Each field is one option of the command line. A value that cannot work raises Ba
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual import environment
+from ddp_manual import config_file, environment
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, as_flags, option, option_fields
 
@@ -179,6 +180,11 @@ class WorldSpec(Options):
         return self.world_size == 1 and is_default
 
 
+WORLD_OPTIONS = frozenset(field.name for field in option_fields(WorldSpec))
+# Two ways to say one thing.
+BATCH_SIZES = ("batch_size", "global_batch_size")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Options):
     """What is trained, on what, and how. The ranks of a run must agree on all but paths and what rank 0 alone does.
@@ -282,7 +288,7 @@ class TrainConfig(Options):
         shared=False,
     )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Option -> "flag"; what is not in it is a default."""
+    """Option -> "flag" or "from FILE"; what is not in it is a default."""
 
     def __post_init__(self) -> None:
         self.check_bounds()
@@ -334,6 +340,41 @@ class TrainConfig(Options):
     def class_names(self) -> tuple[str, ...] | None:
         """``classes``, one by one."""
         return tuple(name.strip() for name in self.classes.split(",")) if self.classes is not None else None
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:
+        """What ``to_json`` wrote, or a person: a JSON object with options as keys, which need not be all.
+
+        ``run_dir`` and ``resume`` cannot be given in it: they belong to one run. In a run's ``config.json``, which has
+        the key ``run``, they are passed over, and so is that key.
+
+        Args:
+            source: what messages call the text: a file's name.
+
+        Raises:
+            BadOption: it is no such object, or a value cannot work.
+        """
+        values = config_file.parse(text, source, cls, WORLD_OPTIONS)
+        return cls(**values, sources=dict.fromkeys(values, f"from {source}"))
+
+    @classmethod
+    def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
+        """Flags given as keyword arguments, then what the JSON file at ``path`` gives, then the defaults.
+
+        Raises:
+            BadOption: see ``from_json``; also when the file cannot be read.
+        """
+        values = {} if path is None else config_file.parse(config_file.read(path), path, cls, WORLD_OPTIONS)
+        for one, other in (BATCH_SIZES, BATCH_SIZES[::-1]):
+            if one in flags and other not in flags:
+                values.pop(other, None)
+        sources = {**dict.fromkeys(values, f"from {path}"), **dict.fromkeys(flags, "flag")}
+        return cls(**{**values, **flags}, sources=sources)
+
+    def to_json(self) -> str:
+        """Every option but those of one run, for ``from_json`` or ``--config``."""
+        options = {name: value for name, value in self.as_dict().items() if name not in config_file.OF_ONE_RUN}
+        return json.dumps(options, indent=2, allow_nan=False) + "\n"
 
     def check_world(self, spec: WorldSpec) -> None:
         """Whether these options can train in that world.

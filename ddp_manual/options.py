@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from ddp_manual.errors import BadOption
 
@@ -63,8 +63,13 @@ class Options:
         return f"{name} {getattr(self, name)} ({self.source(name)})"
 
     def given_options(self) -> dict[str, Any]:
-        """The options that were not left at their defaults."""
-        return {name: getattr(self, name) for name in self.sources if getattr(self, name) is not None}
+        """The options that were typed, or that a variable or a file has given another value than their default."""
+        defaults = {field.name: field.default for field in option_fields(type(self))}
+        return {
+            name: getattr(self, name)
+            for name, source in self.sources.items()
+            if getattr(self, name) is not None and (source == "flag" or getattr(self, name) != defaults[name])
+        }
 
     def check_bounds(self) -> None:
         for field in option_fields(type(self)):
@@ -108,6 +113,16 @@ def _wanted(limits: Mapping[str, Any]) -> str:
 def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
     """The fields of a dataclass that are command-line options, in order."""
     return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
+
+
+def value_types(kind: type) -> dict[str, type]:
+    """Option -> the type of its values: ``int`` for both int and int | None."""
+    hints = get_type_hints(kind)
+    found = {}
+    for field in option_fields(kind):
+        hint = hints[field.name]
+        found[field.name] = next(one for one in getattr(hint, "__args__", (hint,)) if one is not type(None))
+    return found
 
 
 def as_flags(options: Mapping[str, Any]) -> str:

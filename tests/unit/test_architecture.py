@@ -18,6 +18,7 @@ BOTTOM = {
     "checkpoint_file",
     "checkpoints",
     "config",
+    "config_file",
     "console",
     "environment",
     "errors",

@@ -233,10 +233,14 @@ def test_a_rank_that_expects_another_world_size_is_told_both_sizes_and_where_its
     record("an inherited WORLD_SIZE=8", seconds=seconds["from WORLD_SIZE"], row=28, **told)
 
 
-def test_a_rank_with_other_options_is_told_which_and_where_they_came_from(start_rank: Start, port: int) -> None:
+def test_a_rank_with_other_options_is_told_which_and_where_they_came_from(
+    start_rank: Start, port: int, tmp_path: Path
+) -> None:
+    options = tmp_path / "options.json"
+    options.write_text('{"momentum": 0.5}')
     rank_0 = start_rank(0, 2, "--lr", 0.25)
     rank_0.wait_for("waiting for rank 1")
-    other = start_rank(1, 2, "--momentum", 0.5, "--batch_size", 50)
+    other = start_rank(1, 2, "--config", options, "--batch_size", 50)
     known = connected(other, port)
     told = left(other, 12)
     error = last_error(other.err)
@@ -244,7 +248,7 @@ def test_a_rank_with_other_options_is_told_which_and_where_they_came_from(start_
     assert "was started with other options than rank 0: batch_size, lr, momentum\n" in error
     assert "batch_size: rank 0 has 1000 (flag), rank 1 has 50 (flag)" in error
     assert "lr: rank 0 has 0.25 (flag), rank 1 has 0.04 (default)" in error
-    assert "momentum: rank 0 has 0.9 (default), rank 1 has 0.5 (flag)" in error
+    assert f"momentum: rank 0 has 0.9 (default), rank 1 has 0.5 (from {options})" in error
     command = error.partition("next: ")[2].splitlines()[0]
     assert "--rank 1" in command and "--lr 0.25" in command and "--momentum" not in command
     rank_0.wait_for(f"rank 1 ({HOST}, pid {other.process.pid}) was refused: config-mismatch")

@@ -69,10 +69,12 @@ def gone(processes: list[psutil.Process], timeout: float) -> bool:
 
 
 def test_all_ranks_are_started_tagged_and_logged(launch: Start, tmp_path: Path) -> None:
-    launcher = launch(2)
+    (tmp_path / "options.json").write_text('{"seed": 7, "epochs": 9}')
+    launcher = launch(2, "--config", tmp_path / "options.json")  # besides flags, one of them --epochs 1
     assert launcher.wait() == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2
+    assert (summary["world_size"], summary["epochs"]) == (2, 1)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 7
     for rank in (0, 1):
         assert f"[rank {rank}] process group ready" in launcher.err
         assert "process group ready" in (tmp_path / "run" / f"log-rank{rank}.txt").read_text()

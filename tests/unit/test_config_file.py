@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_manual import cli
+from ddp_manual.config import TrainConfig, WorldSpec, command_template
+from ddp_manual.errors import BadOption
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "options.json"
+
+
+def test_what_is_written_as_json_is_read_as_the_same_config() -> None:
+    config = TrainConfig(model="mlp", epochs=3, lr=0.1, batch_size=7, sync_bn=True, data_dir="my data", keep=2)
+    read = TrainConfig.from_json(config.to_json())
+    assert read == config
+    assert read.to_json() == config.to_json()
+    assert TrainConfig.from_json(TrainConfig().to_json()) == TrainConfig() == TrainConfig.from_json("{}")
+
+
+def test_the_folder_of_a_run_is_not_written() -> None:
+    config = TrainConfig(run_dir="runs/mine", resume="auto", epochs=5)
+    assert TrainConfig.from_json(config.to_json()) == TrainConfig(epochs=5)
+
+
+def test_a_file_need_not_give_all_options_and_each_value_remembers_where_it_is_from(file: Path) -> None:
+    file.write_text('{"epochs": 3, "lr": 1, "batch_size": null}')
+    config = TrainConfig.from_file(str(file), epochs=4)
+    assert config.named("epochs") == "epochs 4 (flag)"
+    assert config.named("lr") == f"lr 1.0 (from {file})"
+    assert config.named("batch_size") == "batch_size None (default)"
+    assert TrainConfig.from_file(None, epochs=4) == TrainConfig(epochs=4)
+
+
+@pytest.mark.parametrize(
+    ("in_the_file", "flag"), [("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")]
+)
+def test_one_batch_size_that_is_typed_takes_the_place_of_the_other_in_the_file(
+    file: Path, in_the_file: str, flag: str
+) -> None:
+    file.write_text(json.dumps({in_the_file: 60}))
+    config = TrainConfig.from_file(str(file), **{flag: 80})
+    assert (getattr(config, in_the_file), getattr(config, flag)) == (None, 80)
+
+
+def test_both_batch_sizes_in_one_file_are_refused(file: Path) -> None:
+    file.write_text('{"batch_size": 60, "global_batch_size": 60}')
+    with pytest.raises(BadOption, match="cannot both be given"):
+        TrainConfig.from_file(str(file))
+
+
+def test_the_config_json_of_a_run_repeats_it_in_a_new_folder(file: Path) -> None:
+    config = TrainConfig(epochs=3, run_dir="runs/first", resume="auto")
+    file.write_text(json.dumps({**config.as_dict(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
+    assert TrainConfig.from_file(str(file)) == TrainConfig(epochs=3)
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"epochs": 3}')
+    assert TrainConfig.from_file(str(file)).epochs == 3
+
+
+def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--config", str(file)])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--config", str(file)])
+    file.write_text(TrainConfig(model="mlp", lr=0.5, sync_bn=True).to_json())
+    command = command_template(WorldSpec(world_size=2), TrainConfig.from_file(str(file), epochs=2))
+    assert command == (
+        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr 127.0.0.1 "
+        "--master_port {master_port} --model mlp --epochs 2 --lr 0.5 --sync_bn"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "Expecting value"),
+        ("{'epochs': 3}", "line 1 column 2"),
+        ('{"epochs": 3', "line 1 column 13"),
+        ("[1, 2]", "it holds a list, where an object is wanted"),
+        ("3", "it holds 3"),
+        ("null", "it holds null"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"epochs": 3, "epochs": 4}', '"epochs" is there twice'),
+        ('{"epochs": ' + "9" * 5000 + "}", "digits"),
+        (b"\xff\xfe{\x00}\x00", "no UTF-8 text"),
+        (b" " * (2**20 + 1), "longer than 1048576 bytes"),
+    ],
+    ids=range(11),
+)
+def test_what_is_no_json_object_is_refused_with_the_file_and_the_place(
+    file: Path, text: str | bytes, told: str
+) -> None:
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(BadOption) as caught:
+        TrainConfig.from_file(str(file))
+    assert caught.value.what == f"{file} holds no options"
+    assert told in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "next"),
+    [
+        ({"epoch": 3}, '"epoch" is no option', "write epochs"),
+        ({"colour": "red"}, '"colour" is no option', "leave it out"),
+        ({"rank": 1}, "rank cannot be given in a file", "--rank"),
+        ({"world_size": 2}, "world_size cannot be given in a file", "--world_size"),
+        ({"device": "cpu"}, "device cannot be given in a file", "--device"),
+        ({"run_dir": "runs/mine"}, "run_dir cannot be given in a file", "--run_dir"),
+        ({"resume": "auto"}, "resume cannot be given in a file", "--resume"),
+        ({"epochs": "3"}, 'epochs is "3"', "change epochs there"),
+        ({"epochs": 3.0}, "epochs is 3.0", "change epochs there"),
+        ({"epochs": True}, "epochs is true", "change epochs there"),
+        ({"epochs": None}, "epochs is null", "change epochs there"),
+        ({"epochs": [3]}, "epochs is a list", "change epochs there"),
+        ({"lr": "0.1"}, 'lr is "0.1"', "change lr there"),
+        ({"lr": False}, "lr is false", "change lr there"),
+        ({"sync_bn": 1}, "sync_bn is 1", "change sync_bn there"),
+        ({"model": None}, "model is null", "change model there"),
+        ({"data_dir": "a\0b"}, 'data_dir is "a\\u0000b"', "change data_dir there"),
+        ({"data_dir": "\ud800"}, 'data_dir is "\\ud800"', "change data_dir there"),
+    ],
+    ids=str,
+)
+def test_a_key_or_a_value_that_cannot_be_used_is_named_with_the_file(
+    file: Path, options: dict[str, Any], what: str, next: str
+) -> None:
+    file.write_text(json.dumps(options))
+    with pytest.raises(BadOption) as caught:
+        TrainConfig.from_file(str(file))
+    assert caught.value.what == f"{file}: {what}"
+    assert next in caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"epochs": 0}', "--epochs 0 is below 1"),
+        ('{"lr": NaN}', "--lr nan is not a finite number"),
+        ('{"lr": 1e999}', "--lr inf is not a finite number"),
+        ('{"lr": 1' + "0" * 400 + "}", "--lr inf is not a finite number"),
+        ('{"model": "resnet"}', "--model resnet is not known"),
+        ('{"lr_scaling": ""}', "--lr_scaling  is not known"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused_with_its_file(file: Path, text: str, what: str) -> None:
+    file.write_text(text)
+    with pytest.raises(BadOption) as caught:
+        TrainConfig.from_file(str(file))
+    assert caught.value.what == what
+    assert f"(from {file})" in caught.value.why
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder", "not allowed"])
+def test_a_file_that_cannot_be_read_exits_2_and_is_named(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "options.json"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "not allowed":
+        path.write_text("{}")
+        path.chmod(0)
+        if os.access(path, os.R_OK):  # root may read everything; a file of the kernel refuses all the same
+            path = Path("/proc/self/mem")
+    assert cli.run(["train", "--config", str(path)]) == 2
+    assert f"error[bad-option]: --config {path} cannot be read" in capsys.readouterr().err
+
+
+def test_a_bad_value_in_the_file_exits_2_before_torch_is_loaded(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text('{"rank": 1}')
+    assert cli.run(["train", *shlex.split(f"--config {file} --epochs 3")]) == 2
+    assert f"{file}: rank cannot be given in a file" in capsys.readouterr().err
