@@ -35,10 +35,12 @@ FLAGS = {
         "--weight_decay",
         "--clip_grad_norm",
         "--shift",
+        "--flip",
+        "--normalization",
         "--sync_bn",
         "--seed",
     ],
-    "data": ["--dataset", "--data_dir"],
+    "data": ["--dataset", "--image_size", "--classes", "--data_dir"],
     "output": ["--run_dir", "--log_every"],
     "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--keep", "--resume"],
 }
