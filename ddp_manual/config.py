@@ -238,6 +238,11 @@ class TrainConfig(Options):
         choices=("dataset", "none"),
     )
     sync_bn: bool = option(False, "Batch statistics over all ranks (torch offers it on GPUs only).", group="training")
+    no_ddp: bool = option(
+        False,
+        "The plain loop of one process: no process group, no port, no DDP; the same parameters as one rank with it.",
+        group="training",
+    )
     seed: int = option(
         0, "Seed of the weights and of each epoch's order.", group="training", minimum=0, maximum=2**63 - 1
     )
@@ -370,6 +375,20 @@ class TrainConfig(Options):
         """Every option but those of one run, for ``from_json`` or ``--config``."""
         options = {name: value for name, value in self.as_dict().items() if name not in config_file.OF_ONE_RUN}
         return json.dumps(options, indent=2, allow_nan=False) + "\n"
+
+    def check_world(self, spec: WorldSpec) -> None:
+        """Whether these options can train in that world.
+
+        Raises:
+            BadOption: global_batch_size does not divide evenly over the ranks; or there are several, and no_ddp.
+        """
+        self.batch_size_per_rank(spec.world_size)
+        if self.no_ddp and spec.world_size > 1:
+            raise BadOption(
+                f"--no_ddp is for one process, and this is one of {spec.world_size}",
+                why=f"{self.named('no_ddp')}, {spec.named('world_size')}: each would train on all the data by itself",
+                next="leave --no_ddp out, or start one process with --world_size 1",
+            )
 
     def batch_size_per_rank(self, world_size: int) -> int:
         """Samples each rank takes per step.

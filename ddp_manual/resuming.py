@@ -194,5 +194,5 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
     if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):
         raise checkpoint_file.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")
     for name, value in now.items():
-        if then.get(name) != value:
-            logger.info("from here on with --%s %s; it was %s", name, value, then.get(name))
+        if name in then and then[name] != value:  # an option that is newer than the checkpoint was at its default
+            logger.info("from here on with --%s %s; it was %s", name, value, then[name])

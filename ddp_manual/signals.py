@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from ddp_manual.errors import signal_name
@@ -70,30 +70,50 @@ def without_saving() -> Iterator[None]:
 
 
 @contextmanager
-def noted(leave: Callable[[int, bool], None]) -> Iterator[Wishes]:
+def noted(leave: Callable[[int, bool], None], *, while_blocked: bool = True) -> Iterator[Wishes]:
     """While the body runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of interrupting it.
 
     In a thread other than the main one, where Python sets no handlers, signals do what they did before.
 
     Args:
-        leave: called from a thread with the number of the second signal that asks to stop, and whether the ranks could
-            still heed the first; ends the process.
+        leave: called with the number of the second signal that asks to stop, and whether the ranks could still heed the
+            first; ends the process.
+        while_blocked: a thread notes them, also while the main thread is inside a collective. A process without others
+            is in none, and needs no thread.
     """
     wishes = Wishes()
     if threading.current_thread() is not threading.main_thread():
         yield wishes
         return
+    note = _note(wishes, leave)
+    with _read_by_a_thread(note) if while_blocked else nullcontext():
+        handlers = {
+            number: signal.signal(number, lambda number, frame: None if while_blocked else note(number))
+            for number in (*STOP, SAVE)
+        }
+        try:
+            yield wishes
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _read_by_a_thread(note: Callable[[int], None]) -> Iterator[None]:
+    """While the body runs, each signal that has a handler is noted by a thread."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    thread = threading.Thread(target=_read, args=(reading, wishes, leave), name="ddp_manual signals", daemon=True)
+
+    def read() -> None:
+        while (byte := os.read(reading, 1)) != _NO_MORE:
+            note(byte[0])
+
+    thread = threading.Thread(target=read, name="ddp_manual signals", daemon=True)
     thread.start()
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, lambda number, frame: None) for number in (*STOP, SAVE)}
     try:
-        yield wishes
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup_before)
         os.write(writing, _NO_MORE)
         thread.join(timeout=5)
@@ -101,16 +121,19 @@ def noted(leave: Callable[[int, bool], None]) -> Iterator[Wishes]:
         os.close(reading)
 
 
-def _read(reading: int, wishes: Wishes, leave: Callable[[int, bool], None]) -> None:
+def _note(wishes: Wishes, leave: Callable[[int, bool], None]) -> Callable[[int], None]:
     first = 0.0
-    while (byte := os.read(reading, 1)) != _NO_MORE:
-        number = byte[0]
+
+    def note(number: int) -> None:
+        nonlocal first
         if number == SAVE or (number in STOP and not wishes.stop):
             logger.info("%s", _answer(number, heeded=wishes.heeded))
             wishes.ask(number)
             first = time.monotonic()
         elif number in STOP and time.monotonic() - first > ONCE_WITHIN:
             leave(number, wishes.heeded)
+
+    return note
 
 
 def _answer(number: int, *, heeded: bool) -> str:

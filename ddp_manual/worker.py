@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Shared = Mapping[str, tuple[Any, str]]
+"""Option -> (value, source), for what the ranks must have in common."""
+
 
 def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     """Train as one rank of a run: meet the others, train, leave.
@@ -36,12 +39,11 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     """
     console.log_to_stderr(spec.rank)
     config = resuming.in_the_agents_run_dir(config)
-    config.batch_size_per_rank(spec.world_size)
+    config.check_world(spec)
     if spec.rank == 0:
         resuming.check_run_dir(config)
 
     own_code = _own_code(config)
-    from ddp_manual.rendezvous import rendezvous
     from ddp_manual.rendezvous.lastwords import as_ours
 
     def go_on(paths: RunPaths) -> str:
@@ -52,18 +54,27 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         with (
             signals.without_saving(),
             ExitStack() as noting,
-            rendezvous(
-                spec,
-                options={**config.shared_options(), **own_code, "command": ("train", "command")},
-                run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
-                command=command_template(spec, config),
-            ) as world,
+            _world(spec, config, own_code) as world,
         ):
             return _train(world, config, noting, go_on)
     except DdpManualError:
         raise
     except Exception as error:
         raise as_ours(spec.rank, error) from error
+
+
+def _world(spec: WorldSpec, config: TrainConfig, own_code: Shared) -> AbstractContextManager[World]:
+    from ddp_manual.rendezvous import alone, rendezvous
+
+    run_dir = config.run_dir or rundir.default_run_dir("{run_id}")
+    if config.no_ddp:
+        return alone(spec, run_dir=run_dir)
+    return rendezvous(
+        spec,
+        options={**config.shared_options(), **own_code, "command": ("train", "command")},
+        run_dir=run_dir,
+        command=command_template(spec, config),
+    )
 
 
 def train(world: World, config: TrainConfig) -> dict[str, Any]:
@@ -83,7 +94,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     config = resuming.in_the_agents_run_dir(config)
     if config.run_dir is None and world.run_dir_of_rendezvous is not None:
         config = dataclasses.replace(config, run_dir=str(world.run_dir_of_rendezvous))
-    config.batch_size_per_rank(world.world_size)
+    config.check_world(world.spec)
     if world.rank == 0:
         resuming.check_run_dir(config)
     world.agree({**config.shared_options(), **_own_code(config)}, config.run_dir or rundir.unused_run_dir(world.run_id))
@@ -112,7 +123,7 @@ def _train(world: World, config: TrainConfig, noting: ExitStack, go_on: Callable
         return _go(world, paths, config, _load(world, config), noting, go_on)
 
 
-def _own_code(config: TrainConfig) -> dict[str, tuple[str, str]]:
+def _own_code(config: TrainConfig) -> Shared:
     """What the ranks must have in common of the user's own factories: a digest of each one's source, and where it is.
 
     Raises:
@@ -121,7 +132,7 @@ def _own_code(config: TrainConfig) -> dict[str, tuple[str, str]]:
     from ddp_manual.training import own
 
     environment.quiet_torch_warnings()  # before the user's module imports it
-    found = {}
+    found: dict[str, tuple[Any, str]] = {}
     for option in ("model", "dataset"):
         value = getattr(config, option)
         if is_own_factory(value):
@@ -177,7 +188,7 @@ def _go(
         classes=len(data.train.classes),
         sync_bn=config.sync_bn,
     )
-    trainer = _trainer(world, config, models.wrap(network, world.device), data)
+    trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data)
     course = trainer.course
     tracker = RunFiles(paths, keep=config.keep) if world.rank == 0 else Tracker()
     position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
@@ -204,7 +215,9 @@ def _go(
             *(trainer.batch_size, trainer.schedule.peak),
         )
         wishes = noting.enter_context(
-            signals.noted(lambda number, heeded: _leave_at_once(world, paths, number, heeded))
+            signals.noted(
+                lambda number, heeded: _leave_at_once(world, paths, number, heeded), while_blocked=not config.no_ddp
+            )
         )
         bar = world.rank == 0 and console.on_a_terminal()
         try:

@@ -196,6 +196,22 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of noise, 16x16 in colour: 50 to train on, 10 to test on; a step takes no time."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("few_images")
+    drawn = random.Random(0)
+    for part, count in (("train", 25), ("test", 5)):
+        for name in ("cat", "dog"):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                image = Image.frombytes("RGB", (16, 16), drawn.randbytes(3 * 16 * 16))
+                image.save(folder / part / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def mnist() -> Path:
     """A data_dir that has the real MNIST."""
     return real_data("MNIST/raw").parent.parent

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ddp_manual.rendezvous.alone import alone
 from ddp_manual.rendezvous.joining import rendezvous
 from ddp_manual.rendezvous.world import World
 
-__all__ = ["World", "rendezvous"]
+__all__ = ["World", "alone", "rendezvous"]

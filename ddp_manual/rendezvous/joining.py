@@ -30,6 +30,7 @@ from ddp_manual.rendezvous.entries import Hello
 from ddp_manual.rendezvous.group import close_process_group, open_process_group
 from ddp_manual.rendezvous.keeper import Keeper
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
+from ddp_manual.rendezvous.met import MetWorld
 from ddp_manual.rendezvous.progress import LEAVING, RUNNING, Progress
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched, attempt
@@ -192,7 +193,7 @@ def _open_world(
     environment.export_identity(spec.world_size, spec.rank, place.local_rank, spec.master_addr, port)
     device = devices.pin(spec.rank, device_type, place.local_rank, place.local_world_size)
     open_process_group(store, spec.rank, spec.world_size, backend, device)
-    world = World(
+    world = MetWorld(
         spec=spec,
         rank=spec.rank,
         world_size=spec.world_size,

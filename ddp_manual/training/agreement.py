@@ -7,9 +7,9 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from ddp_manual.errors import DataDiffers
+from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
 
 
@@ -25,8 +25,7 @@ def compare_data(parts: Mapping[str, Split], device: torch.device, hosts: Callab
         DataDiffers: on every rank, naming the hosts whose data are not rank 0's.
     """
     mine = torch.tensor([number for split in parts.values() for number in fingerprint(split)], device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
+    gathered = collectives.all_gather(mine)
     ranks = torch.stack(gathered).reshape(len(gathered), len(parts), 3).tolist()
     if all(found == ranks[0] for found in ranks):
         return

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_manual.training import collectives
 from ddp_manual.training.course import Position
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.metering import Window
@@ -158,9 +158,9 @@ def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) ->
 
 def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
     """Rank 0's ``content``, on every rank; a collective. The others pass None, as does rank 0 if it has nothing."""
-    is_source = dist.get_rank() == 0
+    is_source = collectives.rank() == 0
     size = torch.tensor([len(content) if is_source and content is not None else -1], device=device)
-    dist.broadcast(size, src=0)
+    collectives.broadcast(size)
     length = int(size)
     if length < 0:
         return None
@@ -170,5 +170,5 @@ def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
         if is_source and content
         else torch.empty(length, dtype=torch.uint8, device=device)
     )
-    dist.broadcast(buffer, src=0)
+    collectives.broadcast(buffer)
     return buffer.cpu().numpy().tobytes()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
 
 BATCH_SIZE = 1000
@@ -46,7 +46,7 @@ def evaluate(
         totals[0] += F.cross_entropy(scores, labels, reduction="sum")
         totals[1] += (scores.argmax(dim=1) == labels).sum()
         totals[2] += len(samples)
-    dist.all_reduce(totals)
+    collectives.all_reduce(totals)
     model.train(was_training)
     loss, correct, count = totals.tolist()
     return Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))

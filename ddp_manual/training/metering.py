@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Wishes
+from ddp_manual.training import collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ def exchange(totals: Tensor, mine: Tensor) -> tuple[list[float], list[list[float
     Returns:
         The sums, and for each rank its numbers. Adding zeros is exact, so these are what that rank has given.
     """
-    first = len(totals) + dist.get_rank() * len(mine)
-    shared = totals.new_zeros(len(totals) + dist.get_world_size() * len(mine))
+    first = len(totals) + collectives.rank() * len(mine)
+    shared = totals.new_zeros(len(totals) + collectives.world_size() * len(mine))
     shared[: len(totals)] = totals
     shared[first : first + len(mine)] = mine
-    dist.all_reduce(shared)
+    collectives.all_reduce(shared)
     numbers = shared.tolist()
     sums, rest = numbers[: len(totals)], numbers[len(totals) :]
     return sums, [rest[start : start + len(mine)] for start in range(0, len(rest), len(mine))]

@@ -6,12 +6,11 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import own
+from ddp_manual.training import collectives, own
 
 MNIST = (1, 28, 28)
 
@@ -232,4 +231,4 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
 def share_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's buffers, as DDP does at each step where it is asked to."""
     for buffer in model.buffers():
-        torch.distributed.broadcast(buffer, src=0)
+        collectives.broadcast(buffer)

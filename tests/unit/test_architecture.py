@@ -90,4 +90,4 @@ def test_the_public_names_are_these() -> None:
     assert ddp_manual.__all__ == ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "train"]
     for name in ddp_manual.__all__:
         assert getattr(ddp_manual, name)
-    assert ddp_manual.rendezvous.__all__ == ["World", "rendezvous"]
+    assert ddp_manual.rendezvous.__all__ == ["World", "alone", "rendezvous"]

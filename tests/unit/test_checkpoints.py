@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,19 @@ def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves(monkeypat
         os.kill(os.getpid(), signal.SIGINT)
         assert left.get(timeout=10) == (signal.SIGINT, False)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_without_others_notes_signals_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[tuple[int, bool]] = []
+    monkeypatch.setattr(signals, "ONCE_WITHIN", 0.0)
+    threads = threading.active_count()
+    with signals.noted(lambda *asked: left.append(asked), while_blocked=False) as wishes:
+        assert threading.active_count() == threads
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (wishes.stop, wishes.take_save(), left) == (signal.SIGTERM, True, [])
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left == [(signal.SIGINT, True)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])

@@ -38,6 +38,7 @@ FLAGS = {
         "--flip",
         "--normalization",
         "--sync_bn",
+        "--no_ddp",
         "--seed",
     ],
     "data": ["--dataset", "--image_size", "--classes", "--data_dir"],

@@ -1,0 +1,38 @@
+"""What the ranks do together while they train; in a world of one without a process group, nothing.
+
+Every collective of the training goes through here, so that the loop of a single process is the same one.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """Sum ``tensor`` over the ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def broadcast(tensor: Tensor) -> None:
+    """Put rank 0's numbers in place of ``tensor``'s."""
+    if dist.is_initialized():
+        dist.broadcast(tensor, src=0)
+
+
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """Every rank's ``tensor``, in rank order; they have one shape."""
+    if not dist.is_initialized():
+        return [tensor]
+    gathered = [tensor.new_empty(tensor.shape) for _ in range(world_size())]
+    dist.all_gather(gathered, tensor)
+    return gathered
