@@ -62,6 +62,33 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
+class PredictionPaths:
+    """The files that say what a model made of a test set, below one ``folder``."""
+
+    folder: Path
+
+    @property
+    def table(self) -> Path:
+        return self.folder / "predictions.csv"
+
+    @property
+    def picture(self) -> Path:
+        return self.folder / "predictions.png"
+
+    @property
+    def confusion_table(self) -> Path:
+        return self.folder / "confusion.csv"
+
+    @property
+    def confusion_picture(self) -> Path:
+        return self.folder / "confusion.png"
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        return (self.table, self.picture, self.confusion_table, self.confusion_picture)
+
+
+@dataclass(frozen=True)
 class RunPaths:
     """The files below one ``run_dir``. Rank 0 writes them; only logs and failures belong to each rank."""
 
@@ -90,6 +117,10 @@ class RunPaths:
     @property
     def summary(self) -> Path:
         return self.run_dir / "summary.json"
+
+    @property
+    def predictions(self) -> PredictionPaths:
+        return PredictionPaths(self.run_dir)
 
     @property
     def checkpoints(self) -> Path:

@@ -227,6 +227,8 @@ def _go(
             wishes.heeded = False
         if number:
             raise _stopped(number, run.position.step, paths, go_on(paths))
+    else:
+        run.predict()
     summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
     if summary is None:
         summary = outcome.summary(world, paths, config, trainer, run.evaluations, run.train_seconds)

@@ -15,12 +15,14 @@ from torch import nn
 from ddp_manual import checkpoint_file, checkpoints, rundir
 from ddp_manual.errors import writing
 from ddp_manual.rundir import RunPaths
+from ddp_manual.training import prediction_files
 from ddp_manual.training.checkpoint import History, Saved, pack
 from ddp_manual.training.course import Course, Position
 from ddp_manual.training.data import Split
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.metering import Metrics
 from ddp_manual.training.pictures import image_grid
+from ddp_manual.training.predicting import Predictions
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,9 @@ class Tracker:
 
     def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
         """An epoch (counted from 1) is done and ``model``, without its DDP wrapper, has been evaluated."""
+
+    def predicted(self, predictions: Predictions) -> None:
+        """The last epoch is done, and this is what the model makes of each test image."""
 
     def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
         """Save what ``take`` returns."""
@@ -69,10 +74,11 @@ class RunFiles(Tracker):
         """The files become what they were at ``position``."""
         self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         with writing(self._paths.run_dir, "--run_dir"):
-            rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png)"))
+            rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
             checkpoints.rewind(self._paths.checkpoints, position.step)
             if not complete:
-                self._paths.summary.unlink(missing_ok=True)
+                for told_at_the_end in (self._paths.summary, *self._paths.predictions.all):
+                    told_at_the_end.unlink(missing_ok=True)
         rundir.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
         rundir.write_json(self._paths.accuracies, self._accuracies)
         if position.epoch and not position.taken:
@@ -109,6 +115,9 @@ class RunFiles(Tracker):
         path = checkpoint_file.write(self._paths.checkpoints, position.step, pack(saved), about)
         checkpoints.prune(self._paths.checkpoints, self._keep)
         logger.info("saved %s", path)
+
+    def predicted(self, predictions: Predictions) -> None:
+        prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         rundir.write_json(self._paths.summary, summary)
