@@ -178,6 +178,23 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
 
 
+@ddp_manual.command("compare")
+@click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Also draw them, as .png, .pdf or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=click.Path(path_type=Path))
+def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) -> None:
+    """Put runs side by side: speed, efficiency, loss, accuracy, and the options that differ.
+
+    Each RUN is the folder of a run, which may still be going on or have been stopped.
+    """
+    from ddp_manual import comparison, comparison_plot
+
+    compared = comparison.compare(folders)
+    if plot is not None:
+        comparison_plot.write_plot(compared, plot)
+    click.echo(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
+
+
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--nproc", type=click.IntRange(min=1), required=True, help="How many ranks to start on this machine.")
 @click.option("--run_dir", help="Where logs and results go (default: runs/<start time>-<run_id>).")

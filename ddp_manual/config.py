@@ -22,7 +22,8 @@ MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
-OWN_FACTORY = {"MODULE:FACTORY": r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
+# folder:PATH may look like one, but is a folder of images.
+OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
 FOLDER = {"folder:PATH": r"folder:.+"}
 
 

@@ -137,6 +137,22 @@ class RunPaths:
     def failure(self, rank: int) -> Path:
         return self.run_dir / f"failure-rank{rank}.json"
 
+    def failures(self) -> list[Path]:
+        """Of the ranks of the last attempt, in the order of their names; earlier attempts are set aside."""
+        return sorted(path for path in self.run_dir.glob("failure-rank*.json") if path.stem.count(".") == 0)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process trains into the folder, as far as its file system knows of locks."""
+        try:
+            with open(self.lock, encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def set_failure_aside(self, rank: int, restart: int) -> None:
         """Keep why a rank left before restart number ``restart`` + 1, if it has left a word, under another name."""
         failure = self.failure(rank)

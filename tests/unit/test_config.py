@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ddp_manual.config import TrainConfig, WorldSpec
+from ddp_manual.config import TrainConfig, WorldSpec, is_own_factory
 from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
 
@@ -146,3 +146,10 @@ def test_flags_are_quoted_for_a_shell() -> None:
 def test_an_empty_run_dir_is_refused() -> None:
     with pytest.raises(BadOption, match="--run_dir is empty"):
         TrainConfig(run_dir="")
+
+
+@pytest.mark.parametrize("name", ["folder:cifar10", "folder:my_images"])
+def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder(name: str) -> None:
+    assert not is_own_factory(TrainConfig(dataset=name).dataset)
+    with pytest.raises(BadOption, match="is not known"):
+        TrainConfig(model=name)

@@ -1,0 +1,32 @@
+"""Each section of docs/from-tutorials.md, typed as it stands there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbformat
+
+from tests import tutorials
+from tests.conftest import few_images, jupyter_below
+
+
+def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+    few = few_images(cifar10, tmp_path / "few", train=13, test=5)
+    (tmp_path / "typed").mkdir()
+    folder = tutorials.workspace(tmp_path / "typed", mnist, few)
+    tutorials.type_in(folder, 3, OMP_NUM_THREADS="1", **jupyter_below(tmp_path))
+    notebook = nbformat.read(folder / "cifar10_two_ranks.ipynb", as_version=4)
+    outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    said = "".join(output.text for output in outputs["training"])
+    for rank in range(2):
+        assert f"[rank {rank}] process group ready" in said
+        assert f"[rank {rank}] epoch 3/3: test accuracy " in said
+    [run_dir] = (folder / "runs").iterdir()
+    config = json.loads((run_dir / "config.json").read_text())
+    assert (config["model"], config["dataset"], config["flip"]) == ("cifar-cnn", "folder:cifar10", True)
+    assert config["run"]["world_size"] == 2
+    accuracy = json.loads((run_dir / "summary.json").read_text())["final_test_accuracy"]
+    assert f"epoch 3/3: test accuracy {100 * accuracy:.2f}%" in said
+    for shown in ("curves", "pictures"):
+        assert ["image/png" in output.get("data", {}) for output in outputs[shown]] == [True]
