@@ -233,7 +233,7 @@ def real_data(name: str) -> Path:
     pytest.skip(f"no {name} in {' or '.join(map(str, places))}; DDP_MANUAL_TEST_DATA names the folder that has it")
 
 
-def few_images(images: Path, folder: Path, *, train: int, test: int) -> Path:
+def first_of_each_class(images: Path, folder: Path, *, train: int, test: int) -> Path:
     """A data set of class folders with the first ``train`` and ``test`` images of each class of another."""
     for part, count in (("train", train), ("test", test)):
         for of_class in (images / part).iterdir():

@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tests.conftest import REPOSITORY, clean_environment, few_images, jupyter_below
+from tests.conftest import REPOSITORY, clean_environment, first_of_each_class, jupyter_below
 
 NOTEBOOK = REPOSITORY / "examples" / "cifar10_two_ranks.ipynb"
 
@@ -26,7 +26,7 @@ def test_it_is_stored_without_outputs_and_begins_with_what_can_be_changed() -> N
 
 
 def test_interrupting_the_cell_ends_the_ranks_with_a_checkpoint(tmp_path: Path, cifar10: Path) -> None:
-    few = few_images(cifar10, tmp_path / "few", train=16, test=4)
+    few = first_of_each_class(cifar10, tmp_path / "few", train=16, test=4)
     settings = {
         "images": str(few),
         "epochs": 100_000,

@@ -8,11 +8,11 @@ from pathlib import Path
 import nbformat
 
 from tests import tutorials
-from tests.conftest import few_images, jupyter_below
+from tests.conftest import first_of_each_class, jupyter_below
 
 
 def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
-    few = few_images(cifar10, tmp_path / "few", train=13, test=5)
+    few = first_of_each_class(cifar10, tmp_path / "few", train=13, test=5)
     (tmp_path / "typed").mkdir()
     folder = tutorials.workspace(tmp_path / "typed", mnist, few)
     tutorials.type_in(folder, 3, OMP_NUM_THREADS="1", **jupyter_below(tmp_path))
