@@ -56,12 +56,20 @@ def test_interrupting_the_cell_ends_the_ranks_with_a_checkpoint(tmp_path: Path, 
             with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
                 await training
             assert time.monotonic() - interrupted < 20
-            lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-            assert [line for line in lines if settings["run_dir"] in line] == []
+            assert ranks_of(settings["run_dir"]) == []
 
-    asyncio.run(execute_and_interrupt())
+    try:
+        asyncio.run(execute_and_interrupt())
+    finally:
+        for process in ranks_of(settings["run_dir"]):
+            process.kill()
     assert said().count("error[stopped]: stopped by Ctrl-C") == 2
     for rank in range(2):
         failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
         assert failure["identifier"] == "stopped"
     assert list((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+
+
+def ranks_of(run_dir: str) -> list[psutil.Process]:
+    """The ranks that still run, which have the run's folder among their arguments."""
+    return [process for process in psutil.process_iter(["cmdline"]) if run_dir in (process.info["cmdline"] or [])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import json
 from pathlib import Path
 
@@ -28,5 +30,9 @@ def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
     assert config["run"]["world_size"] == 2
     accuracy = json.loads((run_dir / "summary.json").read_text())["final_test_accuracy"]
     assert f"epoch 3/3: test accuracy {100 * accuracy:.2f}%" in said
-    for shown in ("curves", "pictures"):
-        assert ["image/png" in output.get("data", {}) for output in outputs[shown]] == [True]
+    assert ["image/png" in output.get("data", {}) for output in outputs["curves"]] == [True]
+    told, picture = outputs["predictions"]
+    with open(run_dir / "predictions.csv") as file:
+        first = next(csv.DictReader(file))
+    assert told.text.splitlines()[1].split()[:3] == [first["id"], first["guess"], f"({first['truth']})"]
+    assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
