@@ -219,8 +219,11 @@ class TrainConfig(Options):
     warmup_epochs: float = option(0.8, "Epochs (or a part of one) of linear warm-up.", group="training", minimum=0)
     momentum: float = option(0.9, "SGD momentum.", group="training", minimum=0)
     weight_decay: float = option(5e-4, "SGD weight decay.", group="training", minimum=0)
-    clip_grad_norm: float = option(
-        1.0, "Scale gradients down to at most this norm; 0 leaves them alone.", group="training", minimum=0
+    clip_grad_norm: float | None = option(
+        None,
+        "Scale gradients down to at most this norm; 0 leaves them alone (default: 1; with --momentum 0: 0).",
+        group="training",
+        minimum=0,
     )
     shift: int = option(
         1,
@@ -336,6 +339,13 @@ class TrainConfig(Options):
                 why=self.named("momentum"),
                 next="choose a --momentum below 1, such as 0.9",
             )
+
+    @property
+    def most_grad_norm(self) -> float:
+        """``clip_grad_norm``, or its default: without momentum, SGD is left as plain as it was asked for."""
+        if self.clip_grad_norm is None:
+            return 1.0 if self.momentum else 0.0
+        return self.clip_grad_norm
 
     @property
     def class_names(self) -> tuple[str, ...] | None:

@@ -153,3 +153,10 @@ def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder(name: str) -
     assert not is_own_factory(TrainConfig(dataset=name).dataset)
     with pytest.raises(BadOption, match="is not known"):
         TrainConfig(model=name)
+
+
+def test_gradients_are_clipped_unless_sgd_is_to_be_plain() -> None:
+    assert TrainConfig().most_grad_norm == 1.0
+    assert TrainConfig(momentum=0.0).most_grad_norm == 0.0
+    assert TrainConfig(momentum=0.0, clip_grad_norm=2.0).most_grad_norm == 2.0
+    assert TrainConfig(clip_grad_norm=0.0).most_grad_norm == 0.0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import re
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from tests import tutorials
 from tests.conftest import first_of_each_class, jupyter_below
@@ -36,3 +38,14 @@ def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
         first = next(csv.DictReader(file))
     assert told.text.splitlines()[1].split()[:3] == [first["id"], first["guess"], f"({first['truth']})"]
     assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
+
+
+def test_5_ranks_by_hand(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+    rank_0, rank_1, recipe = tutorials.type_in(tutorials.workspace(tmp_path, mnist, cifar10), 5, OMP_NUM_THREADS="1")
+    assert "[rank 0] process group ready" in rank_0 and "[rank 1] process group ready" in rank_1
+    accuracies = []
+    for said in (rank_0, recipe):
+        [run_dir] = re.findall(r"  (runs/\S+)/summary.json", said)
+        accuracies.append(json.loads((tmp_path / run_dir / "summary.json").read_text())["final_test_accuracy"])
+    assert accuracies[0] >= 0.99
+    assert accuracies[1] == pytest.approx(0.815, abs=0.02)
