@@ -11,15 +11,13 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from ddp_manual import console, environment
+from ddp_manual import console, environment, signals
 from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
 from ddp_manual.options import option_fields, value_types
@@ -221,7 +219,7 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
     try:
-        with _signals_as_errors():
+        with signals.as_errors():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except DdpManualError as error:
@@ -277,18 +275,3 @@ def _as_not_installed(error: ModuleNotFoundError) -> DdpManualError:
         next="install this package with what it needs: pip install .\n"
         "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
     )
-
-
-@contextmanager
-def _signals_as_errors() -> Iterator[None]:
-    """SIGTERM and Ctrl-C unwind the stack, so that what is open is closed and the others are told."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StopSignal(number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

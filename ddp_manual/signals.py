@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 
-from ddp_manual.errors import signal_name
+from ddp_manual.errors import StopSignal, signal_name
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,33 @@ class Wishes:
         if asked:
             self._save.clear()
         return asked
+
+
+@contextmanager
+def as_errors() -> Iterator[None]:
+    """While the body runs, Ctrl-C and SIGTERM raise StopSignal: the stack unwinds, what is open is closed, and the
+    others are told. An echo of the first within ``ONCE_WITHIN`` does nothing.
+
+    In a thread other than the main one they do what they did before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first = -ONCE_WITHIN
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if now - first >= ONCE_WITHIN:
+            first = now
+            raise StopSignal(number)
+
+    before = {number: signal.signal(number, stop) for number in STOP}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -11,19 +11,19 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
 from ddp_manual import checkpoints, console, environment, signals
 from ddp_manual.errors import Stopped, StopSignal
+from ddp_manual.launching import children
 from ddp_manual.launching.command import (
     check_train_options,
     from_the_newest,
@@ -32,14 +32,9 @@ from ddp_manual.launching.command import (
     rank_command,
     resumes,
 )
-from ddp_manual.launching.failure import Failure, root_cause
+from ddp_manual.launching.failure import Failure
 from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
 
-# Seconds. Ranks that lose a peer leave by themselves within 2 s, saying which; then they are made to.
-LEAVE_BY_THEMSELVES = 3.0
-TERM_GRACE = 3.0
-# Ranks that are asked to stop agree on a step, save a checkpoint and leave in order.
-STOP_IN_ORDER = 60.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
@@ -62,10 +57,25 @@ class Rank:
             thread.start()
             self.copiers.append(thread)
 
-    def signal(self, number: int) -> None:
-        """To the child and all it has started, if it still runs."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def status(self) -> int | None:
+        return self.process.poll()
+
+    def ask(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, number: int) -> None:
+        if self.status() is None:
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Once it has ended: let the copiers finish."""
+        for thread in self.copiers:
+            thread.join(timeout=1)
+        self.log.close()
 
 
 def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None, max_restarts: int = 0) -> int:
@@ -83,11 +93,11 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None, 
     paths = RunPaths(Path(run_dir or default_run_dir(run_id))).create(resuming=resumes(train_options))
     launch = Launch(nproc=nproc, run_id=run_id, paths=paths, max_restarts=max_restarts)
     options = list(train_options)
-    with _reserved_port() as port:
+    with children.reserved_port() as port:
         try:
             restarts = 0
             while (failure := launch.run(port, options)) and failure.may_be_mended and restarts < max_restarts:
-                _say(f"restart {restarts + 1} of {max_restarts} after {failure.told(paths)}")
+                children.say(f"restart {restarts + 1} of {max_restarts} after {failure.told(paths)}")
                 for rank in range(nproc):
                     paths.set_failure_aside(rank, restarts)
                 options = options_to_go_on(options, paths)
@@ -102,9 +112,9 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None, 
             ) from None
     if failure is None:
         return 0
-    _say(f"rank {failure.rank} failed first, with exit code {failure.exit_code}: {failure.told(paths)}")
+    children.say(f"rank {failure.rank} failed first, with exit code {failure.exit_code}: {failure.told(paths)}")
     if checkpoints.find(paths.checkpoints):
-        _say(f"to go on from the newest checkpoint:\n  {launch.command_to_go_on(options)}")
+        children.say(f"to go on from the newest checkpoint:\n  {launch.command_to_go_on(options)}")
     return failure.exit_code
 
 
@@ -125,19 +135,21 @@ class Launch:
         """
         ranks: list[Rank] = []
         try:
-            with _signals_deferred():
+            with children.signals_deferred():
                 for number in range(self.nproc):
                     ranks.append(self._start(number, port, train_options))
                 for rank in ranks:
                     rank.copy_output()
-            with _saving_passed_on(ranks[0]):
-                return _wait(ranks)
+            with children.saving_passed_on(ranks[0]):
+                return children.wait(ranks)
         except StopSignal as stop:
-            _stop_in_order(ranks, stop.number)
+            children.stop_in_order(ranks, stop.number)
             raise
         finally:
-            with _signals_deferred():
-                _end(ranks)
+            with children.signals_deferred():
+                children.end(ranks)
+                for rank in ranks:
+                    rank.close()
 
     def command_to_go_on(self, train_options: Sequence[str]) -> str:
         return launch_command(self.nproc, self.max_restarts, str(self.paths.run_dir), from_the_newest(train_options))
@@ -156,51 +168,6 @@ class Launch:
         if log.tell():
             log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         return Rank(number, process, log)
-
-
-def _say(line: str) -> None:
-    """On stderr, unless its reader has gone: the ranks go on all the same."""
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A free port on loopback, kept for rank 0: bound but not listening, so rank 0 may listen on it and nobody else is
-    given it."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
-        if sys.platform != "linux":
-            # Elsewhere a bound socket keeps others from listening there, SO_REUSEADDR or not.
-            holder.close()
-        yield port
-
-
-@contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the body is done: a rank that is just being started is in no list yet."""
-    arrived: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if arrived:
-        raise StopSignal(arrived[0])
-
-
-@contextmanager
-def _saving_passed_on(rank: Rank) -> Iterator[None]:
-    """While the body runs, SIGUSR1 asks the ranks for a checkpoint; one of them tells the others."""
-    before = signal.signal(signals.SAVE, lambda number, frame: rank.process.send_signal(number))
-    try:
-        yield
-    finally:
-        signal.signal(signals.SAVE, before)
 
 
 def _in_the_child() -> None:
@@ -225,55 +192,3 @@ def _copy_lines(rank: Rank, source: IO[bytes], sink: TextIO) -> None:
             text = line.decode(errors="replace").removeprefix(tag + " ")
             sink.write(f"{shown_tag} {text}")
             sink.flush()
-
-
-def _wait(ranks: Sequence[Rank]) -> Failure | None:
-    """Until all have ended, or one has failed and the others have had time to leave; the failure that began it."""
-    failed: list[Failure] = []
-    deadline = float("inf")
-    running = list(ranks)
-    while running and time.monotonic() < deadline:
-        for rank in list(running):
-            status = rank.process.poll()
-            if status is None:
-                continue
-            running.remove(rank)
-            if status != 0:
-                failed.append(Failure(rank=rank.number, pid=rank.process.pid, status=status))
-                grace = STOP_IN_ORDER if failed[0].asked_to_stop else LEAVE_BY_THEMSELVES
-                deadline = min(deadline, time.monotonic() + grace)
-        time.sleep(0.02)
-    return root_cause(failed) if failed else None
-
-
-def _stop_in_order(ranks: Sequence[Rank], number: int) -> None:
-    """Pass a signal on, once, and let the ranks end by themselves; a second signal comes out of here as it came in."""
-    running = [rank for rank in ranks if rank.process.poll() is None]
-    if running:
-        _say("stopping; once more ends it at once")
-    for rank in running:
-        rank.process.send_signal(number)
-    began = time.monotonic()
-    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < began + STOP_IN_ORDER:
-        try:
-            time.sleep(0.02)
-        except StopSignal:
-            if time.monotonic() - began > signals.ONCE_WITHIN:
-                raise
-
-
-def _end(ranks: Sequence[Rank]) -> None:
-    """Leave no process: SIGTERM, then SIGKILL; then let the copiers finish."""
-    for rank in ranks:
-        rank.signal(signal.SIGTERM)
-    deadline = time.monotonic() + TERM_GRACE
-    for rank in ranks:
-        try:
-            rank.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.signal(signal.SIGKILL)
-            rank.process.wait()
-    for rank in ranks:
-        for thread in rank.copiers:
-            thread.join(timeout=1)
-        rank.log.close()
