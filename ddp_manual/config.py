@@ -22,6 +22,7 @@ MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
+TRACKERS = ("tensorboard", "wandb", "jsonl")
 # folder:PATH may look like one, but is a folder of images.
 OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
 FOLDER = {"folder:PATH": r"folder:.+"}
@@ -268,6 +269,12 @@ class TrainConfig(Options):
         group="output",
         shared=False,
     )
+    track: str | None = option(
+        None,
+        f"Follow the run elsewhere too: {', '.join(TRACKERS)}; several with commas between. Rank 0's counts.",
+        group="output",
+        shared=False,
+    )
     log_every: int = option(
         100, "Steps between two lines of metrics; the end of an epoch has one too.", group="output", minimum=1
     )
@@ -321,6 +328,7 @@ class TrainConfig(Options):
                 why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
                 next="leave --image_size out",
             )
+        self._check_trackers()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",
@@ -351,6 +359,22 @@ class TrainConfig(Options):
     def class_names(self) -> tuple[str, ...] | None:
         """``classes``, one by one."""
         return tuple(name.strip() for name in self.classes.split(",")) if self.classes is not None else None
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """``track``, one by one."""
+        return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
+
+    def _check_trackers(self) -> None:
+        seen: set[str] = set()
+        for name in self.trackers:
+            if name not in TRACKERS or name in seen:
+                raise BadOption(
+                    f"--track {self.track!r} names {name!r}{' twice' if name in seen else ', which is not known'}",
+                    why=f"{self.named('track')}: it names where else the run can be followed",
+                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
+                )
+            seen.add(name)
 
     @classmethod
     def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:

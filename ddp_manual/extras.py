@@ -1,4 +1,4 @@
-"""Packages that only some options need: each extra of ``pip install '.[<extra>]'``, and what to import for it."""
+"""Packages that only some options need, installed by name: ``pip install 'ddp_manual[wandb]'``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,35 @@ from importlib.util import find_spec
 
 from ddp_manual.errors import BadOption
 
+# Extra -> the packages it brings; setup.cfg has the same extras.
 PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "flyte": "flytekit",
-    "notebook": "ipykernel",
-    "plots": "matplotlib",
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "flyte": ("flytekit",),
+    "notebook": ("nbclient", "ipykernel", "matplotlib"),
+    "plots": ("matplotlib",),
 }
 
 
 def require(extra: str, for_what: str) -> None:
-    """Raises BadOption if the package of ``extra`` is not installed, naming ``for_what``, such as an option."""
-    package = PACKAGES[extra]
-    if find_spec(package) is None:
+    """Look whether the packages of ``extra`` are there, without importing them.
+
+    Args:
+        for_what: the option or command that needs them, such as ``--track wandb``.
+
+    Raises:
+        BadOption: one is missing; says what installs it.
+    """
+    missing = [package for package in PACKAGES[extra] if not _is_installed(package)]
+    if missing:
         raise BadOption(
-            f"{for_what} needs {package}, which is not installed in this Python",
-            why=f"{package} comes with the extra {extra}",
-            next=f"in the folder of this package: pip install '.[{extra}]'",
+            f"{for_what} needs {' and '.join(missing)}, which this Python does not have",
+            why="it is an extra: nothing else here needs it",
+            next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install '.[{extra}]'",
         )
+
+
+def _is_installed(package: str) -> bool:
+    """A folder that happens to have the name, such as the ``wandb`` that runs leave behind, is none."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None

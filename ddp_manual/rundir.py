@@ -128,6 +128,25 @@ class RunPaths:
         return self.run_dir / "checkpoints"
 
     @property
+    def track(self) -> Path:
+        return self.run_dir / "track.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """A folder, in which TensorBoard names the files."""
+        return self.run_dir / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """A folder, in which wandb names the files."""
+        return self.run_dir / "wandb"
+
+    @property
+    def wandb_id(self) -> Path:
+        """Which of wandb's runs this one is, also after it has been resumed."""
+        return self.run_dir / "wandb.json"
+
+    @property
     def lock(self) -> Path:
         return self.run_dir / ".lock"
 

@@ -51,6 +51,48 @@ class Tracker:
     def finished(self, summary: Mapping[str, Any]) -> None:
         """The run is complete."""
 
+    def closed(self) -> None:
+        """This process is done with the run, which may have stopped or failed; the last call, and always made."""
+
+
+class Several(Tracker):
+    """All of these, one after the other."""
+
+    def __init__(self, *trackers: Tracker) -> None:
+        self._trackers = trackers
+
+    def started(self, config: Mapping[str, Any], train: Split) -> None:
+        for tracker in self._trackers:
+            tracker.started(config, train)
+
+    def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
+        for tracker in self._trackers:
+            tracker.resumed(position, history, model, complete=complete)
+
+    def trained(self, metrics: Metrics) -> None:
+        for tracker in self._trackers:
+            tracker.trained(metrics)
+
+    def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
+        for tracker in self._trackers:
+            tracker.evaluated(epoch, evaluation, model)
+
+    def predicted(self, predictions: Predictions) -> None:
+        for tracker in self._trackers:
+            tracker.predicted(predictions)
+
+    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+        for tracker in self._trackers:
+            tracker.checkpoint(take, course)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.finished(summary)
+
+    def closed(self) -> None:
+        for tracker in self._trackers:
+            tracker.closed()
+
 
 class RunFiles(Tracker):
     """Writes each of them as soon as it is known, so that a run that stops early leaves what it had.

@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests import tutorials
+from tests import tracked, tutorials
 from tests.conftest import first_of_each_class, jupyter_below
 
 
@@ -38,6 +38,31 @@ def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
         first = next(csv.DictReader(file))
     assert told.text.splitlines()[1].split()[:3] == [first["id"], first["guess"], f"({first['truth']})"]
     assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
+
+
+def test_4_a_minimal_torchrun_script(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+    (tmp_path / "typed").mkdir()
+    folder = tutorials.workspace(tmp_path / "typed", mnist, cifar10)
+    home = {"HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
+    *said, compared = tutorials.type_in(folder, 4, OMP_NUM_THREADS="1", **home)
+    last_losses = []
+    for text, run, world_size in zip(said, (folder / "runs" / "two", folder / "runs" / "one"), (2, 1), strict=True):
+        assert "wandb: offline (no login and no WANDB_API_KEY)" in text
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in metrics] == list(range(50, 601, 50))
+        last_losses.append(metrics[-1]["loss"])
+        (file,) = tracked.wandb_files(run)
+        assert tracked.wandb_run(file)["display_name"].startswith(f"mlp-mnist-{world_size}ranks-")
+        curves = tracked.wandb_curves(file)
+        for name, key in (("train/loss", "loss"), ("samples_per_second", "samples_per_second"), ("lr", "lr")):
+            assert {step: curves[name][step] for step in curves[name]} == {line["step"]: line[key] for line in metrics}
+        assert list(curves["test/accuracy"].values()) == json.loads((run / "accuracies.json").read_text())
+        assert curves["test/accuracy"][600] > 0.96
+        assert tracked.wandb_processes(run) == []
+    assert last_losses[0] == pytest.approx(last_losses[1], rel=1e-3)
+    assert re.search(r"^ +one +two$", compared, re.MULTILINE)
+    assert re.search(r"^ +ranks +1 +2$", compared, re.MULTILINE)
+    assert re.search(r"^ +test accuracy +(\S+) +\1$", compared, re.MULTILINE)
 
 
 def test_5_ranks_by_hand(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
