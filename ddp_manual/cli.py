@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import signal
 import sys
@@ -47,25 +48,33 @@ class GroupedCommand(click.Command):
 class GroupedOption(click.Option):
     """An option that knows its heading; made from a field of WorldSpec or TrainConfig."""
 
-    def __init__(self, field: dataclasses.Field[Any], kind: type) -> None:
+    def __init__(self, field: dataclasses.Field[Any], kind: type, default: str | None) -> None:
         self.heading = field.metadata["group"]
         help = field.metadata["help"]
         if field.metadata["choices"]:
             help += f" [{'|'.join([*field.metadata['choices'], *field.metadata['forms']])}]"
-        if field.default is not None and kind is not bool:
+        if default is not None:
+            help = re.sub(r" \(default: [^)]*\)", "", help) + f" (default: {default})"
+        elif field.default is not None and kind is not bool:
             help += f" (default: {field.default})"
         super().__init__(
             [f"--{field.name}"], type=kind, default=None, help=help, is_flag=kind is bool, show_default=False
         )
 
 
-def options_of(kind: type, only: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each option of a dataclass, or for some. A flag that is not given arrives as None."""
+def options_of(
+    kind: type, only: Sequence[str] | None = None, default: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for each option of a dataclass, or for some. A flag that is not given arrives as None.
+
+    Args:
+        default: what the help calls the default of each, where it is not the dataclass's.
+    """
     types = value_types(kind)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         fields = [field for field in option_fields(kind) if only is None or field.name in only]
-        parameters = [GroupedOption(field, types[field.name]) for field in fields]
+        parameters = [GroupedOption(field, types[field.name], default) for field in fields]
         known = getattr(function, "__click_params__", [])
         function.__click_params__ = [*known, *reversed(parameters)]  # type: ignore[attr-defined]
         return function
@@ -193,6 +202,62 @@ def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) ->
     if plot is not None:
         comparison_plot.write_plot(compared, plot)
     click.echo(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
+
+
+@ddp_manual.command(cls=GroupedCommand)
+@click.option(
+    "--checkpoint",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A run's folder, its model.pt, or one of its checkpoints.",
+)
+@click.option(
+    "--out_dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Where the prediction files go (default: evaluation-<dataset> in the run's folder).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@options_of(
+    TrainConfig,
+    only=("model", "normalization", "dataset", "image_size", "classes", "data_dir"),
+    default="the run's",
+)
+def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any) -> None:
+    """Test a trained model, in one process: accuracy, loss, accuracy by class, and what it makes of each image.
+
+    Model, data and normalisation are those of the config.json beside it; flags come before that.
+    """
+    from ddp_manual import evaluating, reports
+
+    console.log_to_stderr(None)
+    report = evaluating.evaluate(checkpoint, out_dir, _given(TrainConfig, flags))
+    click.echo(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
+
+
+@ddp_manual.command("show-data", cls=GroupedCommand)
+@click.option("--part", type=click.Choice(["train", "test"]), default="train", help="Which part (default: train).")
+@click.option("--count", type=click.IntRange(1, 1000), default=40, help="How many images to draw (default: 40).")
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The PNG file to write (default: <dataset>-<part>.png).",
+)
+@options_of(TrainConfig, only=("dataset", "image_size", "classes", "data_dir"))
+def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
+    """Look at a data set before training on it: some labelled images as a PNG file, and how many each class has.
+
+    On a terminal, a few are drawn there too.
+    """
+    from ddp_manual import reports, showing
+
+    console.log_to_stderr(None)
+    given = _given(TrainConfig, flags)
+    config = TrainConfig(**given, sources=dict.fromkeys(given, "flag"))
+    shown = showing.show(config, part, count, out)
+    click.echo(reports.data_text(shown))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

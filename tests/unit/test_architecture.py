@@ -38,6 +38,9 @@ MAY_IMPORT = {
     "recorded": BOTTOM,
     "comparison": {"recorded", "reports", *BOTTOM},
     "comparison_plot": {"comparison", "recorded", *BOTTOM},
+    "saved_model": BOTTOM,
+    "evaluating": {"saved_model", "training", *BOTTOM},
+    "showing": {"training", *BOTTOM},
     "reports": set(),
     "cli": {
         "worker",
@@ -45,6 +48,8 @@ MAY_IMPORT = {
         "checkup",
         "comparison",
         "comparison_plot",
+        "evaluating",
+        "showing",
         "reports",
         "rendezvous",
         "launching",
