@@ -6,13 +6,11 @@ about a flag answer at once.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,70 +21,9 @@ import click
 from ddp_manual import console, environment
 from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
-from ddp_manual.options import option_fields, value_types
+from ddp_manual.flags import GroupedCommand, given, options_of
 
 FOUND_A_PROBLEM = 3
-GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints")
-
-
-class GroupedCommand(click.Command):
-    """A command whose help lists its options under the headings of ``GROUPS``."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading in (*GROUPS, None):
-            records = [
-                record
-                for parameter in self.get_params(ctx)
-                if getattr(parameter, "heading", None) == heading
-                and (record := parameter.get_help_record(ctx)) is not None
-            ]
-            if records:
-                with formatter.section(heading.capitalize() if heading else "Other"):
-                    formatter.write_dl(records)
-
-
-class GroupedOption(click.Option):
-    """An option that knows its heading; made from a field of WorldSpec or TrainConfig."""
-
-    def __init__(self, field: dataclasses.Field[Any], kind: type, default: str | None) -> None:
-        self.heading = field.metadata["group"]
-        help = field.metadata["help"]
-        if field.metadata["choices"]:
-            help += f" [{'|'.join([*field.metadata['choices'], *field.metadata['forms']])}]"
-        if default is not None:
-            help = re.sub(r" \(default: [^)]*\)", "", help) + f" (default: {default})"
-        elif field.default is not None and kind is not bool:
-            help += f" (default: {field.default})"
-        super().__init__(
-            [f"--{field.name}"], type=kind, default=None, help=help, is_flag=kind is bool, show_default=False
-        )
-
-
-def options_of(
-    kind: type, only: Sequence[str] | None = None, default: str | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each option of a dataclass, or for some. A flag that is not given arrives as None.
-
-    Args:
-        default: what the help calls the default of each, where it is not the dataclass's.
-    """
-    types = value_types(kind)
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        fields = [field for field in option_fields(kind) if only is None or field.name in only]
-        parameters = [GroupedOption(field, types[field.name], default) for field in fields]
-        known = getattr(function, "__click_params__", [])
-        function.__click_params__ = [*known, *reversed(parameters)]  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def _given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
-    """Those of a dataclass's options that were typed; 0 was, False is a switch that was not."""
-    given = {field.name: flags.get(field.name) for field in option_fields(kind)}
-    return {name: value for name, value in given.items() if value is not None and value is not False}
-
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
@@ -117,8 +54,8 @@ def train(config_file: str | None, **flags: Any) -> None:
     A value comes from its flag, else from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT) or from the file that --config names, else from the default.
     """
-    spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
-    config = TrainConfig.from_file(config_file, **_given(TrainConfig, flags))
+    spec = WorldSpec.from_environment(**given(WorldSpec, flags))
+    config = TrainConfig.from_file(config_file, **given(TrainConfig, flags))
 
     from ddp_manual import outcome, worker
 
@@ -138,7 +75,7 @@ def check(as_json: bool, **flags: Any) -> None:
     """
     from ddp_manual import checkup, reports
 
-    report = checkup.check(WorldSpec.from_environment(**_given(WorldSpec, flags)))
+    report = checkup.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
     click.echo(json.dumps(report) if as_json else reports.check_text(report))
     if report["findings"]:
         raise click.exceptions.Exit(FOUND_A_PROBLEM)
@@ -154,7 +91,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     from ddp_manual import reports
     from ddp_manual.rendezvous.observer import look
 
-    spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
+    spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
     texts = (write(seen) for seen in look(spec, again=watch, stacks=stacks))
     try:
@@ -232,7 +169,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
     from ddp_manual import evaluating, reports
 
     console.log_to_stderr(None)
-    report = evaluating.evaluate(checkpoint, out_dir, _given(TrainConfig, flags))
+    report = evaluating.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
     click.echo(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
 
 
@@ -254,8 +191,8 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     from ddp_manual import reports, showing
 
     console.log_to_stderr(None)
-    given = _given(TrainConfig, flags)
-    config = TrainConfig(**given, sources=dict.fromkeys(given, "flag"))
+    typed = given(TrainConfig, flags)
+    config = TrainConfig(**typed, sources=dict.fromkeys(typed, "flag"))
     shown = showing.show(config, part, count, out)
     click.echo(reports.data_text(shown))
 

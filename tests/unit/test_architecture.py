@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "evaluating": {"saved_model", "training", *BOTTOM},
     "showing": {"training", *BOTTOM},
     "reports": set(),
+    "flags": BOTTOM,
     "cli": {
         "worker",
         "outcome",
@@ -50,6 +51,7 @@ MAY_IMPORT = {
         "comparison_plot",
         "evaluating",
         "showing",
+        "flags",
         "reports",
         "rendezvous",
         "launching",
