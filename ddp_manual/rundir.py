@@ -48,6 +48,11 @@ def run_dir_of_agent(agent: str) -> str:
     return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
 
 
+def in_a_file_name(dataset: str) -> str:
+    """The name of a data set, which may have a path in it, as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
+
+
 @dataclass
 class RunFolder:
     """Where the files of a run go, from when the ranks have agreed on it.
@@ -121,6 +126,10 @@ class RunPaths:
     @property
     def predictions(self) -> PredictionPaths:
         return PredictionPaths(self.run_dir)
+
+    def evaluation(self, dataset: str, checkpoint: str | None) -> Path:
+        """A folder of its own for each data set and each checkpoint, so that none takes another's files away."""
+        return self.run_dir / "-".join(filter(None, ("evaluation", in_a_file_name(dataset), checkpoint)))
 
     @property
     def checkpoints(self) -> Path:

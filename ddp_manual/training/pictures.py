@@ -85,7 +85,7 @@ def _grid(
     for place, (index, colour) in enumerate(zip(chosen, colours, strict=True)):
         middle = MARGIN / 2 + (place % columns + 0.5) * column
         above = top + place // columns * row
-        picture.paste(_drawn(split, index, width, height), (round(middle - width / 2), above))
+        picture.paste(drawn(split, index, width, height), (round(middle - width / 2), above))
         for number, line in enumerate(lines[place]):
             at = (middle, above + height + MARGIN / 2 + number * line_height)
             pen.text(at, line, fill=colour, font=text, anchor="ma")
@@ -100,7 +100,7 @@ def _size(split: Split) -> tuple[int, int]:
     return max(1, round(scale * width)), max(1, round(scale * height))
 
 
-def _drawn(split: Split, index: int, width: int, height: int) -> Image.Image:
+def drawn(split: Split, index: int, width: int, height: int) -> Image.Image:
     from PIL import Image
 
     pixels = split.images[index].cpu()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ddp_manual import rundir
 from ddp_manual.errors import writing
@@ -42,17 +42,23 @@ def table(predictions: Predictions) -> bytes:
     probability of that class, to six digits.
     """
     classes = predictions.split.classes
-    order = predictions.order
-    columns = (
-        order.tolist(),
-        [classes[label] for label in predictions.truth[order].tolist()],
-        [classes[label] for label in predictions.guess[order].tolist()],
-        [f"{value:.6g}" for value in predictions.confidence[order].tolist()],
-        predictions.correct[order].int().tolist(),
-        [[f"{value:.6g}" for value in row] for row in predictions.probabilities[order].tolist()],
-    )
-    rows = ([*row, *probabilities] for *row, probabilities in zip(*columns, strict=True))
-    return _csv([*COLUMNS, *(f"p_{name}" for name in classes)], rows)
+    return _csv([*COLUMNS, *(f"p_{name}" for name in classes)], _rows(predictions))
+
+
+def _rows(predictions: Predictions) -> Iterator[Sequence[object]]:
+    """A thousand samples at a time: as Python's numbers and texts they take much more room than as a tensor."""
+    classes = predictions.split.classes
+    for some in predictions.order.split(1000):
+        columns = (
+            some.tolist(),
+            predictions.truth[some].tolist(),
+            predictions.guess[some].tolist(),
+            predictions.correct[some].int().tolist(),
+            predictions.probabilities[some].tolist(),
+        )
+        for index, truth, guess, correct, probabilities in zip(*columns, strict=True):
+            texts = [f"{value:.6g}" for value in probabilities]
+            yield [index, classes[truth], classes[guess], texts[guess], correct, *texts]
 
 
 def confusion_table(predictions: Predictions) -> bytes:

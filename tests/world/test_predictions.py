@@ -9,9 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_manual import cli
 from tests.conftest import Start
 
 
@@ -74,11 +76,17 @@ def test_each_line_of_the_predictions_is_what_torch_alone_makes_of_the_model(
         assert (run / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_complete_run_that_lacks_its_predictions_makes_them_when_it_is_gone_on_with(
-    start_rank: Start, tmp_path: Path
+def test_a_complete_run_is_evaluated_to_the_same_and_makes_its_predictions_anew_where_it_lacks_them(
+    start_rank: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that was killed between its last checkpoint and its end."""
+    """It lacks them where it was killed between its last checkpoint and its end."""
     assert start_rank(0, 1).wait() == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
+    assert cli.run(["evaluate", "--checkpoint", str(checkpoint), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["accuracy"] == pytest.approx(summary["final_test_accuracy"], abs=1e-4)
+    assert report["loss"] == pytest.approx(summary["final_test_loss"], rel=1e-4)
     names = ("predictions.csv", "predictions.png", "confusion.csv", "confusion.png")
     before = {name: (tmp_path / "run" / name).read_bytes() for name in names}
     for name in (*names, "summary.json"):
