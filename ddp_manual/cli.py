@@ -6,12 +6,11 @@ about a flag answer at once.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,62 +19,9 @@ import click
 from ddp_manual import console, environment, signals
 from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
-from ddp_manual.options import option_fields, value_types
+from ddp_manual.flags import GroupedCommand, given, options_of
 
 FOUND_A_PROBLEM = 3
-GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints")
-
-
-class GroupedCommand(click.Command):
-    """A command whose help lists its options under the headings of ``GROUPS``."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading in (*GROUPS, None):
-            records = [
-                record
-                for parameter in self.get_params(ctx)
-                if getattr(parameter, "heading", None) == heading
-                and (record := parameter.get_help_record(ctx)) is not None
-            ]
-            if records:
-                with formatter.section(heading.capitalize() if heading else "Other"):
-                    formatter.write_dl(records)
-
-
-class GroupedOption(click.Option):
-    """An option that knows its heading; made from a field of WorldSpec or TrainConfig."""
-
-    def __init__(self, field: dataclasses.Field[Any], kind: type) -> None:
-        self.heading = field.metadata["group"]
-        help = field.metadata["help"]
-        if field.metadata["choices"]:
-            help += f" [{'|'.join([*field.metadata['choices'], *field.metadata['forms']])}]"
-        if field.default is not None and kind is not bool:
-            help += f" (default: {field.default})"
-        super().__init__(
-            [f"--{field.name}"], type=kind, default=None, help=help, is_flag=kind is bool, show_default=False
-        )
-
-
-def options_of(kind: type, only: Sequence[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each option of a dataclass, or for some. A flag that is not given arrives as None."""
-    types = value_types(kind)
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        fields = [field for field in option_fields(kind) if only is None or field.name in only]
-        parameters = [GroupedOption(field, types[field.name]) for field in fields]
-        known = getattr(function, "__click_params__", [])
-        function.__click_params__ = [*known, *reversed(parameters)]  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def _given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
-    """Those of a dataclass's options that were typed; 0 was, False is a switch that was not."""
-    given = {field.name: flags.get(field.name) for field in option_fields(kind)}
-    return {name: value for name, value in given.items() if value is not None and value is not False}
-
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
@@ -106,8 +52,8 @@ def train(config_file: str | None, **flags: Any) -> None:
     A value comes from its flag, else from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT) or from the file that --config names, else from the default.
     """
-    spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
-    config = TrainConfig.from_file(config_file, **_given(TrainConfig, flags))
+    spec = WorldSpec.from_environment(**given(WorldSpec, flags))
+    config = TrainConfig.from_file(config_file, **given(TrainConfig, flags))
 
     from ddp_manual import outcome, worker
 
@@ -127,7 +73,7 @@ def check(as_json: bool, **flags: Any) -> None:
     """
     from ddp_manual import checkup, reports
 
-    report = checkup.check(WorldSpec.from_environment(**_given(WorldSpec, flags)))
+    report = checkup.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
     click.echo(json.dumps(report) if as_json else reports.check_text(report))
     if report["findings"]:
         raise click.exceptions.Exit(FOUND_A_PROBLEM)
@@ -143,7 +89,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     from ddp_manual import reports
     from ddp_manual.rendezvous.observer import look
 
-    spec = WorldSpec.from_environment(**_given(WorldSpec, flags))
+    spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
     texts = (write(seen) for seen in look(spec, again=watch, stacks=stacks))
     try:
@@ -174,6 +120,79 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 
     found = checkpoints.listed(folder)
     click.echo(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
+
+
+@ddp_manual.command("compare")
+@click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Also draw them, as .png, .pdf or .svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=click.Path(path_type=Path))
+def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) -> None:
+    """Put runs side by side: speed, efficiency, loss, accuracy, and the options that differ.
+
+    Each RUN is the folder of a run, which may still be going on or have been stopped.
+    """
+    from ddp_manual import comparison, comparison_plot
+
+    compared = comparison.compare(folders)
+    if plot is not None:
+        comparison_plot.write_plot(compared, plot)
+    click.echo(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
+
+
+@ddp_manual.command(cls=GroupedCommand)
+@click.option(
+    "--checkpoint",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A run's folder, its model.pt, or one of its checkpoints.",
+)
+@click.option(
+    "--out_dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Where the prediction files go (default: evaluation-<dataset> in the run's folder).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@options_of(
+    TrainConfig,
+    only=("model", "normalization", "dataset", "image_size", "classes", "data_dir"),
+    default="the run's",
+)
+def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any) -> None:
+    """Test a trained model, in one process: accuracy, loss, accuracy by class, and what it makes of each image.
+
+    Model, data and normalisation are those of the config.json beside it; flags come before that.
+    """
+    from ddp_manual import evaluating, reports
+
+    console.log_to_stderr(None)
+    report = evaluating.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
+    click.echo(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
+
+
+@ddp_manual.command("show-data", cls=GroupedCommand)
+@click.option("--part", type=click.Choice(["train", "test"]), default="train", help="Which part (default: train).")
+@click.option("--count", type=click.IntRange(1, 1000), default=40, help="How many images to draw (default: 40).")
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The PNG file to write (default: <dataset>-<part>.png).",
+)
+@options_of(TrainConfig, only=("dataset", "image_size", "classes", "data_dir"))
+def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
+    """Look at a data set before training on it: some labelled images as a PNG file, and how many each class has.
+
+    On a terminal, a few are drawn there too.
+    """
+    from ddp_manual import reports, showing
+
+    console.log_to_stderr(None)
+    typed = given(TrainConfig, flags)
+    config = TrainConfig(**typed, sources=dict.fromkeys(typed, "flag"))
+    shown = showing.show(config, part, count, out)
+    click.echo(reports.data_text(shown))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

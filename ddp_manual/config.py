@@ -22,7 +22,9 @@ MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
-OWN_FACTORY = {"MODULE:FACTORY": r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
+TRACKERS = ("tensorboard", "wandb", "jsonl")
+# folder:PATH may look like one, but is a folder of images.
+OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
 FOLDER = {"folder:PATH": r"folder:.+"}
 
 
@@ -218,8 +220,11 @@ class TrainConfig(Options):
     warmup_epochs: float = option(0.8, "Epochs (or a part of one) of linear warm-up.", group="training", minimum=0)
     momentum: float = option(0.9, "SGD momentum.", group="training", minimum=0)
     weight_decay: float = option(5e-4, "SGD weight decay.", group="training", minimum=0)
-    clip_grad_norm: float = option(
-        1.0, "Scale gradients down to at most this norm; 0 leaves them alone.", group="training", minimum=0
+    clip_grad_norm: float | None = option(
+        None,
+        "Scale gradients down to at most this norm; 0 leaves them alone (default: 1; with --momentum 0: 0).",
+        group="training",
+        minimum=0,
     )
     shift: int = option(
         1,
@@ -261,6 +266,12 @@ class TrainConfig(Options):
     run_dir: str | None = option(
         None,
         "Where rank 0 writes what the run produced (default: runs/<start time>-<run_id>).",
+        group="output",
+        shared=False,
+    )
+    track: str | None = option(
+        None,
+        f"Follow the run elsewhere too: {', '.join(TRACKERS)}; several with commas between. Rank 0's counts.",
         group="output",
         shared=False,
     )
@@ -317,6 +328,7 @@ class TrainConfig(Options):
                 why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
                 next="leave --image_size out",
             )
+        self._check_trackers()
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",
@@ -337,9 +349,32 @@ class TrainConfig(Options):
             )
 
     @property
+    def most_grad_norm(self) -> float:
+        """``clip_grad_norm``, or its default: without momentum, SGD is left as plain as it was asked for."""
+        if self.clip_grad_norm is None:
+            return 1.0 if self.momentum else 0.0
+        return self.clip_grad_norm
+
+    @property
     def class_names(self) -> tuple[str, ...] | None:
         """``classes``, one by one."""
         return tuple(name.strip() for name in self.classes.split(",")) if self.classes is not None else None
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """``track``, one by one."""
+        return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
+
+    def _check_trackers(self) -> None:
+        seen: set[str] = set()
+        for name in self.trackers:
+            if name not in TRACKERS or name in seen:
+                raise BadOption(
+                    f"--track {self.track!r} names {name!r}{' twice' if name in seen else ', which is not known'}",
+                    why=f"{self.named('track')}: it names where else the run can be followed",
+                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
+                )
+            seen.add(name)
 
     @classmethod
     def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:

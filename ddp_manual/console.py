@@ -32,8 +32,10 @@ def tag(rank: int) -> str:
     return f"[rank {rank}]"
 
 
-def log_to_stderr(rank: int) -> None:
-    """Send this package's log lines to stderr, each tagged with the rank; a second call only changes the tag."""
+def log_to_stderr(rank: int | None) -> None:
+    """Send this package's log lines to stderr, each tagged with the rank if there is one; a second call only changes
+    the tag.
+    """
     for handler in LOGGER.handlers:
         if isinstance(handler, _CurrentStderr):
             break
@@ -41,7 +43,7 @@ def log_to_stderr(rank: int) -> None:
         handler = _CurrentStderr()
         LOGGER.addHandler(handler)
         LOGGER.propagate = False
-    handler.setFormatter(logging.Formatter(f"{tag(rank)} %(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s" if rank is None else f"{tag(rank)} %(message)s"))
     LOGGER.setLevel(logging.INFO)
 
 

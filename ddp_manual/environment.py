@@ -244,6 +244,15 @@ def bound_reverse_lookups() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+def keep_wandb_files(folder: Path) -> None:
+    """Below ``folder``, and not in the user's home, unless variables say where.
+
+    Images of a table that is not uploaded yet are among them.
+    """
+    os.environ.setdefault("WANDB_DATA_DIR", str((folder / "data").absolute()))
+    os.environ.setdefault("WANDB_CACHE_DIR", str((folder / "cache").absolute()))
+
+
 def quiet_torch_warnings() -> None:
     """Our own lines say what torch's C++ log would (each connection refused, each wait that timed out)."""
     if "torch" not in sys.modules:  # which reads the level once

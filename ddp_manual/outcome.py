@@ -91,6 +91,7 @@ def result_text(summary: dict[str, Any]) -> str:
                 paths.metrics,
                 paths.accuracies,
                 paths.samples,
+                *paths.predictions.all,
                 paths.config,
             )
         ),

@@ -92,6 +92,37 @@ def checkpoints_text(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*columns(rows), *damaged])
 
 
+def evaluation_text(report: Mapping[str, Any]) -> str:
+    """What a model makes of a test set, class by class."""
+    rows = [["class", "images", "accuracy", "most often taken for"]]
+    for one in report["classes"]:
+        accuracy = "-" if one["accuracy"] is None else f"{100 * one['accuracy']:.2f}%"
+        mistaken = "{} ({})".format(*one["mistaken_for"]) if one["mistaken_for"] else "-"
+        rows.append([one["name"], str(one["images"]), accuracy, mistaken])
+    return "\n".join(
+        [
+            f"{report['model']} of {report['checkpoint']} on {report['dataset']}: {100 * report['accuracy']:.2f}% test "
+            f"accuracy, test loss {report['loss']:.4f}, over {report['samples']} images",
+            *columns(rows),
+            *(f"  {path}" for path in report["files"]),
+        ]
+    )
+
+
+def data_text(shown: Mapping[str, Any]) -> str:
+    """What is in a data set: how many images of each class."""
+    channels, height, width = shown["shape"]
+    rows = [["class", "images"], *([name, str(count)] for name, count in shown["classes"])]
+    return "\n".join(
+        [
+            f"{shown['dataset']}, {shown['part']}: {shown['images']} images of {width}x{height} pixels, "
+            f"{'grey' if channels == 1 else 'in colour'}",
+            *columns(rows),
+            f"  {shown['picture']}",
+        ]
+    )
+
+
 def _any_notes(seen: Mapping[str, Any]) -> bool:
     return any(seen[name] for name in ("refused", "gone", "warnings"))
 

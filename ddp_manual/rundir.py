@@ -48,6 +48,11 @@ def run_dir_of_agent(agent: str) -> str:
     return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
 
 
+def in_a_file_name(dataset: str) -> str:
+    """The name of a data set, which may have a path in it, as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
+
+
 @dataclass
 class RunFolder:
     """Where the files of a run go, from when the ranks have agreed on it.
@@ -59,6 +64,33 @@ class RunFolder:
 
     path: Path | None = None
     of_rendezvous: Path | None = None
+
+
+@dataclass(frozen=True)
+class PredictionPaths:
+    """The files that say what a model made of a test set, below one ``folder``."""
+
+    folder: Path
+
+    @property
+    def table(self) -> Path:
+        return self.folder / "predictions.csv"
+
+    @property
+    def picture(self) -> Path:
+        return self.folder / "predictions.png"
+
+    @property
+    def confusion_table(self) -> Path:
+        return self.folder / "confusion.csv"
+
+    @property
+    def confusion_picture(self) -> Path:
+        return self.folder / "confusion.png"
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        return (self.table, self.picture, self.confusion_table, self.confusion_picture)
 
 
 @dataclass(frozen=True)
@@ -92,9 +124,36 @@ class RunPaths:
         return self.run_dir / "summary.json"
 
     @property
+    def predictions(self) -> PredictionPaths:
+        return PredictionPaths(self.run_dir)
+
+    def evaluation(self, dataset: str, checkpoint: str | None) -> Path:
+        """A folder of its own for each data set and each checkpoint, so that none takes another's files away."""
+        return self.run_dir / "-".join(filter(None, ("evaluation", in_a_file_name(dataset), checkpoint)))
+
+    @property
     def checkpoints(self) -> Path:
         """A folder; ``checkpoints`` names what is in it."""
         return self.run_dir / "checkpoints"
+
+    @property
+    def track(self) -> Path:
+        return self.run_dir / "track.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """A folder, in which TensorBoard names the files."""
+        return self.run_dir / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """A folder, in which wandb names the files."""
+        return self.run_dir / "wandb"
+
+    @property
+    def wandb_id(self) -> Path:
+        """Which of wandb's runs this one is, also after it has been resumed."""
+        return self.run_dir / "wandb.json"
 
     @property
     def lock(self) -> Path:
@@ -105,6 +164,22 @@ class RunPaths:
 
     def failure(self, rank: int) -> Path:
         return self.run_dir / f"failure-rank{rank}.json"
+
+    def failures(self) -> list[Path]:
+        """Of the ranks of the last attempt, in the order of their names; earlier attempts are set aside."""
+        return sorted(path for path in self.run_dir.glob("failure-rank*.json") if path.stem.count(".") == 0)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process trains into the folder, as far as its file system knows of locks."""
+        try:
+            with open(self.lock, encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def set_failure_aside(self, rank: int, restart: int) -> None:
         """Keep why a rank left before restart number ``restart`` + 1, if it has left a word, under another name."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, environment, outcome, resuming, rundir, signals
+from ddp_manual import console, environment, extras, outcome, resuming, rundir, signals
 from ddp_manual.config import TrainConfig, WorldSpec, command_template, command_to_go_on, is_own_factory
 from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.rundir import RunPaths
@@ -41,6 +41,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     config = resuming.in_the_agents_run_dir(config)
     config.check_world(spec)
     if spec.rank == 0:
+        _check_trackers(config)
         resuming.check_run_dir(config)
 
     own_code = _own_code(config)
@@ -96,6 +97,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, run_dir=str(world.run_dir_of_rendezvous))
     config.check_world(world.spec)
     if world.rank == 0:
+        _check_trackers(config)
         resuming.check_run_dir(config)
     world.agree({**config.shared_options(), **_own_code(config)}, config.run_dir or rundir.unused_run_dir(world.run_id))
 
@@ -141,6 +143,13 @@ def _own_code(config: TrainConfig) -> Shared:
     return found
 
 
+def _check_trackers(config: TrainConfig) -> None:
+    """On rank 0, which alone has any: raises BadOption where a package for ``--track`` is missing."""
+    for name in config.trackers:
+        if name in extras.PACKAGES:
+            extras.require(name, f"--track {name}")
+
+
 def _load(world: World, config: TrainConfig) -> Data:
     """The training and the test set, on the rank's device."""
     from ddp_manual.training.agreement import compare_data
@@ -174,11 +183,11 @@ def _go(
     go_on: Callable[[RunPaths], str],
 ) -> dict[str, Any]:
     """To the end, or to the step where all stop."""
-    from ddp_manual.training import models
+    from ddp_manual.training import models, trackers
     from ddp_manual.training.checkpoint import History
     from ddp_manual.training.course import Position
     from ddp_manual.training.run import Run
-    from ddp_manual.training.tracking import RunFiles, Tracker
+    from ddp_manual.training.tracking import Tracker
 
     network = models.build(
         config.model,
@@ -190,7 +199,10 @@ def _go(
     )
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data)
     course = trainer.course
-    tracker = RunFiles(paths, keep=config.keep) if world.rank == 0 else Tracker()
+    described = outcome.described(world, paths, config, trainer)
+    tracker = trackers.of_rank_0(config, paths, described, world.run_id) if world.rank == 0 else Tracker()
+    # After the ranks have left, so that nobody waits for an upload; signals end the wait for it by then.
+    noting.callback(tracker.closed)
     position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
     if config.resume is not None:
         tracker.resumed(position, history, network, complete=course.ended(position))
@@ -207,7 +219,7 @@ def _go(
     if course.ended(position):
         logger.info("the run is complete: all its %d epochs are done", config.epochs)
     if not course.ended(position) or not paths.config.exists():
-        tracker.started(outcome.described(world, paths, config, trainer), data.train)
+        tracker.started(described, data.train)
     if not course.ended(position):
         logger.info(
             "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
@@ -227,6 +239,8 @@ def _go(
             wishes.heeded = False
         if number:
             raise _stopped(number, run.position.step, paths, go_on(paths))
+    else:
+        run.predict()
     summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
     if summary is None:
         summary = outcome.summary(world, paths, config, trainer, run.evaluations, run.train_seconds)

@@ -231,3 +231,20 @@ def real_data(name: str) -> Path:
         if (place / name).is_dir():
             return place / name
     pytest.skip(f"no {name} in {' or '.join(map(str, places))}; DDP_MANUAL_TEST_DATA names the folder that has it")
+
+
+def first_of_each_class(images: Path, folder: Path, *, train: int, test: int) -> Path:
+    """A data set of class folders with the first ``train`` and ``test`` images of each class of another."""
+    for part, count in (("train", train), ("test", test)):
+        for of_class in (images / part).iterdir():
+            (folder / part / of_class.name).mkdir(parents=True)
+            for image in sorted(of_class.iterdir())[:count]:
+                (folder / part / of_class.name / image.name).symlink_to(image)
+    return folder
+
+
+def jupyter_below(folder: Path) -> dict[str, str]:
+    """Variables that have Jupyter and matplotlib leave their files below ``folder`` and not in the user's home."""
+    (folder / "jupyter").mkdir()
+    names = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    return {name: str(folder / "jupyter" / name.lower()) for name in names}

@@ -138,6 +138,8 @@ def _other_options(entry: Entry, rank_0: Entry, run: Hello) -> ConfigMismatch | 
         next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"
     if "address_family" in differing:
         next = "name interfaces of one address family on both: GLOO_SOCKET_IFNAME=<interface>"
+    if all(name.endswith(" source") for name in differing):
+        next = f"the same options name other code: bring that on {entry.host} to what {run.host} has"
     return ConfigMismatch(
         f"{entry.who()} was started with other options than rank 0: {', '.join(differing)}",
         why=_side_by_side(differing, rank_0.options, entry.options, f"rank {entry.rank}"),

@@ -36,3 +36,12 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
     gathered = [tensor.new_empty(tensor.shape) for _ in range(world_size())]
     dist.all_gather(gathered, tensor)
     return gathered
+
+
+def gather(tensor: Tensor) -> list[Tensor]:
+    """Every rank's ``tensor`` on rank 0, in rank order; [] on the others. They have one shape."""
+    if not dist.is_initialized():
+        return [tensor]
+    gathered = [tensor.new_empty(tensor.shape) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(tensor, gathered, dst=0)
+    return gathered or []

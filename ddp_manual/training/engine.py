@@ -96,7 +96,7 @@ class Trainer:
             world_size=world_size,
             batch_size=batch_size,
             seed=config.seed,
-            clip_grad_norm=config.clip_grad_norm,
+            clip_grad_norm=config.most_grad_norm,
             augment=Augment(shift=config.shift, flip=config.flip),
             # Batch statistics of no samples are an error, unless they are those of all ranks.
             empty_batches=config.sync_bn,

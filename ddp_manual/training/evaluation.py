@@ -26,7 +26,13 @@ class Evaluation:
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, split: Split, normalise: Callable[[Tensor], Tensor], *, rank: int, world_size: int
+    model: nn.Module,
+    split: Split,
+    normalise: Callable[[Tensor], Tensor],
+    *,
+    rank: int,
+    world_size: int,
+    on_scores: Callable[[Tensor], None] | None = None,
 ) -> Evaluation:
     """Evaluate ``model`` on all of ``split``, each rank on its share; every rank gets the result.
 
@@ -34,6 +40,8 @@ def evaluate(
         model: the network itself, not its DDP wrapper: the shares may differ by one sample, and the wrapper's
             collectives would then wait for a batch that never comes.
         split: on the model's device.
+        on_scores: shown the scores of this rank's samples, which are ``rank``, ``rank`` + world_size, ..., batch after
+            batch: float [n, classes].
     """
     was_training = model.training
     model.eval()
@@ -43,6 +51,8 @@ def evaluate(
     for samples in share.split(BATCH_SIZE):
         labels = split.labels[samples]
         scores = model(normalise(split.images[samples]))
+        if on_scores is not None:
+            on_scores(scores)
         totals[0] += F.cross_entropy(scores, labels, reduction="sum")
         totals[1] += (scores.argmax(dim=1) == labels).sum()
         totals[2] += len(samples)

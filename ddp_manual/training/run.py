@@ -18,6 +18,7 @@ from ddp_manual.training.data import Split
 from ddp_manual.training.engine import SyncPoint, Trainer
 from ddp_manual.training.evaluation import evaluate
 from ddp_manual.training.metering import Meter, agree, diverged
+from ddp_manual.training.predicting import Predictions, evaluate_and_predict, predict
 from ddp_manual.training.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -135,20 +136,41 @@ class Run:
         trainer = self._trainer
         self._doing.phase = "evaluating"
         models.share_buffers(self._network)
-        result = evaluate(
-            self._network, self._test, trainer.normalise, rank=trainer.rank, world_size=trainer.world_size
-        )
+        rank, world_size = trainer.rank, trainer.world_size
+        predictions: Predictions | None = None
+        if trainer.course.ended(self.position.next_epoch()):
+            result, predictions = evaluate_and_predict(
+                self._network, self._test, trainer.normalise, rank=rank, world_size=world_size
+            )
+        else:
+            result = evaluate(self._network, self._test, trainer.normalise, rank=rank, world_size=world_size)
         if not math.isfinite(result.loss):
             raise diverged(self.position.step, trainer.schedule.peak)
         self.position = self.position.next_epoch()
         self.evaluations.append(result)
         self._doing.phase = "saving"
         self._tracker.evaluated(self.position.epoch, result, self._network)
+        if predictions is not None:
+            self._tracker.predicted(predictions)
         self._doing.phase = "evaluating"
         logger.info(
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
             *(self.position.epoch, trainer.course.epochs, 100 * result.accuracy, result.loss, result.samples),
         )
+
+    def predict(self) -> None:
+        """Show the tracker what the network of a run that was complete already makes of each test image; a collective.
+
+        ``go`` has shown it where it has trained the last epoch.
+        """
+        trainer = self._trainer
+        self._doing.phase = "evaluating"
+        predictions = predict(
+            self._network, self._test, trainer.normalise, rank=trainer.rank, world_size=trainer.world_size
+        )
+        if predictions is not None:
+            self._doing.phase = "saving"
+            self._tracker.predicted(predictions)
 
     def _save(self) -> None:
         self._doing.phase = "saving"

@@ -15,12 +15,14 @@ from torch import nn
 from ddp_manual import checkpoint_file, checkpoints, rundir
 from ddp_manual.errors import writing
 from ddp_manual.rundir import RunPaths
+from ddp_manual.training import prediction_files
 from ddp_manual.training.checkpoint import History, Saved, pack
 from ddp_manual.training.course import Course, Position
 from ddp_manual.training.data import Split
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.metering import Metrics
 from ddp_manual.training.pictures import image_grid
+from ddp_manual.training.predicting import Predictions
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,56 @@ class Tracker:
     def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
         """An epoch (counted from 1) is done and ``model``, without its DDP wrapper, has been evaluated."""
 
+    def predicted(self, predictions: Predictions) -> None:
+        """The last epoch is done, and this is what the model makes of each test image."""
+
     def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
         """Save what ``take`` returns."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """The run is complete."""
+
+    def closed(self) -> None:
+        """This process is done with the run, which may have stopped or failed; the last call, and always made."""
+
+
+class Several(Tracker):
+    """All of these, one after the other."""
+
+    def __init__(self, *trackers: Tracker) -> None:
+        self._trackers = trackers
+
+    def started(self, config: Mapping[str, Any], train: Split) -> None:
+        for tracker in self._trackers:
+            tracker.started(config, train)
+
+    def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
+        for tracker in self._trackers:
+            tracker.resumed(position, history, model, complete=complete)
+
+    def trained(self, metrics: Metrics) -> None:
+        for tracker in self._trackers:
+            tracker.trained(metrics)
+
+    def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
+        for tracker in self._trackers:
+            tracker.evaluated(epoch, evaluation, model)
+
+    def predicted(self, predictions: Predictions) -> None:
+        for tracker in self._trackers:
+            tracker.predicted(predictions)
+
+    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+        for tracker in self._trackers:
+            tracker.checkpoint(take, course)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.finished(summary)
+
+    def closed(self) -> None:
+        for tracker in self._trackers:
+            tracker.closed()
 
 
 class RunFiles(Tracker):
@@ -69,10 +116,11 @@ class RunFiles(Tracker):
         """The files become what they were at ``position``."""
         self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         with writing(self._paths.run_dir, "--run_dir"):
-            rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png)"))
+            rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
             checkpoints.rewind(self._paths.checkpoints, position.step)
             if not complete:
-                self._paths.summary.unlink(missing_ok=True)
+                for told_at_the_end in (self._paths.summary, *self._paths.predictions.all):
+                    told_at_the_end.unlink(missing_ok=True)
         rundir.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
         rundir.write_json(self._paths.accuracies, self._accuracies)
         if position.epoch and not position.taken:
@@ -109,6 +157,9 @@ class RunFiles(Tracker):
         path = checkpoint_file.write(self._paths.checkpoints, position.step, pack(saved), about)
         checkpoints.prune(self._paths.checkpoints, self._keep)
         logger.info("saved %s", path)
+
+    def predicted(self, predictions: Predictions) -> None:
+        prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         rundir.write_json(self._paths.summary, summary)

@@ -42,7 +42,7 @@ FLAGS = {
         "--seed",
     ],
     "data": ["--dataset", "--image_size", "--classes", "--data_dir"],
-    "output": ["--run_dir", "--log_every"],
+    "output": ["--run_dir", "--track", "--log_every"],
     "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--keep", "--resume"],
 }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ddp_manual.config import TrainConfig, WorldSpec
+from ddp_manual.config import TrainConfig, WorldSpec, is_own_factory
 from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
 
@@ -45,6 +45,17 @@ def test_an_identity_that_cannot_work_is_a_bad_option_that_names_it(options: dic
     [
         ({"model": "resnet"}, "--model resnet"),
         ({"dataset": "imagenet"}, "--dataset imagenet"),
+        ({"dataset": "folder:"}, "--dataset folder:"),
+        ({"dataset": "my-data:make"}, "--dataset my-data:make"),
+        ({"model": "mine:"}, "--model mine:"),
+        ({"model": ":make"}, "--model :make"),
+        ({"model": "folder:x/y"}, "--model folder:x/y"),
+        ({"normalization": "batch"}, "--normalization batch"),
+        ({"image_size": 32}, "--image_size is for --dataset folder:PATH"),
+        ({"image_size": 0, "dataset": "folder:x"}, "--image_size 0"),
+        ({"classes": "cat,,dog"}, "--classes 'cat,,dog'"),
+        ({"classes": "cat,cat"}, "--classes 'cat,cat'"),
+        ({"classes": ""}, "--classes ''"),
         ({"epochs": 0}, "--epochs 0"),
         ({"batch_size": 0}, "--batch_size 0"),
         ({"lr": 0.0}, "--lr 0.0"),
@@ -135,3 +146,17 @@ def test_flags_are_quoted_for_a_shell() -> None:
 def test_an_empty_run_dir_is_refused() -> None:
     with pytest.raises(BadOption, match="--run_dir is empty"):
         TrainConfig(run_dir="")
+
+
+@pytest.mark.parametrize("name", ["folder:cifar10", "folder:my_images"])
+def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder(name: str) -> None:
+    assert not is_own_factory(TrainConfig(dataset=name).dataset)
+    with pytest.raises(BadOption, match="is not known"):
+        TrainConfig(model=name)
+
+
+def test_gradients_are_clipped_unless_sgd_is_to_be_plain() -> None:
+    assert TrainConfig().most_grad_norm == 1.0
+    assert TrainConfig(momentum=0.0).most_grad_norm == 0.0
+    assert TrainConfig(momentum=0.0, clip_grad_norm=2.0).most_grad_norm == 2.0
+    assert TrainConfig(clip_grad_norm=0.0).most_grad_norm == 0.0

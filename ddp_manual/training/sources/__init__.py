@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.training.data import Split
 from ddp_manual.training.images import Normalise
+
+logger = logging.getLogger(__name__)
 
 PARTS = ("train", "test")
 
@@ -114,3 +118,17 @@ def source(dataset: str, *, image_size: int | None = None, classes: tuple[str, .
     else:
         found = OwnData(dataset)
     return Named(found, classes) if classes else found
+
+
+def prepared(config: TrainConfig) -> Source:
+    """The data set of these options, prepared; for a process without others to share that work with.
+
+    Raises:
+        DataMissing, BadOption: see ``Source.prepare``.
+    """
+    found = source(config.dataset, image_size=config.image_size, classes=config.class_names)
+    data_dir = Path(config.data_dir)
+    if not found.is_prepared(data_dir):
+        logger.info("%sing %s into %s", found.preparing, config.dataset, data_dir)
+        found.prepare(data_dir)
+    return found

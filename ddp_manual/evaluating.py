@@ -1,0 +1,204 @@
+"""``ddp-manual evaluate``: what a saved model makes of a test set, in one process and without a rendezvous."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_manual import saved_model
+from ddp_manual.config import TrainConfig
+from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, writing
+from ddp_manual.rundir import PredictionPaths, RunPaths
+from ddp_manual.saved_model import SavedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ddp_manual.training.data import Split
+    from ddp_manual.training.images import Normalise
+    from ddp_manual.training.predicting import Predictions
+    from ddp_manual.training.sources import Source
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate the model at ``checkpoint`` and write the prediction files.
+
+    Args:
+        checkpoint: see ``saved_model.read``.
+        out_dir: None for a folder named after the data set, in the run's.
+        flags: those that were typed of model, normalization, dataset, image_size, classes and data_dir.
+
+    Returns:
+        checkpoint, model, dataset, samples, accuracy (a fraction), loss (nats), classes and files. Each class has a
+        name, images, accuracy (None without images), and mistaken_for, a pair of the class that it was most often
+        taken for and how often, or None.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt, CheckpointMismatch: there is no model, or it is damaged, or another.
+        DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: a folder cannot be written, a flag is missing.
+    """
+    saved = saved_model.read(checkpoint)
+    config = _config(saved, flags)
+    folder = out_dir or saved.run.evaluation(config.dataset, saved.path.stem if saved.is_checkpoint else None)
+    _spare_a_runs_own(folder)
+
+    import torch
+
+    from ddp_manual.training import prediction_files
+    from ddp_manual.training.predicting import evaluate_and_predict
+    from ddp_manual.training.sources import prepared
+
+    source = prepared(config)
+    test = source.load(Path(config.data_dir), "test")
+    _check_fit(saved, config, test)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = _network(saved, config, test).to(device)
+    normalise = _normalise(saved, config, source, test, flags)
+    with writing(folder, "--out_dir"):  # now rather than when there is something to lose
+        folder.mkdir(parents=True, exist_ok=True)
+    evaluation, predictions = evaluate_and_predict(network, test.to(device), normalise, rank=0, world_size=1)
+    assert predictions is not None
+    if not predictions.probabilities.isfinite().all():
+        raise CheckpointCorrupt(
+            f"the model in {saved.path} gives scores that are not numbers",
+            why=f"its loss over the test set of {config.dataset} is {evaluation.loss}",
+            next="evaluate a checkpoint from before its training diverged",
+        )
+    paths = PredictionPaths(folder)
+    prediction_files.write(paths, predictions, option="--out_dir")
+    return {
+        "checkpoint": str(saved.path),
+        "model": config.model,
+        "dataset": config.dataset,
+        "samples": evaluation.samples,
+        "accuracy": evaluation.accuracy,
+        "loss": evaluation.loss,
+        "classes": _by_class(predictions),
+        "files": [str(path) for path in paths.all],
+    }
+
+
+def _config(saved: SavedModel, flags: Mapping[str, Any]) -> TrainConfig:
+    """The run's options, and before them the flags."""
+    path = saved.run.config
+    known = TrainConfig.from_file(str(path)) if path.exists() else None
+    missing = [name for name in ("model", "dataset") if known is None and name not in flags]
+    if missing:
+        raise BadOption(
+            f"{saved.path} does not say which {' and '.join(missing)} it is of",
+            why=f"there is no {path}, where a run writes that",
+            next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in missing),
+        )
+    if known is None:
+        return TrainConfig(**flags, sources=dict.fromkeys(flags, "flag"))
+    values = dict(flags)
+    dataset = flags.get("dataset", known.dataset)
+    if dataset != known.dataset:
+        values.setdefault("classes", None)
+        values.setdefault("image_size", known.image_size if dataset.startswith("folder:") else None)
+    return dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(flags, "flag")})
+
+
+def _spare_a_runs_own(folder: Path) -> None:
+    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
+    if there is not None:
+        raise BadOption(
+            f"--out_dir {folder} is the folder of a run",
+            why=f"{there} exists; the run's own predictions would be replaced",
+            next="choose another --out_dir, or leave the option out for a new one in the run's",
+        )
+
+
+def _check_fit(saved: SavedModel, config: TrainConfig, test: Split) -> None:
+    trained = saved.trained
+    if trained is None:
+        return
+    has, wants = (f"{_shape(one.shape)} images of {len(one.classes)} classes" for one in (test, trained))
+    if has != wants:
+        raise CheckpointMismatch(
+            f"{saved.path} is a model for other images than those of {config.dataset}",
+            why=f"it was trained on {wants}; {config.dataset} has {has}",
+            next="give a --dataset of such images; those of folder:PATH can be resized with --image_size",
+        )
+    if test.classes != trained.classes:
+        different = [(one, other) for one, other in zip(trained.classes, test.classes, strict=True) if one != other]
+        logger.warning(
+            "the classes have other names than those the model was trained on: %s",
+            ", ".join(f"{other} instead of {one}" for one, other in different[:5]),
+        )
+
+
+def _network(saved: SavedModel, config: TrainConfig, test: Split) -> nn.Module:
+    import torch
+
+    from ddp_manual.training import models
+
+    network = models.build(
+        config.model, device=torch.device("cpu"), seed=0, shape=test.shape, classes=len(test.classes)
+    )
+    try:
+        network.load_state_dict(dict(saved.parameters))
+    except Exception as error:  # torch words each misfit in its own way
+        fitting = [name for name in models.MODELS if name != config.model and _fits(saved, name, test)]
+        raise CheckpointMismatch(
+            f"{saved.path} is no {config.model} for {_shape(test.shape)} images of {len(test.classes)} classes",
+            why=textwrap.shorten(str(error).partition(":")[2], 300, placeholder=" ..."),
+            next=f"it fits --model {fitting[0]}" if fitting else "give the --model and the --dataset it was trained on",
+        ) from error
+    return network
+
+
+def _fits(saved: SavedModel, name: str, test: Split) -> bool:
+    import torch
+
+    from ddp_manual.training import models
+
+    try:
+        with torch.device("meta"):
+            built = models.MODELS[name](shape=test.shape, classes=len(test.classes)).state_dict()
+    except Exception:  # the images may be too small for it
+        return False
+    return {key: value.shape for key, value in built.items()} == {
+        key: value.shape for key, value in saved.parameters.items()
+    }
+
+
+def _normalise(
+    saved: SavedModel, config: TrainConfig, source: Source, test: Split, flags: Mapping[str, Any]
+) -> Normalise:
+    """As in the run; where that is not known, or a flag says otherwise, as a run on this data set would."""
+    from ddp_manual.training.images import Normalise, unit_scale
+
+    if saved.trained is not None and "normalization" not in flags:
+        return Normalise(saved.trained.mean, saved.trained.std)
+    if config.normalization == "none":
+        return unit_scale(test.shape[0])
+    return source.normalise(source.load(Path(config.data_dir), "train"))
+
+
+def _by_class(predictions: Predictions) -> list[dict[str, Any]]:
+    classes = predictions.split.classes
+    found = []
+    for index, (name, row) in enumerate(zip(classes, predictions.confusion.tolist(), strict=True)):
+        images, right = sum(row), row[index]
+        mistakes = {classes[place]: count for place, count in enumerate(row) if count and place != index}
+        most = max(mistakes, key=mistakes.__getitem__, default=None)
+        found.append(
+            {
+                "name": name,
+                "images": images,
+                "accuracy": right / images if images else None,
+                "mistaken_for": None if most is None else [most, mistakes[most]],
+            }
+        )
+    return found
+
+
+def _shape(shape: tuple[int, int, int]) -> str:
+    return "x".join(map(str, shape))

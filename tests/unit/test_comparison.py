@@ -1,0 +1,280 @@
+"""``ddp-manual compare`` on folders as runs leave them: whole, without newer fields, half-written, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_manual import cli, comparison, comparison_plot, extras
+from ddp_manual.config import TrainConfig
+from ddp_manual.errors import BadOption
+from ddp_manual.rundir import RunPaths
+
+
+def metrics(steps: Iterable[int], *, rate: float, batch: int, per_epoch: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "epoch": 1 + (step - 1) // per_epoch,
+            "loss": 2.0 / step,
+            "accuracy": 1 - 0.5 / step,
+            "lr": 0.04,
+            "samples_per_second": rate,
+            "seconds": step * batch / rate,
+        }
+        for step in steps
+    ]
+
+
+def leave_run(folder: Path, *, ranks: int = 1, rate: float = 1000.0, finished: bool = True, **options: Any) -> Path:
+    """What a run of 2 epochs of 10 steps leaves, 50 samples per rank and step."""
+    folder.mkdir(parents=True)
+    paths = RunPaths(folder)
+    run = {"world_size": ranks, "device": "cpu", "batch_size_per_rank": 50, "peak_lr": 0.04 * ranks}
+    paths.config.write_text(json.dumps({**TrainConfig(**options).as_dict(), "run": run}))
+    lines = metrics((5, 10, 15, 20), rate=rate, batch=50 * ranks, per_epoch=10)
+    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    paths.accuracies.write_text("[0.91, 0.97]")
+    if finished:
+        summary = {"final_test_accuracy": 0.97, "final_test_loss": 0.1, "world_size": ranks, "device": "cpu"}
+        paths.summary.write_text(json.dumps({**summary, "samples_per_second": rate, "train_seconds": 1000 / rate}))
+    return folder
+
+
+def compared(*runs: Path) -> dict[str, dict[str, Any]]:
+    return {run["name"]: run for run in comparison.compare(runs).as_dict()["runs"]}
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """Label -> cells, of the first table."""
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.split("\n\n")[0].splitlines()]
+    return {row[0]: row[1:] for row in rows[1:] if len(row) > 1}
+
+
+def test_runs_stand_side_by_side_with_what_differs_between_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = leave_run(tmp_path / "one", ranks=1, rate=1000)
+    two = leave_run(tmp_path / "two", ranks=2, rate=1500, momentum=0.5, lr=0.1)
+    assert cli.run(["compare", str(two), str(one)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["two", "one"]
+    assert table(out) == {
+        "state": ["finished", "finished"],
+        "model": ["convnet", "convnet"],
+        "dataset": ["mnist", "mnist"],
+        "ranks": ["2", "1"],
+        "device": ["cpu", "cpu"],
+        "global batch": ["100", "50"],
+        "peak learning rate": ["0.08", "0.04"],
+        "epochs": ["2 of 2", "2 of 2"],
+        "samples/s": ["1,500", "1,000"],
+        "efficiency": ["75%", "100%"],
+        "train seconds": ["0.7", "1.0"],
+        "final loss": ["0.1000", "0.1000"],
+        "test loss": ["0.1000", "0.1000"],
+        "test accuracy": ["97.00%", "97.00%"],
+        "lr": ["0.1", "0.04"],
+        "momentum": ["0.5", "0.9"],
+    }
+    assert "efficiency: samples/s per rank, relative to one" in out
+
+
+def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(tmp_path: Path) -> None:
+    runs = compared(
+        leave_run(tmp_path / "four", ranks=4, rate=3000),
+        leave_run(tmp_path / "two", ranks=2, rate=2000),
+        leave_run(tmp_path / "mlp", ranks=4, rate=9000, model="mlp"),
+    )
+    assert {name: run["efficiency"] for name, run in runs.items()} == {"four": 0.75, "two": 1.0, "mlp": None}
+
+
+def test_many_runs_are_shown_in_tables_that_a_terminal_can_hold(tmp_path: Path) -> None:
+    runs = [leave_run(tmp_path / f"20261122-000007-a0d541{number:02}", seed=number) for number in range(9)]
+    text = comparison.compare(runs).text()
+    assert max(map(len, text.splitlines())) <= comparison.WIDEST_TABLE
+    assert all(text.count(f"{run.name} ") + text.count(f"{run.name}\n") >= 1 for run in runs)
+    assert text.count("options that differ:") == text.count("test accuracy") == 3
+
+
+def test_json_holds_numbers_and_no_text_made_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [leave_run(tmp_path / "one"), leave_run(tmp_path / "two", ranks=2, finished=False)]
+    assert cli.run(["compare", "--json", *map(str, runs)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["efficiency_relative_to"] == "one"
+    assert said["runs"][1]["efficiency"] == pytest.approx(0.5)
+    assert said["runs"][1]["samples_per_second"] == pytest.approx(1000)
+    assert said["runs"][1]["train_seconds"] == pytest.approx(2)
+    assert said["runs"][0]["test_accuracy"] == 0.97
+    assert said["differing_options"] == {}
+
+
+def test_a_run_says_whether_it_goes_on_was_stopped_has_failed_or_was_killed(tmp_path: Path) -> None:
+    folders = {name: leave_run(tmp_path / name, finished=False) for name in ("on", "stopped", "failed", "killed")}
+    for name, said in (("stopped", ["stopped"]), ("failed", ["peer-failed", "out-of-memory"])):
+        for rank, identifier in enumerate(said):
+            RunPaths(folders[name]).failure(rank).write_text(json.dumps({"identifier": identifier}))
+    # What a rank said before the run was started again there.
+    earlier = RunPaths(folders["killed"]).failure(0)
+    earlier.write_text(json.dumps({"identifier": "stopped"}))
+    os.utime(earlier, (time.time() - 60, time.time() - 60))
+    with RunPaths(folders["on"]).locked():
+        states = {name: run["state"] for name, run in compared(*folders.values()).items()}
+    assert states == {"on": "running", "stopped": "stopped", "failed": "failed: out-of-memory", "killed": "unfinished"}
+
+
+def test_a_run_that_has_just_begun_has_a_column_of_its_own(tmp_path: Path) -> None:
+    begun = leave_run(tmp_path / "begun", finished=False)
+    RunPaths(begun).metrics.unlink()
+    RunPaths(begun).accuracies.unlink()
+    text = comparison.compare([leave_run(tmp_path / "one"), begun]).text()
+    cells = table(text)
+    assert cells["samples/s"] == ["1,000", "-"]
+    assert cells["epochs"] == ["2 of 2", "0 of 2"]
+    assert "begun: no metrics.jsonl" in text
+
+
+def test_where_metrics_have_no_seconds_they_are_worked_out_and_that_is_said(tmp_path: Path) -> None:
+    old = leave_run(tmp_path / "old", ranks=2, finished=False)
+    config = json.loads(RunPaths(old).config.read_text())
+    RunPaths(old).config.write_text(json.dumps({**config, **config.pop("run")}))  # all stood side by side
+    lines = [json.loads(line) for line in RunPaths(old).metrics.read_text().splitlines()]
+    for line in lines:
+        del line["seconds"]
+    RunPaths(old).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = comparison.compare([old, leave_run(tmp_path / "new", ranks=2)]).text()
+    assert table(text)["train seconds"] == ["~2.0", "1.0"]
+    assert table(text)["samples/s"] == ["1,000", "1,000"]
+    assert "old: metrics without seconds; times and ~ are worked out" in text
+
+
+def test_an_option_that_an_older_version_did_not_have_was_at_its_default(tmp_path: Path) -> None:
+    def without_shift(folder: Path) -> Path:
+        config = json.loads(RunPaths(folder).config.read_text())
+        del config["shift"]
+        RunPaths(folder).config.write_text(json.dumps(config))
+        return folder
+
+    old = without_shift(leave_run(tmp_path / "old"))
+    new, moved = leave_run(tmp_path / "new"), leave_run(tmp_path / "moved", shift=4)
+    assert comparison.compare([old, new]).differing_options() == {}
+    assert comparison.compare([old, moved]).differing_options() == {"shift": {"moved": 4}}
+
+
+DAMAGED = [
+    ("metrics.jsonl", None, "metrics.jsonl: 1 of 4 lines cannot be read"),
+    ("metrics.jsonl", b'{"step": 1}\n[1, 2]\n\xff\xfe\n', "metrics.jsonl: 3 of 3 lines cannot be read"),
+    ("metrics.jsonl", b'{"step": 5, "epoch": 1, "loss": NaN, "accuracy": 1, "samples_per_second": 1}', "1 of 1"),
+    ("config.json", b"{", "config.json is damaged"),
+    ("config.json", b"[]", "config.json is damaged"),
+    ("config.json", b'{"run": {"world_size": "two", "batch_size_per_rank": true}}', ""),
+    ("summary.json", b"", "summary.json is damaged"),
+    ("summary.json", b'{"train_seconds": 1e999, "samples_per_second": 1' + b"0" * 400 + b"}", ""),
+    ("accuracies.json", b"[0.9, null]", "accuracies.json is damaged"),
+    ("accuracies.json", b'{"a": 1}', "accuracies.json is damaged"),
+    ("accuracies.json", b"[" * 100_000, "accuracies.json is damaged"),
+]
+
+
+def leave_damaged(folder: Path, name: str, content: bytes | None) -> Path:
+    """One file of a run has this content; None: its end is cut off."""
+    path = leave_run(folder, ranks=2) / name
+    path.write_bytes(path.read_bytes()[:-20] if content is None else content)
+    return folder
+
+
+def test_what_is_left_of_damaged_runs_is_drawn(tmp_path: Path) -> None:
+    runs = [leave_damaged(tmp_path / str(index), *damage[:2]) for index, damage in enumerate(DAMAGED)]
+    comparison_plot.write_plot(comparison.compare(runs), tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
+def test_what_is_damaged_is_named_and_the_rest_compared(
+    tmp_path: Path, name: str, content: bytes | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(leave_run(tmp_path / "one")), str(leave_damaged(tmp_path / "damaged", name, content))]
+    assert cli.run(["compare", *folders]) == 0
+    assert said in capsys.readouterr().out
+    assert cli.run(["compare", "--json", *folders]) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["one", "damaged"]
+
+
+@pytest.mark.parametrize(
+    ("named", "what", "hint"),
+    [
+        ([], "no run named", "ddp-manual compare"),
+        (["one"], "1 run named; a comparison takes at least two", "ddp-manual compare"),
+        (["one", "nowhere"], "nowhere is not the folder of a run", "/one"),
+        (["one", "no/where"], "no/where is not the folder of a run", "runs/<start time>"),
+        (["one", "empty"], "empty is not the folder of a run", "runs/<start time>"),
+        (["one", "."], "is not the folder of a run", "/one"),
+        (["one", "one/summary.json"], "one/summary.json is not the folder of a run", "/one"),
+        (["one", "empty/../one"], "one is named twice", "name each run once"),
+    ],
+)
+def test_what_is_no_pair_of_runs_is_a_bad_option(
+    tmp_path: Path, named: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_run(tmp_path / "one")
+    (tmp_path / "empty").mkdir()
+    assert cli.run(["compare", *(f"{tmp_path}/{name}" for name in named)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error[bad-option]: ") and what in error.splitlines()[0]
+    assert hint in error.partition("next: ")[2]
+
+
+def test_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:
+    runs = [leave_run(tmp_path / "one"), leave_run(tmp_path / "two")]
+    RunPaths(runs[1]).metrics.unlink()
+    RunPaths(runs[1]).metrics.mkdir()
+    with pytest.raises(BadOption, match=r"metrics\.jsonl cannot be read"):
+        comparison.compare(runs)
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    runs = [leave_run(tmp_path / place / "run") for place in ("a", "b")]
+    assert list(compared(*runs)) == [f"{tmp_path}/a/run", f"{tmp_path}/b/run"]
+
+
+def test_the_plot_is_written_in_the_format_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [leave_run(tmp_path / f"run{ranks}", ranks=ranks, rate=1000 * ranks) for ranks in (1, 2, 8)]
+    assert cli.run(["compare", *map(str, runs), "--plot", str(tmp_path / "runs.SVG")]) == 0
+    picture = (tmp_path / "runs.SVG").read_text()
+    assert picture.startswith("<?xml") and "svg" in picture
+    assert "efficiency" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["runs.SVG"]
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("runs", "ends in nothing, which is no picture format"),
+        ("runs.docx", "ends in .docx, which is no picture format"),
+        ("nowhere/runs.png", "cannot be written"),
+        ("", "no picture format"),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_a_bad_option(
+    tmp_path: Path, file: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [leave_run(tmp_path / name) for name in ("one", "two")]
+    assert cli.run(["compare", *map(str, runs), "--plot", f"{tmp_path}/{file}"]) == 2
+    assert what in capsys.readouterr().err.splitlines()[0]
+
+
+def test_without_matplotlib_the_plot_says_what_to_install_and_the_table_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    runs = [str(leave_run(tmp_path / name)) for name in ("one", "two")]
+    assert cli.run(["compare", *runs]) == 0
+    assert cli.run(["compare", *runs, "--plot", str(tmp_path / "runs.png")]) == 2
+    error = capsys.readouterr().err
+    assert "--plot needs matplotlib" in error and "[plots]" in error

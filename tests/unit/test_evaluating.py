@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from ddp_manual import checkpoint_file, cli
+from ddp_manual.config import TrainConfig
+from ddp_manual.training import models
+
+FILES = ["confusion.csv", "confusion.png", "predictions.csv", "predictions.png"]
+MEAN, STD = (100.0, 50.0, 20.0), (60.0, 70.0, 80.0)
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """Small colour images of three classes, of which one has none to be tested on."""
+    return write_images(tmp_path / "pets", train=("ant", "bee", "cat"), test=("ant", "bee"))
+
+
+def write_images(folder: Path, *, train: tuple[str, ...], test: tuple[str, ...]) -> Path:
+    for part, classes in (("train", train), ("test", test)):
+        for place, name in enumerate(classes):
+            (folder / part / name).mkdir(parents=True)
+            for index in range(4):
+                colour = (80 * place, 60 * index, 50 * (place + index) % 256)
+                Image.new("RGB", (8, 8), colour).save(folder / part / name / f"{index}.png")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, pets: Path) -> Path:
+    """Those files of a run that are needed; its model has learnt nothing."""
+    run = tmp_path / "run"
+    run.mkdir()
+    facts = {"mean": MEAN, "std": STD, "shape": [3, 8, 8], "classes": ["ant", "bee", "cat"]}
+    described = {**TrainConfig(model="mlp", dataset=f"folder:{pets}").as_dict(), "run": facts}
+    (run / "config.json").write_text(json.dumps(described))
+    torch.save(untrained().state_dict(), run / "model.pt")
+    return run
+
+
+def untrained() -> torch.nn.Module:
+    return models.build("mlp", device=torch.device("cpu"), seed=3, shape=(3, 8, 8), classes=3)
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert cli.run(["evaluate", "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+    assert cli.run(["evaluate", *map(str, arguments)]) == code
+    said = capsys.readouterr().err
+    assert "  why:  " in said and "  next: " in said
+    return said
+
+
+def test_model_data_and_normalisation_come_from_the_run(
+    run: Path, pets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = evaluated(capsys, "--checkpoint", run)
+    pixels = [numpy.array(Image.open(path)) for path in sorted((pets / "test").rglob("*.png"))]
+    images = torch.from_numpy(numpy.stack(pixels)).permute(0, 3, 1, 2)
+    labels = torch.tensor([0] * 4 + [1] * 4)
+    with torch.inference_mode():
+        scores = untrained()((images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1))
+    right = scores.argmax(dim=1) == labels
+    assert report["samples"] == 8
+    assert report["accuracy"] == right.double().mean().item()
+    assert report["loss"] == pytest.approx(torch.nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
+    assert [(one["name"], one["images"], one["accuracy"]) for one in report["classes"]] == [
+        ("ant", 4, right[:4].double().mean().item()),
+        ("bee", 4, right[4:].double().mean().item()),
+        ("cat", 0, None),
+    ]
+
+
+def test_the_text_has_a_line_for_each_class_and_each_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["evaluate", "--checkpoint", str(run / "model.pt"), "--out_dir", str(run / "a" / "b")]) == 0
+    first, header, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"mlp of {run / 'model.pt'} on folder:") and first.endswith("over 8 images")
+    assert header.split("  ")[1:] == ["class", "images", "accuracy", "most often taken for"]
+    assert [line.split()[0] for line in lines[:3]] == ["ant", "bee", "cat"]
+    assert sorted(Path(line.strip()).name for line in lines[3:]) == FILES
+    assert sorted(path.name for path in (run / "a" / "b").iterdir()) == FILES
+
+
+def test_each_data_set_and_each_checkpoint_has_a_folder_of_its_own(
+    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_images(tmp_path / "others", train=("ant", "bee", "cat"), test=("cat",))
+    state = {"position": {}, "model": untrained().state_dict()}
+    content = io.BytesIO()
+    torch.save(state, content)
+    saved = checkpoint_file.write(run / "checkpoints", 7, content.getvalue(), {})
+    folders = [
+        Path(evaluated(capsys, "--checkpoint", *arguments)["files"][0]).parent
+        for arguments in ([run], [run, "--dataset", f"folder:{other}"], [saved], [saved.with_suffix(".json")])
+    ]
+    assert folders[2] == folders[3]
+    names = [folder.name for folder in folders[:3]]
+    assert names[0].startswith("evaluation-folder-") and names[0].endswith("-pets")
+    assert names[1].startswith("evaluation-folder-") and names[1].endswith("-others")
+    assert names[2] == f"{names[0]}-{saved.stem}"
+    assert all(folder.parent == run and sorted(path.name for path in folder.iterdir()) == FILES for folder in folders)
+
+
+def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_is_whole(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = io.BytesIO()
+    torch.save({"position": {}, "model": untrained().state_dict()}, content)
+    whole, damaged = (checkpoint_file.write(run / "checkpoints", step, content.getvalue(), {}) for step in (7, 8))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with_model = evaluated(capsys, "--checkpoint", run)
+    (run / "model.pt").unlink()
+    for place in (run, run / "checkpoints"):
+        report = evaluated(capsys, "--checkpoint", place)
+        assert report["checkpoint"] == str(whole) and report["loss"] == with_model["loss"]
+    assert "is not the checkpoint that was written" in refused(capsys, 15, "--checkpoint", damaged)
+
+
+def test_a_checkpoint_can_be_named_from_within_its_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = io.BytesIO()
+    torch.save({"position": {}, "model": untrained().state_dict()}, content)
+    saved = checkpoint_file.write(run / "checkpoints", 7, content.getvalue(), {})
+    monkeypatch.chdir(run / "checkpoints")
+    (first, *_) = evaluated(capsys, "--checkpoint", saved.name)["files"]
+    assert Path(first).resolve().parent.parent == run
+
+
+def test_a_model_without_its_run_is_evaluated_once_told_what_it_is(
+    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / "moved.pt"
+    shutil.copy(run / "model.pt", moved)
+    said = refused(capsys, 2, "--checkpoint", moved, "--model", "mlp")
+    assert "does not say which dataset it is of" in said and "--dataset mnist" in said
+    told = ["--model", "mlp", "--dataset", f"folder:{pets}"]
+    losses = [
+        evaluated(capsys, "--checkpoint", *arguments)["loss"]
+        for arguments in ([moved, *told], [run, "--normalization", "dataset"], [run], [run, "--normalization", "none"])
+    ]
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "torch cannot read it as one"),
+        (b"not a model", "torch cannot read it as one"),
+        (None, "torch cannot read it as one"),
+        ([1, 2], "torch cannot read it as one"),
+        ({}, "it holds nothing"),
+        ({"epoch": 3, "accuracy": 0.5}, "it holds epoch, accuracy, where tensors are wanted"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused(
+    run: Path, content: Any, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run / "model.pt"
+    if content is None:
+        model.write_bytes(model.read_bytes()[:-2000])
+    elif isinstance(content, bytes):
+        model.write_bytes(content)
+    else:
+        torch.save(content, model)
+    said = refused(capsys, 15, "--checkpoint", run)
+    assert f"error[checkpoint-corrupt]: {model} holds no model" in said and why in said
+
+
+def test_a_place_without_a_model_is_refused_with_those_that_are_near(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, 15, "--checkpoint", tmp_path)
+    assert "error[checkpoint-missing]: no model at" in said
+    assert f"ddp-manual evaluate --checkpoint {run}" in said
+    assert "there is no such file or folder" in refused(capsys, 15, "--checkpoint", run / "modle.pt")
+    assert "no regular file" in refused(capsys, 2, "--checkpoint", "/dev/zero")
+
+
+def test_another_model_is_refused_and_the_one_that_fits_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, 15, "--checkpoint", run, "--model", "convnet")
+    assert "error[checkpoint-mismatch]: " in said and "is no convnet for 3x8x8 images of 3 classes" in said
+    assert "it fits --model mlp" in said
+
+
+def test_images_of_another_shape_or_number_of_classes_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = write_images(tmp_path / "two", train=("ant", "bee"), test=("ant", "bee"))
+    before = set(run.iterdir())
+    said = refused(capsys, 15, "--checkpoint", run, "--dataset", f"folder:{two}")
+    assert "trained on 3x8x8 images of 3 classes" in said
+    assert f"folder:{two} has 3x8x8 images of 2 classes" in said
+    said = refused(capsys, 15, "--checkpoint", run, "--image_size", 16)
+    assert "has 3x16x16 images of 3 classes" in said
+    assert set(run.iterdir()) == before
+
+
+def test_other_names_of_as_many_classes_are_a_warning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["evaluate", "--checkpoint", str(run), "--classes", "ant,wasp,cat"]) == 0
+    said = capsys.readouterr()
+    assert "the classes have other names than those the model was trained on: wasp instead of bee" in said.err
+    assert "\n  wasp " in said.out
+
+
+@pytest.mark.parametrize(
+    ("run_facts", "why"),
+    [
+        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, 28]}, "KeyError: 'classes'"),
+        ({"mean": "x", "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError"),
+        ({"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]}, "mean and std"),
+        ({"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "mean and std"),
+        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, "28"], "classes": ["0"]}, "'28' is no length"),
+        ({"mean": [0.0], "std": [1.0], "shape": [28, 28], "classes": ["0"]}, "ValueError"),
+        ([], "TypeError"),
+    ],
+)
+def test_a_record_of_a_run_that_contradicts_itself_is_named(
+    run: Path, run_facts: Any, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**described, "run": run_facts}))
+    said = refused(capsys, 15, "--checkpoint", run)
+    assert f"error[checkpoint-corrupt]: {run / 'config.json'} is not what a run has written" in said and why in said
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"epochs": "two"}', '{"run": null, "modle": "mlp"}'])
+def test_a_config_that_cannot_be_read_is_named(run: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "config.json").write_text(content)
+    assert cli.run(["evaluate", "--checkpoint", str(run)]) in (2, 15)
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_parameters_that_are_not_numbers_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parameters = torch.load(run / "model.pt", weights_only=True)
+    torch.save({name: value * float("nan") for name, value in parameters.items()}, run / "model.pt")
+    assert "gives scores that are not numbers" in refused(capsys, 15, "--checkpoint", run)
+
+
+def test_the_folder_of_a_run_and_one_that_cannot_be_made_are_no_out_dir(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is the folder of a run" in refused(capsys, 2, "--checkpoint", run, "--out_dir", run)
+    (tmp_path / "file").touch()
+    assert "--out_dir" in refused(capsys, 2, "--checkpoint", run, "--out_dir", tmp_path / "file" / "out")

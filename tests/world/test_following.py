@@ -1,0 +1,140 @@
+"""``--track``: what TensorBoard, Weights & Biases and ``track.jsonl`` hold of a run, read back by their own readers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tracked
+from tests.conftest import RankProcess, Start
+
+# 600 steps for one rank.
+STEPS = ("--epochs", 4, "--batch_size", 400, "--log_every", 5, "--checkpoint_steps", 50)
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def numbers(rank: RankProcess, pattern: str) -> list[int]:
+    return [int(number) for number in re.findall(pattern, rank.err)] or [0]
+
+
+def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
+    """And a checkpoint is not the last they have been told of."""
+    rank.wait_for("wandb: offline")
+    deadline = time.monotonic() + 60
+    while (
+        not tracked.wandb_curves(*tracked.wandb_files(run))
+        or numbers(rank, r"] step (\d+)/")[-1] < numbers(rank, r"saved \S*step-0*(\d+)")[-1] + 15
+    ):
+        assert rank.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_that_was_killed_and_went_on_is_one_run_in_every_tracker(start_rank: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killed = start_rank(0, 1, *STEPS, "--track", "tensorboard,wandb,jsonl", **OFFLINE)
+    wait_until_all_have_something_to_keep(killed, run)
+    killed.kill()
+    resumed = start_rank(0, 1, *STEPS, "--track", "tensorboard,wandb,jsonl", "--resume", "auto", **OFFLINE)
+    assert resumed.wait() == 0
+    assert "the run goes on without it" not in resumed.err
+    assert f"as WANDB_MODE or a settings file asks); to upload it: wandb sync {run}/wandb" in resumed.err
+
+    metrics = json_lines(run / "metrics.jsonl")
+    losses = {line["step"]: line["loss"] for line in metrics}
+    assert max(losses) == 600 and len(losses) == 120
+
+    board = tracked.tensorboard(run / "tensorboard")
+    assert {scalar.step: scalar.value for scalar in board.Scalars("train/loss")} == pytest.approx(losses)
+    for name in ("train/loss", "train/accuracy", "lr", "samples_per_second", "seconds"):
+        assert [scalar.step for scalar in board.Scalars(name)] == list(losses)
+    assert [scalar.step for scalar in board.Scalars("test/accuracy")] == [150, 300, 450, 600]
+    assert board.Images("samples")[0].width > 500
+    assert board.Images("predictions/images") and "predictions/text_summary" in board.Tags()["tensors"]
+    assert "hyperparameters/text_summary" in board.Tags()["tensors"]
+
+    lines = json_lines(run / "track.jsonl")
+    assert {line["step"]: line["train/loss"] for line in lines if "train/loss" in line} == losses
+    assert [line["event"] for line in lines if line["event"] != "scalars"] == [
+        *("started", "image", "started", "image", "table", "result", "closed")
+    ]
+    (table,) = (line["rows"] for line in lines if line["event"] == "table")
+    with (run / "predictions.csv").open(newline="") as file:
+        expected_rows = list(csv.DictReader(file))[:100]
+    assert [(str(row["id"]), row["guess"], row["truth"]) for row in table] == [
+        (row["id"], row["guess"], row["truth"]) for row in expected_rows
+    ]
+    assert lines[-1]["complete"] is True
+
+    files = tracked.wandb_files(run)
+    assert len(files) == 2 and files[0].name == files[1].name
+    assert json.loads((run / "wandb.json").read_text())["id"] == tracked.wandb_run(files[1])["run_id"]
+    about = tracked.wandb_run(files[0])
+    assert re.fullmatch(r"mlp-synthetic-1ranks-[0-9a-f]{8}", about["display_name"])
+    assert about["config"]["update"]["world_size"] == 1 and about["config"]["update"]["batch_size_per_rank"] == 400
+    curves = tracked.wandb_curves(*files)
+    # What it had not been told of yet when it was killed, is lost.
+    (gone_on,) = numbers(resumed, r"going on after step (\d+)")
+    told = list(tracked.wandb_curves(files[0])["train/loss"])
+    expected = {step: loss for step, loss in losses.items() if step <= told[-1] or step > gone_on}
+    assert curves["train/loss"] == expected and len(expected) > 60
+    assert list(curves["test/accuracy"])[-1] == 600
+    (tables,) = files[1].parent.glob("files/media/table/predictions_*.table.json")
+    content = json.loads(tables.read_text())
+    assert content["columns"] == ["id", "image", "guess", "truth", *(f"score {digit}" for digit in range(10))]
+    assert [(row[0], row[2], row[3]) for row in content["data"]] == [
+        (row["id"], row["guess"], row["truth"]) for row in table
+    ]
+    assert {"lr", "samples_per_second", "train/accuracy", "test/loss", "samples.path"} <= set(curves)
+    assert tracked.wandb_processes(run) == []
+
+
+STOPPED_CORE = """
+import sys, time
+from pathlib import Path
+import psutil
+from ddp_manual import console
+from ddp_manual.rundir import RunPaths
+from ddp_manual.training.metering import Metrics
+from ddp_manual.training.trackers import followed
+from ddp_manual.training.trackers.sink import About
+from ddp_manual.training.trackers.wandb import WeightsAndBiases
+
+console.log_to_stderr(0)
+followed.STOP_WITHIN = 0.5
+paths = RunPaths(Path(sys.argv[1]))
+tracker = followed.Followed([WeightsAndBiases(paths)], About(name="name", hyperparameters={}, paths=paths))
+
+def metrics(step):
+    return Metrics(step=step, epoch=1, loss=1.0, accuracy=0.5, lr=0.1, samples_per_second=1.0, seconds=1.0)
+
+tracker.trained(metrics(1))
+while not (cores := [child for child in psutil.Process().children() if child.name() == "wandb-core"]):
+    time.sleep(0.01)
+while not list(paths.wandb.glob("offline-run-*/run-*.wandb")):
+    time.sleep(0.01)
+cores[0].suspend()
+started = time.monotonic()
+for step in range(2, 1002):
+    tracker.trained(metrics(step))
+assert time.monotonic() - started < 1
+tracker.closed()
+assert time.monotonic() - started < 4
+"""
+
+
+def test_a_wandb_that_hangs_is_given_up_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
+    script = start(sys.executable, "-c", STOPPED_CORE, tmp_path / "run", **OFFLINE)
+    assert script.wait(30) == 0, script.err
+    assert script.err.count("[rank 0] --track wandb: it did not finish within 0.5 s; the run goes on without it") == 1
+    assert tracked.wandb_processes(tmp_path / "run") == []

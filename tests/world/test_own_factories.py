@@ -1,0 +1,85 @@
+"""A model and data of the user's own, by the example that the docs show, and by one that differs between ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY, RankProcess, Start
+
+OPTIONS = ("--model", "my_shapes:network", "--dataset", "my_shapes:shapes", "--batch_size", 50)
+
+
+@pytest.fixture
+def start_own(start: Start, port: int, tmp_path: Path) -> Start:
+    """Start a rank in a folder of its own that has the example's module."""
+
+    def start_own(rank: int, *options: object) -> RankProcess:
+        folder = tmp_path / f"rank{rank}"
+        if not folder.exists():
+            folder.mkdir()
+            shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+        words = ["--world_size", 2, "--rank", rank, "--master_port", port, "--run_dir", tmp_path / "run", *options]
+        return start(sys.executable, REPOSITORY / "run_multi_gpu_train.py", *OPTIONS, *words, cwd=folder)
+
+    return start_own
+
+
+def test_a_model_and_data_of_ones_own_are_trained_from_the_current_folder(start_own: Start, tmp_path: Path) -> None:
+    ranks = [start_own(rank, "--epochs", 4) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["final_test_accuracy"] > 0.95
+    run = json.loads((tmp_path / "run" / "config.json").read_text())["run"]
+    assert run["classes"] == ["upright", "lying"] and run["shape"] == [1, 16, 16]
+    assert "0.weight" in torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+
+
+def test_a_rank_whose_module_differs_is_turned_away_with_both_digests(start_own: Start, tmp_path: Path) -> None:
+    rank_0 = start_own(0)
+    rank_0.wait_for("listening")
+    module = tmp_path / "rank1" / "my_shapes.py"
+    module.parent.mkdir()
+    module.write_text((tmp_path / "rank0" / "my_shapes.py").read_text() + "\n# another\n")
+    rank_1 = start_own(1)
+    assert rank_1.wait() == 12
+    assert "error[config-mismatch]" in rank_1.err
+    assert "model source: rank 0 has " in rank_1.err and str(module) in rank_1.err
+    assert "bring that on" in rank_1.err
+
+
+def test_what_a_factory_raises_is_shown_on_every_rank(start_own: Start, tmp_path: Path) -> None:
+    module = "def network(): raise LookupError('of mine')\ndef shapes(): raise OSError('no disk of mine')\n"
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir()
+        (tmp_path / f"rank{rank}" / "my_shapes.py").write_text(module)
+    ranks = [start_own(rank) for rank in range(2)]
+    assert sorted(rank.wait() for rank in ranks) == [1, 14]
+    for rank in ranks:
+        assert "no disk of mine" in rank.err and "my_shapes.py" in rank.err
+
+
+def test_a_module_that_is_not_there_is_told_before_the_others_are_waited_for(start_own: Start) -> None:
+    rank = start_own(0, "--model", "nowhere:network")
+    assert rank.wait() == 2
+    assert "there is no module nowhere" in rank.err and "listening" not in rank.err
+
+
+def test_dropout_goes_on_from_a_checkpoint_as_if_the_run_had_not_stopped(start_own: Start, tmp_path: Path) -> None:
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    options = ("--model", "classic", "--epochs", 2, "--checkpoint_steps", 3)
+
+    def train(run_dir: Path, *more: object) -> None:
+        ranks = [start_own(rank, *options, "--keep", 9, "--run_dir", run_dir, *more) for rank in range(2)]
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+
+    train(whole)
+    (third_step,) = (whole / "checkpoints").glob("step-00000003-*.pt")
+    train(rest, "--resume", third_step)
+    first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (whole, rest))
+    assert all(torch.equal(first[name], second[name]) for name in first)
