@@ -216,13 +216,17 @@ class Meeting:
             )
 
     def all_finish_soon(self) -> bool:
-        """Say that this rank has done its work; whether the others have too, or do within ``FINISH_TOGETHER``."""
+        """Say that this rank has done its work; whether the others have too, or do within ``FINISH_TOGETHER``.
+
+        All ranks agree on it. One that comes late, and then sees all others, would wait in a last collective for those
+        that have closed their groups without it; for good, if a script keeps a DDP module and with it the connections.
+        """
         finished = self.store.set_finished(self.spec.rank)
         deadline = time.monotonic() + FINISH_TOGETHER
         while finished < self.spec.world_size and time.monotonic() < deadline:
             time.sleep(self._look_every)
             finished = self.store.count_finished()
-        return finished >= self.spec.world_size
+        return self.store.close_together(finished >= self.spec.world_size)
 
     @property
     def members(self) -> list[Member]:

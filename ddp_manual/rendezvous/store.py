@@ -17,6 +17,7 @@ is JSON, never pickle.
     report/<rank>     what a rank has to tell rank 0 at its end
     failure           the first failure of the run: whoever reads it leaves
     finished/<rank>   this rank has done its work and takes part in no more collectives; ``finished`` counts them
+    together          whether the ranks close their process groups together; the first to know decides
     left/<nonce>      this process needs the store no more; not by rank, which an earlier process may have been
     process_group/    torch's own keys
 """
@@ -73,8 +74,9 @@ class RunStore:
     Every method raises StoreGone when the store is gone.
     """
 
-    def __init__(self, client: TCPStore, address: str, port: int, attempt: str) -> None:
+    def __init__(self, client: TCPStore, address: str, port: int, attempt: str, *, hosts: bool = False) -> None:
         self._client = client
+        self._hosts = hosts
         self.address = address
         self.port = port
         self._attempt = attempt
@@ -86,7 +88,7 @@ class RunStore:
         """Serve a store on a listening socket (which it takes over), and connect to it."""
         address, port = listener.getsockname()[:2]
         with _torch_errors(address, port):
-            return cls(_client(address, port, listen_fd=listener.detach()), address, port, attempt)
+            return cls(_client(address, port, listen_fd=listener.detach()), address, port, attempt, hosts=True)
 
     @classmethod
     def connect(cls, address: str, port: int, attempt: str = "0") -> RunStore:
@@ -102,10 +104,15 @@ class RunStore:
         return RunStore.connect(self.address, self.port, self._attempt)
 
     def for_process_group(self) -> Store:
-        """The part of the store that ``init_process_group`` may use."""
+        """The part of the store that ``init_process_group`` may use.
+
+        Where this process hosts the store it is another client: a DDP module holds its process group, and would keep
+        the server and its port from the next rendezvous for as long as the script keeps the module.
+        """
         from torch._C._distributed_c10d import PrefixStore
 
-        return PrefixStore(self._key("process_group"), self._client)
+        client = self.clone()._client if self._hosts else self._client
+        return PrefixStore(self._key("process_group"), client)
 
     # -- the roll call ------------------------------------------------------------------------------------------
 
@@ -242,6 +249,10 @@ class RunStore:
     def count_finished(self) -> int:
         with self._errors():
             return int(self._client.add(self._key("finished"), 0))
+
+    def close_together(self, seen: bool) -> bool:
+        """Whether all ranks close their process groups together: ``seen`` of the first that has seen it, for all."""
+        return seen if self._set_once("together", seen) else not seen
 
     def has_finished(self, rank: int) -> bool:
         return self._known(f"finished/{rank}")

@@ -27,7 +27,7 @@ def start_script(start: Start, port: int, tmp_path: Path) -> StartScript:
             "import sys, time\n"
             "import torch.distributed as dist\n"
             "from ddp_manual import WorldSpec\n"
-            "from ddp_manual.rendezvous import rendezvous, world as worlds\n"
+            "from ddp_manual.rendezvous import joining, rendezvous\n"
             f"{head}\n"
             "with rendezvous(WorldSpec.from_environment(peer_timeout=3)) as world:\n"
             + "".join(f"    {line}\n" for line in body.splitlines())
@@ -53,7 +53,7 @@ def test_a_script_that_exits_with_3_has_failed_and_the_others_are_told(start_scr
 
 
 def test_a_rank_that_works_on_alone_after_rank_0_has_left_ends_well(start_script: StartScript) -> None:
-    ranks = start_script("if world.rank == 1: time.sleep(5)", head="worlds.LEAVE_TIMEOUT = 1")
+    ranks = start_script("if world.rank == 1: time.sleep(5)", head="joining.LEAVE_TIMEOUT = 1")
     assert [rank.wait(30) for rank in ranks] == [0, 0], ranks[1].err
     assert "rank 0 has finished and left; this rank goes on alone" in ranks[1].err
     assert "came out" in ranks[1].out

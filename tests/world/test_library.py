@@ -107,8 +107,10 @@ def test_two_rendezvous_after_one_another_in_one_process(start: Start, port: int
             from ddp_manual import WorldSpec
             from ddp_manual.rendezvous import rendezvous
 
+            kept = []
             for late in (2, 1):
                 with rendezvous(WorldSpec.from_environment()) as world:
+                    kept.append(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)))
                     total = torch.ones(1)
                     dist.all_reduce(total)
                     print(total.item())
