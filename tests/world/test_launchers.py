@@ -1,0 +1,84 @@
+"""However ranks are started, what they learn is the same."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ddp_manual.config import MODELS
+from tests.conftest import REPOSITORY, RankProcess, Start
+
+# A rank of the command line trains one network. To save its start, this has it train all of them, one after the other.
+EVERY_MODEL = """
+    import dataclasses
+    from ddp_manual import worker
+    from ddp_manual.config import MODELS
+
+    run = worker.run
+
+    def run_every_model(spec, config):
+        for model in MODELS:
+            summary = run(spec, dataclasses.replace(config, model=model, run_dir=f"{config.run_dir}/{model}"))
+        return summary
+
+    worker.run = run_every_model
+"""
+
+SPAWNING = """
+    import sys
+    import ddp_manual
+    from ddp_manual import TrainConfig
+    from ddp_manual.config import MODELS
+
+    def train_every_model(world, dataset, run_dir):
+        for model in MODELS:
+            config = TrainConfig(model=model, run_dir=f"{run_dir}/{model}", dataset=dataset, epochs=2, batch_size=10)
+            ddp_manual.train(world, config)
+
+    if __name__ == "__main__":
+        ddp_manual.spawn(train_every_model, 2, args=sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def started(start: Start, few_images: Path, tmp_path: Path, port: int) -> dict[str, list[RankProcess]]:
+    """Two ranks that train every model for six steps, started in each way at once; the folders have its name."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(EVERY_MODEL))
+    (tmp_path / "spawning.py").write_text(textwrap.dedent(SPAWNING))
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    program = REPOSITORY / "run_multi_gpu_train.py"
+    dataset = f"folder:{few_images}"
+    options = ["--dataset", dataset, "--epochs", 2, "--batch_size", 10]
+    identity = ["--world_size", 2, "--master_port", port, "--run_dir", tmp_path / "by hand"]
+    return {
+        "by hand": [start(sys.executable, program, *identity, "--rank", rank, *options, **env) for rank in range(2)],
+        "launch": [
+            start(
+                *(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", tmp_path / "launch"),
+                *("--", *options),
+                **env,
+            )
+        ],
+        "torchrun": [
+            start(
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+                *(program, "--run_dir", tmp_path / "torchrun", *options),
+                **env,
+            )
+        ],
+        "spawn": [start(sys.executable, tmp_path / "spawning.py", dataset, tmp_path / "spawn")],
+    }
+
+
+def test_every_model_learns_the_same_parameters_bit_for_bit_however_its_ranks_are_started(
+    started: dict[str, list[RankProcess]], tmp_path: Path
+) -> None:
+    """Bit for bit, since two gradients have but one sum; three or more could be added up in another order."""
+    for way, processes in started.items():
+        assert [process.wait() for process in processes] == [0] * len(processes), f"{way}: {processes[0].err}"
+    for model in MODELS:
+        learned = {(tmp_path / way / model / "model.pt").read_bytes() for way in started}
+        assert len(learned) == 1, model
