@@ -19,14 +19,15 @@ from ddp_manual.config import TrainConfig, WorldSpec
 from ddp_manual.errors import DdpManualError
 
 if TYPE_CHECKING:
+    from ddp_manual.spawning import spawn
     from ddp_manual.worker import train
 
 __version__ = "0.1.0"
 
-__all__ = ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "train"]
+__all__ = ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "spawn", "train"]
 
 # Name -> the module it is taken from when it is first asked for: ``--help`` needs none of them.
-_LATER = {"train": "ddp_manual.worker"}
+_LATER = {"spawn": "ddp_manual.spawning", "train": "ddp_manual.worker"}
 
 
 def __getattr__(name: str) -> Any:

@@ -112,6 +112,7 @@ class WorldSpec(Options):
     """Option -> "flag" or "from VARIABLE"; what is not in it is a default."""
 
     def __post_init__(self) -> None:
+        self.check_bounds()
         if not self.master_addr.strip():
             raise BadOption(
                 "--master_addr is empty",
@@ -124,7 +125,6 @@ class WorldSpec(Options):
                 why=f"{self.named('master_addr')}: it stands for all addresses of a host",
                 next="give the host name or the IP address of rank 0's machine, the same on every rank",
             )
-        self.check_bounds()
         if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
             raise BadOption(
                 f"--run_id {self.run_id!r} cannot name a run",

@@ -300,6 +300,12 @@ def for_child(
     return env
 
 
+def forget_the_launcher() -> None:
+    """In a rank that a script starts itself: what another launcher has told the script does not concern it."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+
+
 def colour_allowed() -> bool:
     """False where the user asks for plain text (https://no-color.org) or the terminal can do no better."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -45,12 +45,13 @@ Only ``cli`` turns one of these into an exit status.
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import signal
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +78,10 @@ class DdpManualError(Exception):
     def __str__(self) -> str:
         """Also where nobody renders it, as at the end of a traceback, the error says why and what next."""
         return self.render().split(": ", 1)[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies it to another process: Exception would call the class with ``args``, which lack the keywords."""
+        return copyreg.__newobj__, (type(self), self.what), self.__dict__  # type: ignore[attr-defined]
 
     def render(self) -> str:
         """The three-part text that ends every failing rank's stderr."""

@@ -13,6 +13,8 @@ from ddp_manual.errors import BadOption
 
 T = TypeVar("T")
 
+KINDS: Mapping[type, str] = {int: "whole number", float: "number", bool: "bool", str: "text"}
+
 
 def option(
     default: T,
@@ -72,15 +74,32 @@ class Options:
         }
 
     def check_bounds(self) -> None:
+        """Raises BadOption for a value that is of another type than its option, or out of its bounds."""
+        kinds = value_types(type(self))
         for field in option_fields(type(self)):
             value = getattr(self, field.name)
-            complaint = _complaint(value, field.metadata) if value is not None else None
-            if complaint:
+            if value is None and field.default is None:
+                continue
+            kind = kinds[field.name]
+            if not _is_of(kind, value):
+                raise BadOption(
+                    f"--{field.name} {value!r} is no {KINDS[kind]}",
+                    why=f"it is of the type {type(value).__name__}: {field.metadata['help']}",
+                    next=f"give a {kind.__name__}",
+                )
+            if complaint := _complaint(value, field.metadata):
                 raise BadOption(
                     f"--{field.name} {value} {complaint}",
                     why=f"{self.named(field.name)}: {field.metadata['help']}",
                     next=f"choose a --{field.name} that {_wanted(field.metadata)}",
                 )
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    """A script may give what no command line could. A whole number is a number too; True is neither."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:

@@ -153,7 +153,8 @@ def become(request: dict[str, Any], path: Sequence[str]) -> None:
         __import__("sitecustomize")
     words = request["words"]
     sys.orig_argv[:] = words
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    # multiprocessing, which torch imports, gives the program this second name.
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
     if words[1] == "-m":
         sys.argv[:] = ["-m", *words[3:]]

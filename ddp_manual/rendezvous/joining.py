@@ -50,6 +50,7 @@ def rendezvous(
     run_dir: str | None = None,
     command: str | None = None,
     steps: Steps | None = None,
+    tell: Callable[[DdpManualError], None] = console.print_error,
 ) -> Iterator[World]:
     """Meet the other ranks, run the body as one of them, and leave in order.
 
@@ -61,6 +62,7 @@ def rendezvous(
         run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files.
         command: the command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers; None if it is a
             script of the user's own, which then has to be the same on every rank.
+        tell: told why this process ends, where a thread has to end it since the main one is blocked.
         steps: filled with what is done, and how long each step takes.
 
     Raises:
@@ -100,7 +102,7 @@ def rendezvous(
         attempt(partial(lastwords.write_failure, error, spec.rank, meeting.folder.path), KEEP_WITHIN)
 
     def report(error: DdpManualError) -> None:
-        console.print_error(error)
+        tell(error)
         keep(error)
 
     progress = Progress()

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "worker": {"rendezvous", "training", "outcome", "resuming", *BOTTOM},
     "outcome": {"rendezvous", "training", *BOTTOM},
     "resuming": {"training", *BOTTOM},
+    "spawning": {"rendezvous", "launching", *BOTTOM},
     "checkup": {"rendezvous", *BOTTOM},
     "recorded": BOTTOM,
     "comparison": {"recorded", "reports", *BOTTOM},
@@ -57,7 +58,7 @@ MAY_IMPORT = {
         "launching",
         *BOTTOM,
     },
-    "__init__": {"config", "errors", "worker"},
+    "__init__": {"config", "errors", "spawning", "worker"},
     "__main__": {"cli"},
     **dict.fromkeys(BOTTOM, BOTTOM),
 }
@@ -108,7 +109,7 @@ def test_the_command_line_needs_no_torch() -> None:
 def test_the_public_names_are_these() -> None:
     import ddp_manual.rendezvous
 
-    assert ddp_manual.__all__ == ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "train"]
+    assert ddp_manual.__all__ == ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "spawn", "train"]
     for name in ddp_manual.__all__:
         assert getattr(ddp_manual, name)
     assert ddp_manual.rendezvous.__all__ == ["World", "alone", "rendezvous"]

@@ -1,0 +1,72 @@
+"""What ``spawn`` refuses before it starts a process, and what comes back from one."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import subprocess
+import sys
+import threading
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+from ddp_manual import WorldSpec, spawn
+from ddp_manual.errors import BadOption, Stopped, every_error
+from ddp_manual.rendezvous.store import StoreGone
+from tests.conftest import REPOSITORY
+
+
+def train(world: object, *args: object) -> None:
+    """Never called: nothing here starts a process."""
+
+
+def local() -> Any:
+    def train_here(world: object) -> None: ...
+
+    return train_here
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: spawn(lambda world: None, 2), r"spawn cannot start .*<lambda>"),
+        (lambda: spawn(local(), 2), "spawn cannot start local.<locals>.train_here"),
+        (lambda: spawn(functools.partial(local(), x=1), 2), "spawn cannot start local.<locals>.train_here"),
+        (lambda: spawn(train(None), 2), "train_fn is NoneType, which cannot be called"),
+        (lambda: spawn(train, 0), "nprocs 0 is no number of ranks"),
+        (lambda: spawn(train, 2.0), "nprocs 2.0 is no number of ranks"),
+        (lambda: spawn(train, True), "nprocs True is no number of ranks"),
+        (lambda: spawn(train, "2"), "nprocs '2' is no number of ranks"),
+        (lambda: spawn(train, 2, 5), "args is int, which is no sequence of arguments"),
+        (lambda: spawn(train, 2, "data"), "args is str, which is no sequence of arguments"),
+        (lambda: spawn(train, 2, (threading.Lock(),)), "train and its args cannot be copied to the ranks"),
+        (lambda: spawn(train, 2, rank=1), "spawn takes no rank"),
+        (lambda: spawn(train, 2, world_size=2), "spawn takes no world_size"),
+        (lambda: spawn(train, 2, patience=3), "spawn takes no patience"),
+        (lambda: spawn(train, 2, join_timeout=0), "--join_timeout 0 is not above 0"),
+        (lambda: spawn(train, 2, join_timeout="soon"), "--join_timeout 'soon' is no number"),
+        (lambda: WorldSpec(world_size=True), "--world_size True is no whole number"),
+        (lambda: WorldSpec(master_addr=7), "--master_addr 7 is no text"),
+    ],
+)
+def test_what_cannot_be_called_in_another_process_is_refused_before_one_is_started(call: Any, named: str) -> None:
+    with pytest.raises(BadOption, match=named):
+        call()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_function_that_was_typed_at_a_prompt_is_refused_with_where_to_put_it() -> None:
+    typed = "import ddp_manual\ndef train(world): pass\nddp_manual.spawn(train, 2)\n"
+    said = subprocess.run([sys.executable, "-"], input=typed, cwd=REPOSITORY, text=True, capture_output=True).stderr
+    assert "spawn cannot start train, which was typed into a notebook or at a prompt" in said
+    assert "then: from training import train" in said
+
+
+def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
+    errors = [kind("a", why="b", next="c") for kind in every_error().values() if kind is not Stopped]
+    for error in (*errors, Stopped(15, "after step 3", next="d"), StoreGone("::1", 29500, "e")):
+        copied = ForkingPickler.loads(ForkingPickler.dumps(error))
+        assert type(copied) is type(error)
+        assert (copied.render(), copied.exit_code, copied.args) == (error.render(), error.exit_code, error.args)
