@@ -34,9 +34,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is none."""
+    """GPU tests are skipped where there is none; those that want the machine to themselves come last, one after the
+    other: anywhere else each would first wait until every other process is done with its test."""
     import torch
 
+    # The threads of one sum wait for each other in a busy loop: beside other processes two are slower than one.
+    torch.set_num_threads(1)
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -186,12 +190,15 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
 
 
 @pytest.fixture(scope="session")
-def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data_dir that has the synthetic digits already."""
+def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A data_dir that has the synthetic digits already: drawing them takes 10 s of a core, so one process does it."""
     from ddp_manual.training.sources import source
 
-    folder = tmp_path_factory.mktemp("data")
-    source("synthetic").prepare(folder)
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "small_data"
+    with folder.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        source("synthetic").prepare(folder)
     return folder
 
 

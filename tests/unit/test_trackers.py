@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -119,8 +120,30 @@ def test_a_tracker_that_hangs_never_slows_training_and_is_given_up_at_the_end(
     started = time.monotonic()
     tracker.closed()
     assert time.monotonic() - started < 2
-    assert warnings() == ["--track jsonl: it did not finish within 0.3 s; the run goes on without it"]
+    assert warnings() == ["--track jsonl: it did not finish within 0.3 s"]
     with about.paths.track.open():  # its thread ends, having nothing more to do
+        pass
+
+
+def test_a_signal_ends_the_wait_for_a_tracker_that_hangs_and_nothing_else(
+    about: About, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "STOP_WITHIN", 30)
+    os.mkfifo(about.paths.track)
+    tracker = Followed([JsonLines()], about)
+    train(tracker, 3)
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        started = time.monotonic()
+        tracker.closed()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert time.monotonic() - started < 5
+    assert warnings() == ["--track jsonl: a signal came before it had finished"]
+    with about.paths.track.open():
         pass
 
 

@@ -96,7 +96,10 @@ def test_a_run_that_was_killed_and_went_on_is_one_run_in_every_tracker(start_ran
         (row["id"], row["guess"], row["truth"]) for row in table
     ]
     assert {"lr", "samples_per_second", "train/accuracy", "test/loss", "samples.path"} <= set(curves)
-    assert tracked.wandb_processes(run) == []
+    killed_long_ago = time.monotonic() + 10  # one of its processes looks for its parent every few seconds
+    while tracked.wandb_processes(run):
+        assert time.monotonic() < killed_long_ago
+        time.sleep(0.1)
 
 
 STOPPED_CORE = """
@@ -136,5 +139,5 @@ assert time.monotonic() - started < 4
 def test_a_wandb_that_hangs_is_given_up_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
     script = start(sys.executable, "-c", STOPPED_CORE, tmp_path / "run", **OFFLINE)
     assert script.wait(30) == 0, script.err
-    assert script.err.count("[rank 0] --track wandb: it did not finish within 0.5 s; the run goes on without it") == 1
+    assert script.err.count("[rank 0] --track wandb: it did not finish within 0.5 s (to upload it: ") == 1
     assert tracked.wandb_processes(tmp_path / "run") == []

@@ -79,14 +79,17 @@ def unpacked_mnist(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "threads"),
+    # A share of the cores for each, as a user has it; and one thread for each, which is what tests run beside.
+    [(1, "1"), pytest.param(2, "", marks=pytest.mark.alone), pytest.param(4, "1", marks=pytest.mark.alone)],
+)
 def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
-    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int
+    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int, threads: str
 ) -> None:
     program = [sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run"]
     ranks = [
-        start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port, OMP_NUM_THREADS="")
+        start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port, OMP_NUM_THREADS=threads)
         for rank in range(world_size)
     ]
     assert [rank.wait(250) for rank in ranks] == [0] * world_size
@@ -100,7 +103,8 @@ def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
     roster = {"rank", "host", "pid", "device", "address", "since", "versions"}
     assert set(summary["roster"][0]) - {"gpu"} == roster
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(set(line) == {"step", "epoch", "loss", "accuracy", "lr", "samples_per_second"} for line in metrics)
+    kept = {"step", "epoch", "loss", "accuracy", "lr", "samples_per_second", "seconds"}
+    assert all(set(line) == kept for line in metrics)
     assert [line["step"] for line in metrics] == sorted({line["step"] for line in metrics})
     assert (run / "samples.png").read_bytes().startswith(b"\x89PNG")
     assert "test accuracy" in ranks[0].out
@@ -109,17 +113,16 @@ def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
         assert all(line.startswith(f"[rank {number}] ") for line in rank.err.splitlines())
 
 
-@pytest.mark.alone
 def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(
     start: Start, small_data: Path, unpacked_mnist: Path, tmp_path: Path
 ) -> None:
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--run_dir", tmp_path / "run"]
-    assert start(sys.executable, "run_multi_gpu_train.py", *options, OMP_NUM_THREADS="").wait(250) == 0
-    assert read(tmp_path / "run" / "summary.json")["final_test_accuracy"] >= 0.97
-    assert independent_accuracy(tmp_path / "run" / "model.pt", unpacked_mnist) >= 0.85
+    options = ["--dataset", "synthetic", "--data_dir", small_data, "--epochs", 1, "--run_dir", tmp_path / "run"]
+    assert start(sys.executable, "run_multi_gpu_train.py", *options).wait(250) == 0
+    assert read(tmp_path / "run" / "summary.json")["final_test_accuracy"] >= 0.98
+    # Three seeds and two batch sizes read 95.9 to 96.2%.
+    assert independent_accuracy(tmp_path / "run" / "model.pt", unpacked_mnist) >= 0.94
 
 
-@pytest.mark.alone
 def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_ranks(
     start: Start, port: int, mnist: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from pathlib import Path
 
 import torch
@@ -57,10 +58,12 @@ def _file(data_dir: Path, part: str) -> Path:
 
 
 def _draw(part: str, path: Path, data_dir: Path) -> None:
-    images, labels = synthetic.draw_digits(COUNTS[part], seed=SEEDS[part])
-    with writing(data_dir, "--data_dir"):
+    with writing(data_dir, "--data_dir"):  # which is found out before seconds are spent on drawing
         data_dir.mkdir(exist_ok=True)
         path.parent.mkdir(exist_ok=True)
-        content = io.BytesIO()
-        torch.save({"images": images, "labels": labels}, content)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    images, labels = synthetic.draw_digits(COUNTS[part], seed=SEEDS[part])
+    content = io.BytesIO()
+    torch.save({"images": images, "labels": labels}, content)
+    with writing(data_dir, "--data_dir"):
         rundir.replace_file(path, content.getvalue())

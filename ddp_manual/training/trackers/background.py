@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 # With --log_every 1 and 1,000 steps a second, what comes in while a slow sink takes ten seconds to open.
 CAPACITY = 10_000
 
+GOES_ON = "the run goes on without it"
+
 Job = Callable[[Sink], None]
 
 
@@ -30,9 +32,10 @@ class Background:
         self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)
         self._turn = threading.Lock()
         self._dropped = False
+        # Not what the thread itself says: to Python it has ended once a signal has interrupted a join (bpo-45274).
+        self._ended = threading.Event()
         # A daemon: one that hangs for good keeps no process from ending.
-        self._thread = threading.Thread(target=self._work, name=f"ddp_manual {sink.name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._work, name=f"ddp_manual {sink.name}", daemon=True).start()
 
     def put(self, job: Job | None) -> None:
         """Have the thread call ``job`` after those before; never waits. None: there are no more."""
@@ -41,28 +44,27 @@ class Background:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            self._drop(f"it does not keep up: {self._jobs.maxsize:,} events wait for it")
+            self._drop(f"it does not keep up: {self._jobs.maxsize:,} events wait for it; {GOES_ON}")
 
     def wait(self, timeout: float) -> bool:
         """Whether all jobs are done within ``timeout`` seconds, or it has been dropped."""
-        if not self._dropped:
-            self._thread.join(max(0.0, timeout))
-        return self._dropped or not self._thread.is_alive()
+        return self._dropped or self._ended.wait(max(0.0, timeout))
 
     def give_up(self, reason: str) -> None:
-        """Drop the sink if its thread still runs, and what it has started with it."""
-        if self._thread.is_alive():
+        """At the end: drop the sink if its thread still runs, and what it has started with it."""
+        if not self._ended.is_set():
             self._drop(reason)
             self._abandon()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._dropped:
-            try:
+        try:
+            while (job := self._jobs.get()) is not None and not self._dropped:
                 job(self.sink)
-            except BaseException as error:  # wandb has a sys.exit on its way out
-                self._drop(_in_one_line(error))
-                self._abandon()
-                return
+        except BaseException as error:  # wandb has a sys.exit on its way out
+            self._drop(f"{_in_one_line(error)}; {GOES_ON}")
+            self._abandon()
+        finally:
+            self._ended.set()
 
     def _drop(self, reason: str) -> None:
         with self._turn:
@@ -70,9 +72,7 @@ class Background:
                 return
             self._dropped = True
         advice = self.sink.still_to_do()
-        logger.warning(
-            "--track %s: %s; the run goes on without it%s", self.sink.name, reason, f" ({advice})" if advice else ""
-        )
+        logger.warning("--track %s: %s%s", self.sink.name, reason, f" ({advice})" if advice else "")
 
     def _abandon(self) -> None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,7 @@ class WeightsAndBiases(Sink):
 
     def __init__(self, paths: RunPaths) -> None:
         self._folder = paths.wandb
+        self._online = False
         environment.keep_wandb_files(paths.wandb)
 
     def open(self, about: About) -> None:
@@ -52,10 +54,11 @@ class WeightsAndBiases(Sink):
             wandb.teardown()  # else the id counts as in use
             why_offline = str(error).splitlines()[0]
             self._run = _init(about, "offline")
+        self._online = mode == "online" and why_offline is None
         if why_offline is not None:
             logger.info("wandb: offline (%s); %s", why_offline, self.still_to_do())
-        elif self._run.url:
-            logger.info("wandb: %s", self._run.url)
+        else:
+            logger.info("wandb: %s", self._run.url if self._online else f"{mode}, as WANDB_MODE asks")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -98,7 +101,9 @@ class WeightsAndBiases(Sink):
             process.kill()
 
     def still_to_do(self) -> str:
-        return f"to upload it: wandb sync {self._folder}"
+        # One that was meant to be uploaded at once is otherwise passed over.
+        every = "--include-online " if self._online else ""
+        return f"to upload it: wandb sync {every}{shlex.quote(str(self._folder))}"
 
 
 def _mode() -> tuple[Mode, str | None]:
@@ -136,7 +141,8 @@ def _init(about: About, mode: Mode) -> wandb.Run:
         reinit="create_new",
         settings=wandb.Settings(**_of_the_run()),
     )
-    rundir.write_json(about.paths.wandb_id, {"id": run.id})
+    if mode != "disabled":
+        rundir.write_json(about.paths.wandb_id, {"id": run.id})
     return run
 
 
