@@ -298,8 +298,8 @@ class TrainConfig(Options):
         group="checkpoints",
         shared=False,
     )
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Option -> "flag" or "from FILE"; what is not in it is a default."""
+    sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Option -> "flag" or "from FILE"; what is not in it is a default. A dict, as Flyte knows no other mapping."""
 
     def __post_init__(self) -> None:
         self.check_bounds()
