@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -300,10 +300,20 @@ def for_child(
     return env
 
 
-def forget_the_launcher() -> None:
-    """In a rank that a script starts itself: what another launcher has told the script does not concern it."""
-    for name in LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
+@contextmanager
+def of_children(threads_shared_by: int) -> Iterator[None]:
+    """While the body runs, what this process starts has the environment of ``for_child``, and torch is quiet in it."""
+    before = dict(os.environ)
+    there = {"TORCH_CPP_LOG_LEVEL": "ERROR", **for_child(threads_shared_by)}
+    try:
+        os.environ.update(there)
+        for name in before.keys() - there.keys():
+            del os.environ[name]
+        yield
+    finally:
+        os.environ.update(before)
+        for name in there.keys() - before.keys():
+            del os.environ[name]
 
 
 def colour_allowed() -> bool:

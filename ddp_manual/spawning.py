@@ -136,7 +136,7 @@ def _name(train_fn: Callable[..., object]) -> str:
 def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tuple[Any, ...]) -> None:
     ranks: list[_Rank] = []
     try:
-        with children.signals_deferred():
+        with children.signals_deferred(), environment.of_children(len(specs)):
             for spec in specs:
                 ranks.append(_start(spec, train_fn, args))
         with children.saving_passed_on(ranks[0]):
@@ -300,7 +300,6 @@ def _become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, .
     """The life of a rank, in its own process: as long as its parent lives, and in a session of its own, since it hears
     of a terminal's Ctrl-C from its parent."""
     os.setsid()
-    environment.forget_the_launcher()
     threading.Thread(target=_end_without_parent, name="ddp_manual parent", daemon=True).start()
     words = _Words(sending)
     with signals.as_errors(), signals.without_saving():

@@ -82,6 +82,20 @@ for gpus in ("0", "4"):
     ]
 
 
+def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+    folder = tutorials.workspace(tmp_path, mnist, cifar10)
+    shown, serial, spawned = tutorials.type_in(folder, 1, OMP_NUM_THREADS="1")
+    assert "mnist, train: 60000 images of 28x28 pixels, grey" in shown
+    assert (folder / "mnist-train.png").read_bytes().startswith(b"\x89PNG")
+    accuracy = re.search(r"mlp on mnist: (\S+)% test accuracy after 1 epochs on 1 rank\(s\) \(none, ", serial)
+    assert accuracy and float(accuracy[1]) > 95
+    loss = re.search(r"^2 ranks, 1 epoch\(s\): loss (\S+), saved in spawned.pt$", spawned, re.MULTILINE)
+    assert loss and float(loss[1]) < 1
+    assert set(torch.load(folder / "spawned.pt")) == {"1.weight", "1.bias", "3.weight", "3.bias"}
+    [shown_script] = [text for language, text in tutorials.BLOCK.findall(tutorials.section(1)) if language == "python"]
+    assert shown_script in (folder / "examples" / "spawned_ranks.py").read_text()
+
+
 def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
     few = first_of_each_class(cifar10, tmp_path / "few", train=13, test=5)
     (tmp_path / "typed").mkdir()

@@ -1,0 +1,41 @@
+"""The serial MNIST script with its five changes, on every GPU of this machine, or else on two ranks of the CPU:
+
+python examples/spawned_ranks.py
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import ddp_manual
+from ddp_manual.training.sources import source
+
+
+def train(world, epochs):  # the process group is there when a rank comes here (1), and closed after it (5)
+    mnist, folder = source("mnist"), Path("data")
+    world.once_per_host("download MNIST", lambda: mnist.is_prepared(folder) or mnist.prepare(folder), timeout=600)
+    split = mnist.load(folder, "train")
+    data = TensorDataset(split.images / 255, split.labels)
+    sampler = DistributedSampler(data)  # (2)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)).to(world.device)
+    model = DistributedDataParallel(network)  # (3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in DataLoader(data, batch_size=100, sampler=sampler):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images.to(world.device)), labels.to(world.device))
+            loss.backward()
+            optimizer.step()
+    if world.rank == 0:  # (4)
+        torch.save(network.state_dict(), "spawned.pt")
+        print(f"{world.world_size} ranks, {epochs} epoch(s): loss {loss.item():.4f}, saved in spawned.pt")
+
+
+if __name__ == "__main__":
+    ddp_manual.spawn(train, nprocs=torch.cuda.device_count() or 2, args=(1,))
