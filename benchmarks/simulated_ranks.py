@@ -16,13 +16,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_manual.config import TrainConfig, WorldSpec
+from ddp_manual.config import TrainConfig
 from ddp_manual.rendezvous import store as stores
 from ddp_manual.rendezvous.answer import Answering, Asking
 from ddp_manual.rendezvous.entries import Entry, Place
 from ddp_manual.rendezvous.introduction import OwnAddress, Program, introduce
 from ddp_manual.rendezvous.seal import Seal
 from ddp_manual.rendezvous.store import RunStore
+from ddp_manual.world_spec import WorldSpec
 
 LOOPBACK = "127.0.0.1"
 RANKS_PER_HOST = 8

@@ -15,8 +15,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual.config import TrainConfig, WorldSpec
+from ddp_manual.config import TrainConfig
 from ddp_manual.errors import DdpManualError
+from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     from ddp_manual.spawning import spawn

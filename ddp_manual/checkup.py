@@ -11,9 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from ddp_manual import console, environment
-from ddp_manual.config import WorldSpec, command_template
+from ddp_manual.commands import command_template
 from ddp_manual.errors import DdpManualError, MasterUnresolvable
 from ddp_manual.options import option_fields
+from ddp_manual.world_spec import WorldSpec
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
 JOIN_TIMEOUT = 30.0

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 import click
 
 from ddp_manual import console, environment, signals
-from ddp_manual.config import TrainConfig, WorldSpec
+from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
 from ddp_manual.flags import GroupedCommand, given, options_of
+from ddp_manual.world_spec import WorldSpec
 
 FOUND_A_PROBLEM = 3
 

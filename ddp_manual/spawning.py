@@ -22,11 +22,11 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import environment, signals
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost, Stopped, StopSignal, TrainingFailed
 from ddp_manual.launching import children
 from ddp_manual.launching.failure import Failure
 from ddp_manual.options import option_fields
+from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess

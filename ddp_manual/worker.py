@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment, extras, outcome, resuming, rundir, signals
-from ddp_manual.config import TrainConfig, WorldSpec, command_template, command_to_go_on, is_own_factory
+from ddp_manual.commands import command_template, command_to_go_on
+from ddp_manual.config import TrainConfig, is_own_factory
 from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.rundir import RunPaths
+from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     from ddp_manual.rendezvous import World

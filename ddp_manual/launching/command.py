@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ddp_manual import checkpoints, environment
-from ddp_manual.config import PER_RANK_OPTIONS
+from ddp_manual.commands import PER_RANK_OPTIONS
 from ddp_manual.errors import BadOption
 from ddp_manual.rundir import RunPaths
 

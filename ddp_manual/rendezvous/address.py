@@ -8,8 +8,8 @@ import socket
 from contextlib import suppress
 
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import LoopbackMaster, MasterUnresolvable
+from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 

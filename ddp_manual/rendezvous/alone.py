@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import console, environment, rundir
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import DdpManualError
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords
@@ -22,6 +21,7 @@ from ddp_manual.rendezvous.progress import RUNNING, Progress
 from ddp_manual.rendezvous.watchdog import leave_at_once
 from ddp_manual.rendezvous.world import World
 from ddp_manual.rundir import RunFolder
+from ddp_manual.world_spec import WorldSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
+from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     import torch

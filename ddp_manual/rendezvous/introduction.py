@@ -13,10 +13,10 @@ from typing import Any
 
 import ddp_manual
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import BadOption
 from ddp_manual.rendezvous.address import family, interface_addresses, route_to
 from ddp_manual.rendezvous.entries import Entry
+from ddp_manual.world_spec import WorldSpec
 
 PACKAGE = Path(ddp_manual.__file__).parent
 DIGEST_BYTES = 6

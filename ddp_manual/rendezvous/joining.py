@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from ddp_manual import console, environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import (
     DdpManualError,
     PeerGone,
@@ -35,6 +34,7 @@ from ddp_manual.rendezvous.progress import LEAVING, RUNNING, Progress
 from ddp_manual.rendezvous.steps import Steps
 from ddp_manual.rendezvous.watchdog import Follower, Watchdog, Watched, attempt
 from ddp_manual.rendezvous.world import World
+from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_manual import environment, rundir
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
@@ -24,6 +23,7 @@ from ddp_manual.rendezvous.group import first_line, is_broken_collective
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Watchdog
+from ddp_manual.world_spec import WorldSpec
 
 TRACEBACK_FRAMES = 10
 # Seconds, for rank 0's store.

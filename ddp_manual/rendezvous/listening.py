@@ -7,11 +7,11 @@ import socket
 from datetime import datetime
 
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import AddressNotLocal, BadOption, DdpManualError, PortInUse
 from ddp_manual.rendezvous.address import at, family, interface_addresses
 from ddp_manual.rendezvous.observer import Observer
 from ddp_manual.rendezvous.probing import Answer, probe
+from ddp_manual.world_spec import WorldSpec
 
 
 def listen(spec: WorldSpec, addresses: list[str]) -> socket.socket:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import environment, rundir
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import MasterLost, RankMissing
 from ddp_manual.rendezvous import address as addresses
 from ddp_manual.rendezvous import peernames
@@ -37,6 +36,7 @@ from ddp_manual.rendezvous.store import RunStore, StoreGone, interruptibly
 from ddp_manual.rendezvous.verdicts import Member
 from ddp_manual.rendezvous.waiting import POLL_EVERY, Waiting
 from ddp_manual.rundir import RunFolder
+from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import MasterLost, MasterNotAStore
 from ddp_manual.rendezvous.address import at, resolve
 from ddp_manual.rendezvous.entries import Hello, situation
 from ddp_manual.rendezvous.probing import wait_for_store
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
+from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 

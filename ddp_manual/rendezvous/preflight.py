@@ -11,11 +11,11 @@ import sys
 import time
 
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import BadOption
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous.address import own_address, resolve
 from ddp_manual.rendezvous.steps import Steps
+from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ddp_manual import environment
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import BadOption, MasterAddressError, MasterNotAStore, MasterRefused, MasterUnreachable
 from ddp_manual.rendezvous.address import at, is_loopback
 from ddp_manual.rendezvous.waiting import POLL_EVERY, Waiting
+from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
 _VALIDATE = bytes.fromhex("00cef7853c")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import DdpManualError
 from ddp_manual.rendezvous.progress import Progress
 from ddp_manual.rundir import RunFolder
+from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     import torch

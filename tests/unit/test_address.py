@@ -11,12 +11,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_manual.config import WorldSpec
 from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
 from ddp_manual.rendezvous import address
 from ddp_manual.rendezvous.listening import listen
 from ddp_manual.rendezvous.probing import Answer, probe, wait_for_store
 from ddp_manual.rendezvous.waiting import Waiting
+from ddp_manual.world_spec import WorldSpec
 
 
 @contextmanager

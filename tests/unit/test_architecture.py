@@ -17,6 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BOTTOM = {
     "checkpoint_file",
     "checkpoints",
+    "commands",
     "config",
     "config_file",
     "console",
@@ -26,6 +27,7 @@ BOTTOM = {
     "options",
     "rundir",
     "signals",
+    "world_spec",
 }
 MAY_IMPORT = {
     "rendezvous": {"rendezvous", *BOTTOM},
@@ -58,7 +60,7 @@ MAY_IMPORT = {
         "launching",
         *BOTTOM,
     },
-    "__init__": {"config", "errors", "spawning", "worker"},
+    "__init__": {"config", "errors", "spawning", "worker", "world_spec"},
     "__main__": {"cli"},
     **dict.fromkeys(BOTTOM, BOTTOM),
 }

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ddp_manual import checkpoint_file, checkpoints, cli, resuming, rundir, signals
-from ddp_manual.config import TrainConfig, WorldSpec, command_to_go_on
+from ddp_manual.commands import command_to_go_on
+from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, DdpManualError, DiskFull
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training import checkpoint, models
@@ -28,6 +29,7 @@ from ddp_manual.training.checkpoint import History, Saved, Unreadable
 from ddp_manual.training.course import Position
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.metering import Window
+from ddp_manual.world_spec import WorldSpec
 
 EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
 

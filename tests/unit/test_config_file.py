@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ddp_manual import cli
-from ddp_manual.config import TrainConfig, WorldSpec, command_template
+from ddp_manual.commands import command_template
+from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
+from ddp_manual.world_spec import WorldSpec
 
 
 @pytest.fixture

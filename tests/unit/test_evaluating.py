@@ -107,8 +107,8 @@ def test_each_data_set_and_each_checkpoint_has_a_folder_of_its_own(
     ]
     assert folders[2] == folders[3]
     names = [folder.name for folder in folders[:3]]
-    assert names[0].startswith("evaluation-folder-") and names[0].endswith("-pets")
-    assert names[1].startswith("evaluation-folder-") and names[1].endswith("-others")
+    assert names[0].startswith("evaluation-") and names[0].endswith("-pets")
+    assert names[1].startswith("evaluation-") and names[1].endswith("-others")
     assert names[2] == f"{names[0]}-{saved.stem}"
     assert all(folder.parent == run and sorted(path.name for path in folder.iterdir()) == FILES for folder in folders)
 

@@ -11,7 +11,7 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"
 OF_OTHER_PROGRAMS = {
     "benchmarks.md": "--threads",
     "clusters.md": "--rdzv-id",
-    "from-tutorials.md": "--inplace --logdir",
+    "from-tutorials.md": "--image --inplace --logdir --remote",
 }
 
 

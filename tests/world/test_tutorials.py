@@ -6,14 +6,80 @@ import base64
 import csv
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
 
+from ddp_manual import TrainConfig
+from ddp_manual.training.models import MLP
 from tests import tracked, tutorials
-from tests.conftest import first_of_each_class, jupyter_below
+from tests.conftest import REPOSITORY, clean_environment, first_of_each_class, jupyter_below
+
+
+def test_2_a_workflow_task(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+    (tmp_path / "typed").mkdir()
+    (tmp_path / "temporary").mkdir()
+    folder = tutorials.workspace(tmp_path / "typed", mnist, cifar10)
+    places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "temporary")}
+    _, data, said = tutorials.type_in(folder, 2, OMP_NUM_THREADS="1", **places)
+    assert data.splitlines()[-1] == "data"
+    outputs: dict[str, list[Path]] = {}
+    for name, path in re.findall(r"^(\w+): (/.*)$", said, re.MULTILINE):
+        outputs.setdefault(name, []).append(Path(path))
+    assert list(outputs) == ["accuracies", "model", "predictions", "figures"]
+    accuracies = json.loads(outputs["accuracies"][0].read_text())
+    assert len(accuracies) == 2 and accuracies[-1] > 0.95
+    assert f"[rank 0] epoch 2/2: test accuracy {100 * accuracies[-1]:.2f}%" in said
+    model = MLP()
+    model.load_state_dict(torch.load(outputs["model"][0], weights_only=True))
+    with open(outputs["predictions"][0]) as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 10_000 and {f"p_{digit}" for digit in range(10)} < {*table[0]}
+    assert sum(row["guess"] == row["truth"] for row in table) / 10_000 == pytest.approx(accuracies[-1])
+    assert {path.name for path in outputs["figures"]} == {"confusion.png", "predictions.png", "samples.png"}
+    config = outputs["model"][0].parent / "config.json"
+    assert json.loads(config.read_text())["run"]["world_size"] == 2
+    assert TrainConfig.from_file(str(config)) == TrainConfig(model="mlp", epochs=2, batch_size=200)
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("typed", "temporary")]
+
+
+def test_2_gpus_are_requested_only_where_they_are_wanted_and_the_outputs_are_typed() -> None:
+    """Looks at what would be sent to an engine."""
+    script = """
+import importlib, json, os, sys
+sys.path.insert(0, "examples")
+import flyte_workflow
+from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.models.task import Resources
+from flytekit.tools.translator import get_serializable
+
+settings = SerializationSettings(image_config=ImageConfig(default_image=Image("here", "there", "now")))
+for gpus in ("0", "4"):
+    os.environ["GPUS"] = gpus
+    task = get_serializable({}, settings, importlib.reload(flyte_workflow).train).template
+    requests = {request.name: request.value for request in task.container.resources.requests}
+    outputs = {name: variable.type for name, variable in task.interface.outputs.items()}
+    figures = outputs.pop("figures").collection_type
+    formats = {"figures": figures.blob.format, **{name: type.blob.format for name, type in outputs.items()}}
+    print(json.dumps([requests.get(Resources.ResourceName.GPU), task.container.env, formats]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    formats = {"accuracies": "json", "model": "pt", "predictions": "csv", "figures": "png"}
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        [None, {"RANKS": "2"}, formats],
+        ["4", {"RANKS": "4"}, formats],
+    ]
 
 
 def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
