@@ -87,6 +87,8 @@ class World(ABC):
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
         """Have the first rank of each host do ``action`` while the others of that host wait for it.
 
+        Every rank of a host calls this for the same jobs in the same order.
+
         Args:
             job: what is done, for the line that says what is waited for, such as "download mnist".
             timeout: seconds the others wait.
