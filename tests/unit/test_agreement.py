@@ -47,7 +47,7 @@ def test_what_to_do_about_other_data_depends_on_where_they_are_from(
     monkeypatch: pytest.MonkeyPatch, hosts: list[str], own_factory: bool, then: str
 ) -> None:
     other = replace(SPLIT, labels=torch.tensor([1, 0]))
-    with pytest.raises(DataDiffers, match="the data on [ab] are not those of rank 0") as caught:
+    with pytest.raises(DataDiffers, match=r"the data on [ab] are not those of rank 0") as caught:
         compare(monkeypatch, other, hosts, own_factory=own_factory)
     assert then in (caught.value.next or "")
     assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why
