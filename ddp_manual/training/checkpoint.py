@@ -130,6 +130,11 @@ def _built(kind: type[T], values: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
+def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of each tensor in a state dict."""
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def restore(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put it back, on every rank.
 
