@@ -49,8 +49,11 @@ def run_dir_of_agent(agent: str) -> str:
 
 
 def in_a_file_name(dataset: str) -> str:
-    """The name of a data set, which may have a path in it, as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
+    """The name of a data set, which may have a path in it, as a part of a file's name, another for each."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
+    if name == re.sub("^folder:", "folder-", dataset):
+        return name
+    return f"{name}-{hashlib.sha256(dataset.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 @dataclass
