@@ -43,13 +43,13 @@ def test_mistakes_come_first_and_of_each_kind_the_most_confident(five: Predictio
 
 def test_the_confusion_matrix_has_the_truth_in_its_rows(five: Predictions) -> None:
     assert five.confusion.tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    rows = list(csv.reader(io.StringIO(prediction_files.confusion_table(five).decode())))
+    rows = list(csv.reader(io.StringIO(b"".join(prediction_files.confusion_table(five)).decode())))
     assert rows[0] == ["truth \\ guess", *CLASSES]
     assert rows[2] == ["automobile", "1", "1", "0"]
 
 
 def test_a_line_of_the_table_says_what_was_guessed_how_surely_and_each_classs_probability(five: Predictions) -> None:
-    lines = list(csv.DictReader(io.StringIO(prediction_files.table(five).decode())))
+    lines = list(csv.DictReader(io.StringIO(b"".join(prediction_files.table(five)).decode())))
     assert [line["id"] for line in lines] == ["3", "0", "1", "2", "4"]
     assert list(lines[0].items()) == [
         ("id", "3"),
