@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class MetWorld(World):
 
     _store: RunStore = field(repr=False)
     _watchdog: Watchdog = field(repr=False)
+    _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def agree(self, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
         who = f"rank {self.rank} ({self.host}, pid {os.getpid()})"
@@ -69,19 +71,22 @@ class MetWorld(World):
         return reports
 
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
+        number = next(
+            self._job_numbers
+        )  # the same on every rank of the host; a job may be done again, as by a second run
         if self.rank == self.host_leader:
             try:
                 action()
             except DdpManualError as error:
-                self._store.set_outcome(self.node, job, {"error": error.as_dict()})
+                self._store.set_outcome(self.node, number, {"error": error.as_dict()})
                 raise
-            self._store.set_outcome(self.node, job, {"error": None})
+            self._store.set_outcome(self.node, number, {"error": None})
             return
         store = self._store.clone()
         leader = f"rank {self.host_leader} on {self.host}"
         try:
             outcome = interruptibly(
-                lambda: store.outcome(self.node, job),
+                lambda: store.outcome(self.node, number),
                 Waiting(timeout, logger),
                 f"waiting for {leader} to {job}",
             )

@@ -13,7 +13,7 @@ is JSON, never pickle.
     reach/<node>      the hosts which that one could not reach; ``unreachable`` has all failing pairs
     progress          what each rank does, and how long ago it was heard
     stacks_asked      queue: the keys under which third terminals want the Python stacks of all ranks, stacks/<key>
-    once/<host>/<job> the outcome of a job that one rank per host does for the others
+    once/<host>/<n>   the outcome of the nth job that one rank per host does for the others
     report/<rank>     what a rank has to tell rank 0 at its end
     failure           the first failure of the run: whoever reads it leaves
     finished/<rank>   this rank has done its work and takes part in no more collectives; ``finished`` counts them
@@ -191,11 +191,11 @@ class RunStore:
 
     # -- the run ------------------------------------------------------------------------------------------------
 
-    def set_outcome(self, host: int, job: str, outcome: dict[str, Any]) -> None:
-        self._set(f"once/{host}/{job}", outcome)
+    def set_outcome(self, host: int, number: int, outcome: dict[str, Any]) -> None:
+        self._set(f"once/{host}/{number}", outcome)
 
-    def outcome(self, host: int, job: str) -> Any:
-        return self._get(f"once/{host}/{job}")
+    def outcome(self, host: int, number: int) -> Any:
+        return self._get(f"once/{host}/{number}")
 
     def set_progress(self, progress: Sequence[Any]) -> None:
         self._set("progress", progress)

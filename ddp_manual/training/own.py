@@ -81,11 +81,13 @@ def digest(option: str, value: str) -> tuple[str, str]:
     file = Path(spec.origin or "")
     top = importlib.util.find_spec(module_name.partition(".")[0])
     folders = top.submodule_search_locations if top else None
-    files = sorted(path for folder in folders for path in Path(folder).rglob("*.py")) if folders else [file]
+    files = {Path(file.name): file}
+    if folders:
+        files = {path.relative_to(folder): path for folder in folders for path in Path(folder).rglob("*.py")}
     content = hashlib.sha256()
-    for path in files:
+    for name, path in sorted(files.items()):
         if path.is_file():
-            content.update(path.name.encode() + b"\n" + path.read_bytes())
+            content.update(os.fsencode(name) + b"\n" + path.read_bytes())
     return content.hexdigest()[:16], str(file)
 
 

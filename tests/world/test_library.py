@@ -159,11 +159,14 @@ def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, p
             file = Path(sys.argv[1])
 
             def job():
-                time.sleep(3)
+                time.sleep(0 if file.exists() else 3)
                 file.write_text(file.read_text() + "done" if file.exists() else "done")
 
             with rendezvous(WorldSpec.from_environment()) as world:
                 world.once_per_host("write the file", job, timeout=60)
+                assert file.exists()
+                world.once_per_host("write \\udcff", job, timeout=60)  # another, of a name that is not UTF-8
+                world.once_per_host("write \\udcff", job, timeout=60)
                 print(file.read_text())
             """
         )
@@ -173,7 +176,7 @@ def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, p
         for rank in range(3)
     ]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
-    assert [rank.out for rank in ranks] == ["done\n"] * 3
+    assert [rank.out for rank in ranks] == ["donedonedone\n"] * 3
     for rank in ranks[1:]:
         assert "waiting for rank 0 on " in rank.err
 

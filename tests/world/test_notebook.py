@@ -25,6 +25,21 @@ def test_it_is_stored_without_outputs_and_begins_with_what_can_be_changed() -> N
         assert f"\n{name} = " in code[0].source
 
 
+def test_the_curves_are_drawn_of_a_run_that_was_interrupted_within_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    lines = [{"step": step, "epoch": step // 4, "loss": 1.0, "accuracy": 0.5} for step in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "accuracies.json").write_text("[0.25]")
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    names = {"run_dir": str(tmp_path)}
+    exec(next(cell.source for cell in cells if "plt.subplots" in cell.source), names)
+    test = names["accuracies"].lines[-1]  # type: ignore[attr-defined]
+    assert test.get_xydata().tolist() == [[3, 25]]
+    names["plt"].close("all")  # type: ignore[attr-defined]
+
+
 def test_interrupting_the_cell_ends_the_ranks_with_a_checkpoint(tmp_path: Path, cifar10: Path) -> None:
     few = first_of_each_class(cifar10, tmp_path / "few", train=16, test=4)
     settings = {

@@ -14,13 +14,14 @@ def download(name: str, kind: str, data_dir: Path, *, into: Path, missing: Seque
     """Have ``torchvision.datasets.<kind>`` download below ``data_dir``.
 
     Args:
-        into: the folder it makes; taken away again, with the one above, if nothing came.
+        into: the folder it makes; taken away again if nothing came, with those above it that were not there before.
         missing: what was looked for.
 
     Raises:
         DataMissing: it could not be downloaded. BadOption: data_dir cannot be written.
     """
     with writing(data_dir, "--data_dir"):
+        new = [folder for folder in dict.fromkeys((into, into.parent, data_dir)) if not folder.exists()]
         # Not its parents: a folder whose parent is not there is more likely mistyped than wanted.
         data_dir.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=data_dir).close()
@@ -31,7 +32,7 @@ def download(name: str, kind: str, data_dir: Path, *, into: Path, missing: Seque
         getattr(datasets, kind)(root=str(data_dir), download=True)
     except (RuntimeError, OSError) as error:
         reason = "\n".join(line for line in str(error).splitlines() if line.strip())
-        for made in (into, into.parent):
+        for made in new:
             with suppress(OSError):
                 made.rmdir()
         raise data_missing(name, into, missing, f"it could not be downloaded:\n{reason}") from error
