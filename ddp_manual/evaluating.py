@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +72,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
             why=f"its loss over the test set of {config.dataset} is {evaluation.loss}",
             next="evaluate a checkpoint from before its training diverged",
         )
-    paths = PredictionPaths(folder)
-    prediction_files.write(paths, predictions, option="--out_dir")
+    files = prediction_files.write(PredictionPaths(folder), predictions, option="--out_dir")
     return {
         "checkpoint": str(saved.path),
         "model": config.model,
@@ -81,7 +81,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
         "accuracy": evaluation.accuracy,
         "loss": evaluation.loss,
         "classes": _by_class(predictions),
-        "files": [str(path) for path in paths.all],
+        "files": [str(path) for path in files],
     }
 
 
@@ -200,16 +200,16 @@ def _normalise(
 def _by_class(predictions: Predictions) -> list[dict[str, Any]]:
     classes = predictions.split.classes
     found = []
-    for index, (name, row) in enumerate(zip(classes, predictions.confusion.tolist(), strict=True)):
-        images, right = sum(row), row[index]
-        mistakes = {classes[place]: count for place, count in enumerate(row) if count and place != index}
-        most = max(mistakes, key=mistakes.__getitem__, default=None)
+    for index, name in enumerate(classes):  # the matrix of all has no room where there are very many
+        guesses = predictions.guess[predictions.truth == index].tolist()
+        images, right = len(guesses), guesses.count(index)
+        mistakes = Counter(sorted(guess for guess in guesses if guess != index)).most_common(1)
         found.append(
             {
                 "name": name,
                 "images": images,
                 "accuracy": right / images if images else None,
-                "mistaken_for": None if most is None else [most, mistakes[most]],
+                "mistaken_for": [classes[mistakes[0][0]], mistakes[0][1]] if mistakes else None,
             }
         )
     return found

@@ -82,8 +82,8 @@ def pack(saved: Saved) -> bytes:
             "history": asdict(saved.history),
             "options": dict(saved.options),
             "world_size": saved.world_size,
-            "model": _on_cpu(saved.model),
-            "optimizer": _on_cpu(saved.optimizer),
+            "model": on_cpu(saved.model),
+            "optimizer": on_cpu(saved.optimizer),
             "random": dict(saved.random),
         },
         content,
@@ -91,12 +91,12 @@ def pack(saved: Saved) -> bytes:
     return content.getvalue()
 
 
-def _on_cpu(state: Any) -> Any:
+def on_cpu(state: Any) -> Any:
     """The same with its tensors on the CPU, so that a machine without a GPU can read them."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
-        return {name: _on_cpu(value) for name, value in state.items()}
+        return {name: on_cpu(value) for name, value in state.items()}
     return state
 
 
