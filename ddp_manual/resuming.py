@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ddp_manual.training.checkpoint import History, Saved
     from ddp_manual.training.course import Position
+    from ddp_manual.training.data import Split
     from ddp_manual.training.engine import Trainer
 
 logger = logging.getLogger(__name__)
@@ -82,14 +83,15 @@ def _goes_on_in(resume: str | None, run_dir: Path) -> bool:
     return Path(resume).resolve().is_relative_to(run_dir.resolve())
 
 
-def options_of(config: TrainConfig, samples: int) -> dict[str, Any]:
-    """What a checkpoint keeps of the options: what makes the parameters, to be compared when a run goes on from it."""
+def options_of(config: TrainConfig, train: Split) -> dict[str, Any]:
+    """What a checkpoint keeps of the options and the data: what makes the parameters, to be compared when a run goes on
+    from it."""
     kept = {
         field.name: getattr(config, field.name)
         for field in option_fields(TrainConfig)
         if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
     }
-    return {**kept, "samples": samples}
+    return {**kept, "samples": len(train), "data": train.digest}
 
 
 def go_on(
@@ -173,7 +175,7 @@ def _unpacked(path: Path, content: bytes) -> Saved:
 
 def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) -> None:
     """Refuse another run's checkpoint, and say which other options have changed."""
-    then, now = saved.options, options_of(config, trainer.course.samples)
+    then, now = saved.options, options_of(config, trainer.train)
     wrong = [
         f"{name}: {then.get(name)} in the checkpoint / {now[name]} here"
         + (f" ({config.source(name)})" if name != "samples" else "")
@@ -189,6 +191,14 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
             f"{path} is of another run",
             why="\n".join(wrong),
             next=f"give the options it was saved with: {flags} --epochs {max(done, config.epochs)}\n"
+            "or start a new run, without --resume",
+        )
+    if then.get("data", now["data"]) != now["data"]:  # a checkpoint from before they were compared has no digest
+        raise CheckpointMismatch(
+            f"{path} is of a run on other data",
+            why=f"the training images and labels of --dataset {config.dataset} have the digest {then['data']} in the "
+            f"checkpoint / {now['data']} here",
+            next="bring back the data that the run began with; a factory has to return the same each time\n"
             "or start a new run, without --resume",
         )
     if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):

@@ -157,10 +157,10 @@ def _load(world: World, config: TrainConfig) -> Data:
     from ddp_manual.training.agreement import compare_data
     from ddp_manual.training.data import Data
     from ddp_manual.training.images import unit_scale
-    from ddp_manual.training.sources import PARTS, source
+    from ddp_manual.training.sources import PARTS, source_of
 
     data_dir = Path(config.data_dir)
-    found = source(config.dataset, image_size=config.image_size, classes=config.class_names)
+    found = source_of(config)
 
     def prepare() -> None:
         if not found.is_prepared(data_dir):
@@ -171,7 +171,13 @@ def _load(world: World, config: TrainConfig) -> Data:
     world.once_per_host(f"{found.preparing} {config.dataset}", prepare, timeout=world.spec.join_timeout)
     train, test = (found.load(data_dir, part) for part in PARTS)
     parts = {"train": train, "test": test}
-    compare_data(parts, world.device, hosts=lambda: [line["host"] for line in world.roster()])
+    digests = compare_data(
+        parts,
+        world.device,
+        hosts=lambda: [line["host"] for line in world.roster()],
+        own_factory=is_own_factory(config.dataset),
+    )
+    train = dataclasses.replace(train, digest=digests["train"])
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     return Data(train.to(world.device), test.to(world.device), normalise)
 
@@ -215,7 +221,7 @@ def _go(
         tracker=tracker,
         position=position,
         history=history,
-        options=resuming.options_of(config, len(data.train)),
+        options=resuming.options_of(config, data.train),
         doing=world.progress,
     )
     if course.ended(position):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,22 +14,27 @@ from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
 
 
-def compare_data(parts: Mapping[str, Split], device: torch.device, hosts: Callable[[], Sequence[str]]) -> None:
-    """Compare every rank's data with rank 0's, by length and digest; a collective.
+def compare_data(
+    parts: Mapping[str, Split], device: torch.device, hosts: Callable[[], Sequence[str]], *, own_factory: bool
+) -> dict[str, str]:
+    """Compare every rank's data with rank 0's, by length and digests; a collective.
 
     Args:
         parts: on the CPU.
         device: where the process group's tensors live.
         hosts: the host of each rank, asked only if they differ.
+        own_factory: whether the data come from a factory of the user's.
+
+    Returns:
+        A digest of each part's images and labels: 32 hexadecimal digits.
 
     Raises:
         DataDiffers: on every rank, naming the hosts whose data are not rank 0's.
     """
-    mine = torch.tensor([number for split in parts.values() for number in fingerprint(split)], device=device)
-    gathered = collectives.all_gather(mine)
-    ranks = torch.stack(gathered).reshape(len(gathered), len(parts), 3).tolist()
+    mine = torch.tensor([fingerprint(split) for split in parts.values()], device=device)
+    ranks = torch.stack(collectives.all_gather(mine)).tolist()
     if all(found == ranks[0] for found in ranks):
-        return
+        return {part: _hexadecimal(found[1:3]) for part, found in zip(parts, ranks[0], strict=True)}
     names = hosts()
     lines = []
     for index, part in enumerate(parts):
@@ -46,19 +52,37 @@ def compare_data(parts: Mapping[str, Split], device: torch.device, hosts: Callab
         f"the data on {where} are not those of rank 0 on {names[0]}: rank{'s'[: len(odd) > 1]} "
         f"{', '.join(map(str, odd))}",
         why="\n".join(lines),
-        next="copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again",
+        next=_next(own_factory, same_host=any(names[rank] == names[0] for rank in odd)),
     )
 
 
-def fingerprint(split: Split) -> tuple[int, int, int]:
-    """How many samples there are, and 128 bits of a digest of images and labels (BLAKE2b)."""
+def _next(own_factory: bool, *, same_host: bool) -> str:
+    if own_factory and same_host:
+        return (
+            "the factory does not return the same data each time: seed its own generators, and sort what it lists\n"
+            "those of random, numpy and torch are seeded before it is called"
+        )
+    if own_factory:
+        return "have the factory read the same files on every host, and return the same data each time"
+    if same_host:
+        return "start all ranks of a host in the same folder, with the same --data_dir"
+    return "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again"
+
+
+def fingerprint(split: Split) -> tuple[int, int, int, int, int]:
+    """How many samples there are, then digests (BLAKE2b, 128 bits) of images and labels and of the class names."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (split.images, split.labels):
         digest.update(repr(tuple(tensor.shape)).encode())
         digest.update(tensor.contiguous().numpy().data)
-    return (len(split), *struct.unpack("<2q", digest.digest()))
+    names = hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16)
+    return (len(split), *struct.unpack("<4q", digest.digest() + names.digest()))
 
 
 def _shown(numbers: Sequence[int]) -> str:
-    count, *digest = numbers
-    return f"{count} samples, digest {struct.pack('<2q', *digest).hex()[:12]}"
+    count, digest, names = numbers[0], numbers[1:3], numbers[3:]
+    return f"{count} samples, digest {_hexadecimal(digest)[:12]}, class names {_hexadecimal(names)[:12]}"
+
+
+def _hexadecimal(numbers: Sequence[int]) -> str:
+    return struct.pack("<2q", *numbers).hex()

@@ -6,7 +6,8 @@ samples at once; nothing is decoded or transformed one sample at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import unicodedata
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from ddp_manual.errors import BadOption
 from ddp_manual.training.images import Normalise
 
 DIGITS = tuple("0123456789")
+# Unicode's categories of control characters and of separators of lines and paragraphs.
+UNSHOWABLE = {"Cc", "Zl", "Zp"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +27,25 @@ class Split:
     Args:
         images: uint8 [N, C, H, W]; C is 1 for grey images, 3 for red, green and blue.
         labels: int64 [N], each an index into ``classes``.
+        digest: of images and labels, where the ranks have compared them.
+
+    Raises:
+        BadOption: a class has a name that would break the line of a table.
     """
 
     images: Tensor
     labels: Tensor
     classes: tuple[str, ...]
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.classes:
+            if any(unicodedata.category(letter) in UNSHOWABLE for letter in name):
+                raise BadOption(
+                    f"a class is named {name!r}",
+                    why="names of classes stand in tables, files and pictures, each on one line",
+                    next="give that class another name",
+                )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -40,7 +57,7 @@ class Split:
         return channels, height, width
 
     def to(self, device: torch.device) -> Split:
-        return Split(self.images.to(device), self.labels.to(device), self.classes)
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,6 +91,58 @@ def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: object, n
         [load(animals, part) for part in PARTS]
 
 
+def test_what_is_hidden_or_a_folder_is_no_image_and_a_link_that_leads_nowhere_is_named(animals: Path) -> None:
+    cats = animals / "train" / "cat"
+    draw(cats / ".ipynb_checkpoints" / "0-checkpoint.png")
+    (cats / "album.png").mkdir()
+    assert len(load(animals)) == 5
+    (cats / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(DataCorrupt, match=r"gone\.png cannot be read"):
+        load(animals)
+
+
+def test_16_bits_are_scaled_to_8_and_what_is_transparent_is_black(animals: Path) -> None:
+    for path in animals.rglob("*.png"):
+        Image.new("I;16", (8, 8), 0x1234).save(path)
+    Image.new("L", (8, 8), 77).save(animals / "train" / "cat" / "0.png")
+    grey = load(animals).images
+    assert grey.shape == (5, 1, 8, 8) and grey[:, 0, 0, 0].tolist() == [77, *[0x12] * 4]
+    half = Image.new("RGBA", (8, 8), (200, 100, 50, 255))
+    half.paste((255, 255, 255, 0), (4, 0, 8, 8))
+    half.save(animals / "train" / "cat" / "1.png")
+    colours = load(animals).images[1]
+    assert colours[:, 0, 0].tolist() == [200, 100, 50] and not colours[:, :, 4:].any()
+
+
+def test_pixels_that_are_floats_are_refused(animals: Path) -> None:
+    draw(animals / "train" / "dog" / "2.tiff", mode="F", colour=0.5)
+    with pytest.raises(DataCorrupt, match=r"2\.tiff cannot be read") as caught:
+        load(animals)
+    assert "pixels of mode F" in caught.value.why
+
+
+def test_a_class_whose_name_would_break_a_table_is_refused(animals: Path) -> None:
+    os.rename(animals / "train" / "cat", animals / "train" / "c\nat")
+    with pytest.raises(BadOption, match=r"a class is named 'c\\nat'"):
+        load(animals)
+
+
+def test_a_download_that_fails_takes_away_only_the_folders_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(root: str, download: bool) -> None:
+        Path(root, "cifar-10-batches-py").mkdir()
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", fails)
+    (tmp_path / "mine").mkdir()
+    for folder, is_kept in (("mine", True), ("new", False)):
+        with pytest.raises(DataMissing, match="cifar10 is not in"):
+            source("cifar10").prepare(tmp_path / folder)
+        assert (tmp_path / folder).exists() is is_kept
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
 def test_more_images_than_memory_holds_are_refused_before_they_are_read(
     animals: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +255,27 @@ def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classe
     assert train.classes == classes
 
 
+def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
+    name = module(  # type: ignore[operator]
+        """
+        import random
+        import numpy
+        def made():
+            order = random.sample(range(4), 4)
+            noise = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+            return (noise, torch.from_numpy(numpy.random.permutation(4))), (images[order], labels[order])
+        """
+    )
+
+    def drawn(seed: int) -> list[torch.Tensor]:
+        found = source(f"{name}:made", seed=seed)
+        train, test = (found.load(Path(), part) for part in PARTS)
+        return [train.images, train.labels, test.images]
+
+    assert all(torch.equal(first, again) for first, again in zip(drawn(2**40), drawn(2**40), strict=True))
+    assert not torch.equal(drawn(0)[0], drawn(1)[0])
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
@@ -222,6 +295,16 @@ def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classe
         ("def made(): return part, [(images[0], 'cat')]", "a strange item 0"),
         ("def made(): return part, [(images[0], 0), (images[0, :, :4], 0)]", "in its test part"),
         ("class Few(Pictures): classes = ('cat',)\ndef made(): return Few(), Few()", "a label 1"),
+        (
+            "class Few(Pictures): classes = ('dog', 'cat')\ndef made(): return Pictures(), Few()",
+            "parts whose classes differ",
+        ),
+        (
+            "class Few(Pictures): classes = ('cat', 'cat')\ndef made(): return Few(), part",
+            "a name that occurs twice: cat",
+        ),
+        ("class Few(Pictures): classes = 2\ndef made(): return Few(), Few()", "a int as the classes of its train part"),
+        ("def made(): return part, [(Image.new('F', (8, 8)), 0)]", "pixels of mode F"),
         ("def made(folder): return part, part", "wants an argument that it cannot be given: folder"),
         ("def other(): return part, part", "has no function or class made"),
         ("made = 5", "has no function or class made"),
@@ -308,4 +391,11 @@ def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(modu
         (tmp_path / "pack" / file).write_text("")
     package, _ = own.digest("model", "pack.below.net:made")
     (tmp_path / "pack" / "layers.py").write_text("changed = True")
+    assert own.digest("model", "pack.below.net:made")[0] != package
+    layers, below = tmp_path / "pack" / "layers.py", tmp_path / "pack" / "below" / "layers.py"
+    below.write_text("other = True")
+    package, _ = own.digest("model", "pack.below.net:made")
+    first_text, second_text = layers.read_text(), below.read_text()
+    layers.write_text(second_text)
+    below.write_text(first_text)
     assert own.digest("model", "pack.below.net:made")[0] != package

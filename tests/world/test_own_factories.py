@@ -53,6 +53,28 @@ def test_a_rank_whose_module_differs_is_turned_away_with_both_digests(start_own:
     assert "bring that on" in rank_1.err
 
 
+def test_what_a_factory_draws_is_the_same_on_every_rank_and_when_the_run_goes_on(
+    start_own: Start, tmp_path: Path
+) -> None:
+    drawn = "import random, my_shapes\ndef shapes():\n    parts = my_shapes.shapes()\n"
+    drawn += "    random.shuffle(parts[0].places)\n    return parts\n"
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+        (folder / "drawn.py").write_text(drawn)
+    ranks = [start_own(rank, "--dataset", "drawn:shapes", "--epochs", 1) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+    alone = ("--world_size", 1, "--no_ddp", "--dataset", "drawn:shapes", "--epochs", 2, "--resume", "auto")
+    changed = tmp_path / "rank1" / "drawn.py"
+    changed.write_text(drawn.replace("    random", "    random.random()\n    random"))
+    other = start_own(1, *alone, "--rank", 0)
+    assert other.wait() == 15
+    assert "error[checkpoint-mismatch]" in other.err and "is of a run on other data" in other.err
+    same = start_own(0, *alone)
+    assert same.wait() == 0, same.err
+
+
 def test_what_a_factory_raises_is_shown_on_every_rank(start_own: Start, tmp_path: Path) -> None:
     module = "def network(): raise LookupError('of mine')\ndef shapes(): raise OSError('no disk of mine')\n"
     for rank in range(2):

@@ -93,12 +93,15 @@ class Named(Source):
         return replace(split, classes=self._classes)
 
 
-def source(dataset: str, *, image_size: int | None = None, classes: tuple[str, ...] | None = None) -> Source:
+def source(
+    dataset: str, *, image_size: int | None = None, classes: tuple[str, ...] | None = None, seed: int = 0
+) -> Source:
     """The data set that ``--dataset`` names.
 
     Args:
         image_size: pixels; of a folder of images, see ``Folder``.
         classes: names to show in place of its own.
+        seed: of what a factory of the user's draws.
     """
     from ddp_manual.training.sources.cifar import Cifar10
     from ddp_manual.training.sources.drawn import Drawn
@@ -116,8 +119,12 @@ def source(dataset: str, *, image_size: int | None = None, classes: tuple[str, .
     elif dataset == "cifar10":
         found = Cifar10()
     else:
-        found = OwnData(dataset)
+        found = OwnData(dataset, seed)
     return Named(found, classes) if classes else found
+
+
+def source_of(config: TrainConfig) -> Source:
+    return source(config.dataset, image_size=config.image_size, classes=config.class_names, seed=config.seed)
 
 
 def prepared(config: TrainConfig) -> Source:
@@ -126,7 +133,7 @@ def prepared(config: TrainConfig) -> Source:
     Raises:
         DataMissing, BadOption: see ``Source.prepare``.
     """
-    found = source(config.dataset, image_size=config.image_size, classes=config.class_names)
+    found = source_of(config)
     data_dir = Path(config.data_dir)
     if not found.is_prepared(data_dir):
         logger.info("%sing %s into %s", found.preparing, config.dataset, data_dir)

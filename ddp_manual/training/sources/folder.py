@@ -15,24 +15,27 @@ from ddp_manual import environment
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, Source
+from ddp_manual.training.sources.pixels import as_tensor, eight_bit, is_grey
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 T = TypeVar("T")
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
-GREY_MODES = {"1", "L", "LA", "I", "I;16"}
 
 
 class Folder(Source):
     """Images as Pillow reads them; the folders of ``train``, sorted by name, are the classes.
 
-    Grey if all images are, else in colour. Files of other kinds and hidden ones are passed over.
+    Grey if all images are, else in colour. Files of other kinds and hidden ones are passed over, and so
+    are those in hidden folders.
 
     Args:
         image_size: resize to this many pixels along the shorter side and cut the middle out, a square. None: all images
             must have one size already.
     """
+
+    preparing = "read"
 
     def __init__(self, path: Path, *, image_size: int | None = None) -> None:
         self.name = f"folder:{path}"
@@ -89,7 +92,7 @@ class Folder(Source):
             folder = self._path / part / name
             if not folder.is_dir() and part == "test":
                 continue  # a class of which no image is tested on
-            found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.name[0] != ".")
+            found = sorted(path for path in folder.rglob("*") if _is_image(path, folder))
             if not found and part == "train":
                 raise DataMissing(
                     f"{folder} has no images",
@@ -109,7 +112,7 @@ class Folder(Source):
     def _modes(self, classes: Sequence[str]) -> Sequence[bool]:
         """Whether each image is grey, of both parts, so that they are read alike."""
         files = [path for part in PARTS if (self._path / part).is_dir() for path in self._files(part, classes)[0]]
-        return _in_threads(lambda path: _opened(path, lambda image: image.mode in GREY_MODES), files)
+        return _in_threads(lambda path: _opened(path, is_grey), files)
 
     def _read(self, files: Sequence[Path]) -> Tensor:
         """uint8 [N, C, H, W]."""
@@ -136,16 +139,24 @@ class Folder(Source):
         from PIL import Image as pillow
         from PIL import ImageOps
 
+        image = eight_bit(image)
         if self._size:
-            image = ImageOps.fit(image.convert("RGB"), size, pillow.Resampling.BILINEAR)
+            image = ImageOps.fit(image, size, pillow.Resampling.BILINEAR)
         if image.size != size:
             raise BadOption(
                 f"the images of {self._path} differ in size",
                 why=f"{files[0]} has {size[0]}x{size[1]} pixels, {files[index]} {image.size[0]}x{image.size[1]}",
                 next="make them all alike: --image_size 64",
             )
-        pixels = image.convert("L" if self._grey else "RGB").tobytes()
-        return torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(size[1], size[0], -1).permute(2, 0, 1)
+        return as_tensor(image.convert("L" if self._grey else "RGB"))
+
+
+def _is_image(path: Path, folder: Path) -> bool:
+    """By its name; notebooks keep copies of what they show in ``.ipynb_checkpoints``."""
+    if path.suffix.lower() not in ENDINGS or any(part[0] == "." for part in path.relative_to(folder).parts):
+        return False
+    # A link that leads nowhere stays, to be named when it is opened.
+    return path.is_file() or not path.exists()
 
 
 def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.training import own
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, Source
+from ddp_manual.training.sources.pixels import as_tensor, eight_bit
 
 OPTION = "dataset"
 
@@ -23,12 +26,17 @@ class OwnData(Source):
     Each part is a pair of tensors, images uint8 [N, C, H, W] (or [N, H, W], grey) and labels int64 [N]; or a dataset of
     ``torch.utils.data`` whose items are pairs of an image, as Pillow has it or as such a tensor, and a label. Its
     ``classes`` name the labels; else they are numbers. The factory may leave ``data_dir``, a pathlib.Path, out.
+
+    Args:
+        seed: for random, numpy and torch before the factory is called, so that every rank and every start of a run gets
+            the same data.
     """
 
     preparing = "load"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, seed: int = 0) -> None:
         self.name = name
+        self._seed = seed
         self._parts: dict[str, Split] = {}
 
     def is_prepared(self, data_dir: Path) -> bool:
@@ -36,12 +44,22 @@ class OwnData(Source):
         return bool(self._parts)
 
     def prepare(self, data_dir: Path) -> None:
+        own.factory(OPTION, self.name)  # what its module draws while it is imported comes before
+        _seed_generators(self._seed)
         made = own.call(OPTION, self.name, data_dir=data_dir)
         if not isinstance(made, Sequence) or len(made) != len(PARTS):
             raise self._wrong(f"a {type(made).__name__}", "a pair: the training part and the test part")
         parts = [self._split(part, value) for part, value in zip(PARTS, made, strict=True)]
         count = max(1 + int(labels.max()) for _, labels, _ in parts)
-        names = next((names for *_, names in parts if names), tuple(map(str, range(count))))
+        named = list(dict.fromkeys(names for *_, names in parts if names))
+        if len(named) > 1:
+            raise self._wrong(
+                f"parts whose classes differ: {' and '.join(', '.join(names) for names in named)}",
+                "the same classes in the same order, since a label means the same in both parts",
+            )
+        names = named[0] if named else tuple(map(str, range(count)))
+        if twice := sorted(name for name in set(names) if names.count(name) > 1):
+            raise self._wrong(f"classes with a name that occurs twice: {', '.join(twice)}", "a name for each class")
         if count > len(names):
             raise self._wrong(f"a label {count - 1}", f"labels below {len(names)}, the number of its classes")
         if parts[0][0].shape[1:] != parts[1][0].shape[1:]:
@@ -57,7 +75,10 @@ class OwnData(Source):
         return self._parts[part]
 
     def _split(self, part: str, value: Any) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-        names = tuple(map(str, getattr(value, "classes", ())))
+        classes = getattr(value, "classes", None)
+        if classes is not None and (isinstance(classes, str) or not isinstance(classes, Iterable)):
+            raise self._wrong(f"a {type(classes).__name__} as the classes of its {part} part", "a name for each class")
+        names = tuple(map(str, () if classes is None else classes))
         if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
             images, labels = value
         elif hasattr(value, "__getitem__") and hasattr(value, "__len__"):
@@ -85,7 +106,8 @@ class OwnData(Source):
                 f"a {part} part without images" if not len(images) else f"a {part} label {int(labels.min())}",
                 "at least one image, and labels from 0",
             )
-        return images.contiguous(), labels.long(), names
+        # A factory may have put them on a GPU; ranks compare, measure and move them from the CPU.
+        return images.cpu().contiguous(), labels.cpu().long(), names
 
     def _gathered(self, part: str, dataset: Any) -> tuple[Tensor, Tensor]:
         images: list[Tensor] = []
@@ -95,9 +117,9 @@ class OwnData(Source):
             try:
                 image, label = dataset[index]
                 labels.append(int(label))
+                pixels = _pixels(image)
             except (TypeError, ValueError) as error:
                 raise self._wrong(f"a strange {where} ({error})", "pairs (image, label)") from error
-            pixels = _pixels(image)
             if not isinstance(pixels, Tensor):
                 raise self._wrong(f"a {type(image).__name__} in {where}", "an image of Pillow's, or a uint8 tensor")
             if images and pixels.shape != images[0].shape:
@@ -118,6 +140,11 @@ def _pixels(image: Any) -> Any:
     """An image of Pillow's as uint8 [C, H, W]; anything else as it is."""
     if isinstance(image, Tensor) or not hasattr(image, "convert"):
         return image
-    grey = image.mode in ("1", "L")
-    pixels = bytearray(image.convert("L" if grey else "RGB").tobytes())
-    return torch.frombuffer(pixels, dtype=torch.uint8).view(image.size[1], image.size[0], -1).permute(2, 0, 1)
+    return as_tensor(eight_bit(image))
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)  # it takes no larger one

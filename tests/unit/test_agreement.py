@@ -1,0 +1,79 @@
+"""Whether all ranks have read the same data, and a run that goes on has what it began with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_manual import TrainConfig, resuming
+from ddp_manual.errors import CheckpointMismatch, DataDiffers
+from ddp_manual.training import collectives
+from ddp_manual.training.agreement import compare_data, fingerprint
+from ddp_manual.training.course import Position
+from ddp_manual.training.data import Split
+
+SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
+
+
+def compare(
+    monkeypatch: pytest.MonkeyPatch, others: Split, hosts: list[str], *, own_factory: bool = False
+) -> dict[str, str]:
+    """As rank 0 of two sees it, whose test part is the same as the other's."""
+
+    def gathered(mine: Tensor) -> list[Tensor]:
+        return [mine, torch.tensor([fingerprint(others), fingerprint(SPLIT)])]
+
+    monkeypatch.setattr(collectives, "all_gather", gathered)
+    parts = {"train": SPLIT, "test": SPLIT}
+    return compare_data(parts, torch.device("cpu"), lambda: hosts, own_factory=own_factory)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "own_factory", "then"),
+    [
+        (["a", "b"], False, "copy rank 0's --data_dir"),
+        (["a", "b"], True, "read the same files on every host"),
+        (["a", "a"], False, "with the same --data_dir"),
+        (["a", "a"], True, "the factory does not return the same data each time"),
+    ],
+)
+def test_what_to_do_about_other_data_depends_on_where_they_are_from(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[str], own_factory: bool, then: str
+) -> None:
+    other = replace(SPLIT, labels=torch.tensor([1, 0]))
+    with pytest.raises(DataDiffers, match=r"the data on [ab] are not those of rank 0") as caught:
+        compare(monkeypatch, other, hosts, own_factory=own_factory)
+    assert then in (caught.value.next or "")
+    assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why
+
+
+def test_other_names_of_classes_are_other_data_but_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = replace(SPLIT, classes=("dog", "cat"))
+    with pytest.raises(DataDiffers):
+        compare(monkeypatch, renamed, ["a", "b"])
+    digests = compare(monkeypatch, SPLIT, ["a", "b"])
+    assert digests["train"] == digests["test"] and len(digests["train"]) == 32
+    assert fingerprint(renamed)[:3] == fingerprint(SPLIT)[:3]
+
+
+def test_a_run_does_not_go_on_with_other_data_where_the_checkpoint_tells(tmp_path: Path) -> None:
+    config = TrainConfig(dataset="mine:made")
+
+    def go_on(options: dict[str, Any], train: Split) -> None:
+        saved: Any = SimpleNamespace(options=options, position=Position())
+        trainer: Any = SimpleNamespace(train=train, course=SimpleNamespace(samples=2))
+        resuming._compare(tmp_path / "step.pt", saved, config, trainer)
+
+    then = resuming.options_of(config, replace(SPLIT, digest="1a"))
+    go_on(then, replace(SPLIT, digest="1a"))
+    with pytest.raises(CheckpointMismatch, match="is of a run on other data") as caught:
+        go_on(then, replace(SPLIT, digest="2b"))
+    assert "1a in the checkpoint / 2b here" in caught.value.why
+    del then["data"]  # as in a checkpoint of an earlier version
+    go_on(then, replace(SPLIT, digest="2b"))
