@@ -244,13 +244,20 @@ def bound_reverse_lookups() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def keep_wandb_files(folder: Path) -> None:
-    """Below ``folder``, and not in the user's home, unless variables say where.
+@contextmanager
+def wandb_files_below(folder: Path) -> Iterator[None]:
+    """While the body runs, what wandb would keep in the user's home goes below ``folder``, unless variables say where.
 
     Images of a table that is not uploaded yet are among them.
     """
-    os.environ.setdefault("WANDB_DATA_DIR", str((folder / "data").absolute()))
-    os.environ.setdefault("WANDB_CACHE_DIR", str((folder / "cache").absolute()))
+    wanted = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
+    unset = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in unset})
+    try:
+        yield
+    finally:
+        for name in unset:
+            os.environ.pop(name, None)
 
 
 def quiet_torch_warnings() -> None:

@@ -56,10 +56,11 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         # Signals are noted until here: one that comes while the ranks leave undoes no stop they have agreed on.
         with (
             signals.without_saving(),
+            ExitStack() as afterwards,
             ExitStack() as noting,
             _world(spec, config, own_code) as world,
         ):
-            return _train(world, config, noting, go_on)
+            return _train(world, config, noting, afterwards.callback, go_on)
     except DdpManualError:
         raise
     except Exception as error:
@@ -110,13 +111,20 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
         )
 
     with signals.without_saving(), ExitStack() as noting:
-        return _train(world, config, noting, go_on)
+        return _train(world, config, noting, world.after_leaving, go_on)
 
 
-def _train(world: World, config: TrainConfig, noting: ExitStack, go_on: Callable[[RunPaths], str]) -> dict[str, Any]:
+Afterwards = Callable[[Callable[[], None]], object]
+"""Has a function called once no other rank waits for this one."""
+
+
+def _train(
+    world: World, config: TrainConfig, noting: ExitStack, afterwards: Afterwards, go_on: Callable[[RunPaths], str]
+) -> dict[str, Any]:
     """Signals are noted from the first step until ``noting`` is closed.
 
     Args:
+        afterwards: is given the wait for the trackers to finish, once ``noting`` is closed.
         go_on: what to do to go on with the run in that folder, after a signal has stopped it.
     """
     assert world.run_dir is not None
@@ -124,7 +132,7 @@ def _train(world: World, config: TrainConfig, noting: ExitStack, go_on: Callable
     if restart := environment.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
     with resuming.run_folder(config, paths) if world.rank == 0 else nullcontext():
-        return _go(world, paths, config, _load(world, config), noting, go_on)
+        return _go(world, paths, config, _load(world, config), noting, afterwards, go_on)
 
 
 def _own_code(config: TrainConfig) -> Shared:
@@ -188,6 +196,7 @@ def _go(
     config: TrainConfig,
     data: Data,
     noting: ExitStack,
+    afterwards: Afterwards,
     go_on: Callable[[RunPaths], str],
 ) -> dict[str, Any]:
     """To the end, or to the step where all stop."""
@@ -208,10 +217,15 @@ def _go(
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data)
     course = trainer.course
     described = outcome.described(world, paths, config, trainer)
-    tracker = trackers.of_rank_0(config, paths, described, world.run_id) if world.rank == 0 else Tracker()
-    # After the ranks have left, so that nobody waits for an upload; signals end the wait for it by then.
-    noting.callback(tracker.closed)
     position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
+    summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
+    tracker = Tracker()
+    if world.rank == 0:
+        tracker = trackers.of_rank_0(
+            config, paths, described, world.run_id, over=summary is not None, afterwards=afterwards
+        )
+    # Before the signals are noted: by then they end the wait for an upload.
+    noting.callback(tracker.closed)
     if config.resume is not None:
         tracker.resumed(position, history, network, complete=course.ended(position))
     run = Run(
@@ -249,7 +263,6 @@ def _go(
             raise _stopped(number, run.position.step, paths, go_on(paths))
     else:
         run.predict()
-    summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
     if summary is None:
         summary = outcome.summary(world, paths, config, trainer, run.evaluations, run.train_seconds)
         tracker.finished(summary)

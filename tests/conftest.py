@@ -204,7 +204,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
 
 @pytest.fixture(scope="session")
 def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class folders of noise, 16x16 in colour: 50 to train on, 10 to test on; a step takes no time."""
+    """Class folders of noise, 8x8 in colour: 50 to train on, 10 to test on; a step takes no time."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("few_images")
@@ -213,7 +213,7 @@ def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("cat", "dog"):
             (folder / part / name).mkdir(parents=True)
             for number in range(count):
-                image = Image.frombytes("RGB", (16, 16), drawn.randbytes(3 * 16 * 16))
+                image = Image.frombytes("RGB", (8, 8), drawn.randbytes(3 * 8 * 8))
                 image.save(folder / part / name / f"{number}.png")
     return folder
 

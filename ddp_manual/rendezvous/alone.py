@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ def alone(spec: WorldSpec, *, run_dir: str | None = None) -> Iterator[World]:
     local_rank = spec.local_rank or 0
     run_id = spec.run_id or rundir.new_run_id()
     path = Path(run_dir.replace("{run_id}", run_id)) if run_dir else None
+    afterwards = ExitStack()
     world = AloneWorld(
         spec=spec,
         rank=0,
@@ -90,10 +91,12 @@ def alone(spec: WorldSpec, *, run_dir: str | None = None) -> Iterator[World]:
         host_leader=0,
         progress=Progress(phase=RUNNING),
         _folder=RunFolder(path, path),
+        _afterwards=afterwards,
     )
-    try:
-        yield world
-    except BaseException as error:
-        if not (isinstance(error, SystemExit) and not error.code):  # a script that ends so has done its work
-            lastwords.write_failure(lastwords.as_ours(0, error), 0, world.run_dir)
-        raise
+    with afterwards:
+        try:
+            yield world
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and not error.code):  # a script that ends so has done its work
+                lastwords.write_failure(lastwords.as_ours(0, error), 0, world.run_dir)
+            raise

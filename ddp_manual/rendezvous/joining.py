@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -108,34 +108,35 @@ def rendezvous(
     progress = Progress()
     watchdog = _watchdog(meeting, answered.hello, backend, progress, report)
     watchdog.start()
-    try:
-        with steps.step("process group") as step:
-            world = _open_world(spec, meeting, answered, device, backend, watchdog, progress, started)
-            step.detail = f"{world.backend} on {world.device}"
-        ended: SystemExit | Stopped | None = None
-        progress.phase = RUNNING  # a script of the user's own need not say more
+    with ExitStack() as afterwards:
         try:
-            yield world
-        except SystemExit as asked:
-            if asked.code:
-                raise
-            ended = asked  # a script that ends so has done its work
-        except Stopped as agreed:  # by all ranks, after the same step: none of them has failed
-            ended = agreed
-        progress.phase = LEAVING
-        _leave_in_order(meeting, watchdog)
-    except BaseException as error:
-        failure = lastwords.conclude(watchdog, meeting.store, spec, error)
-        keep(failure)
-        watchdog.stand_down()
-        meeting.drop()
-        if isinstance(failure, PeerGone) and failure is not error:
-            raise failure from error
-        raise
-    if isinstance(ended, Stopped):
-        keep(ended)
-    if ended is not None:
-        raise ended
+            with steps.step("process group") as step:
+                world = _open_world(spec, meeting, answered, device, backend, watchdog, progress, started, afterwards)
+                step.detail = f"{world.backend} on {world.device}"
+            ended: SystemExit | Stopped | None = None
+            progress.phase = RUNNING  # a script of the user's own need not say more
+            try:
+                yield world
+            except SystemExit as asked:
+                if asked.code:
+                    raise
+                ended = asked  # a script that ends so has done its work
+            except Stopped as agreed:  # by all ranks, after the same step: none of them has failed
+                ended = agreed
+            progress.phase = LEAVING
+            _leave_in_order(meeting, watchdog)
+        except BaseException as error:
+            failure = lastwords.conclude(watchdog, meeting.store, spec, error)
+            keep(failure)
+            watchdog.stand_down()
+            meeting.drop()
+            if isinstance(failure, PeerGone) and failure is not error:
+                raise failure from error
+            raise
+        if isinstance(ended, Stopped):
+            keep(ended)
+        if ended is not None:
+            raise ended
 
 
 def _leave_in_order(meeting: Meeting, watchdog: Watchdog) -> None:
@@ -188,6 +189,7 @@ def _open_world(
     watchdog: Watchdog,
     progress: Progress,
     started: float,
+    afterwards: ExitStack,
 ) -> World:
     place, store, port = answered.place, meeting.store, meeting.spec.master_port
     if meeting.own.interface:
@@ -211,6 +213,7 @@ def _open_world(
         host_leader=place.host_leader,
         progress=progress,
         _folder=meeting.folder,
+        _afterwards=afterwards,
         _store=store,
         _watchdog=watchdog,
     )

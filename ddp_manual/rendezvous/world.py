@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class World(ABC):
     progress: Progress
     """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
     _folder: RunFolder = field(repr=False)
+    _afterwards: ExitStack = field(repr=False)
 
     @property
     def run_dir(self) -> Path | None:
@@ -53,6 +55,11 @@ class World(ABC):
     def run_dir_of_rendezvous(self) -> Path | None:
         """What rank 0 gave to ``rendezvous``, as opposed to ``agree``."""
         return self._folder.of_rendezvous
+
+    def after_leaving(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called once the ranks have left, or this one has failed and told the others: nobody waits for
+        what it does. The one that was asked for last comes first."""
+        self._afterwards.callback(action)
 
     @abstractmethod
     def agree(self, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,14 @@ def about(tmp_path: Path) -> About:
     return About(name="mlp-mnist-2ranks-0123abcd", hyperparameters={"world_size": 2}, paths=RunPaths(tmp_path))
 
 
+def at_once(wait: Callable[[], None]) -> None:
+    wait()
+
+
+def followed_by(sinks: Sequence[Sink], about: About) -> Followed:
+    return Followed(sinks, about, afterwards=at_once)
+
+
 def train(tracker: Followed, steps: int) -> float:
     """Seconds it takes to tell a tracker of so many."""
     started = time.perf_counter()
@@ -90,7 +98,7 @@ def test_a_tracker_that_raises_is_warned_of_once_and_the_others_go_on(
         raise ValueError("out of\nluck")
 
     failing, healthy = Remembering(fail), Remembering()
-    tracker = Followed([failing, healthy], about)
+    tracker = followed_by([failing, healthy], about)
     train(tracker, 10)
     tracker.closed()
     assert warnings() == ["--track jsonl: ValueError: out of; the run goes on without it"]
@@ -104,7 +112,7 @@ def test_one_that_exits_the_way_a_program_does_is_dropped_like_one_that_raises(
     def leave() -> None:
         raise SystemExit(3)
 
-    tracker = Followed([Remembering(leave)], about)
+    tracker = followed_by([Remembering(leave)], about)
     train(tracker, 4)
     tracker.closed()
     assert warnings() == ["--track jsonl: SystemExit: 3; the run goes on without it"]
@@ -115,7 +123,7 @@ def test_a_tracker_that_hangs_never_slows_training_and_is_given_up_at_the_end(
 ) -> None:
     """Nobody reads the other end of a pipe: whoever opens it to write waits."""
     os.mkfifo(about.paths.track)
-    tracker = Followed([JsonLines()], about)
+    tracker = followed_by([JsonLines()], about)
     assert train(tracker, 5000) < 1
     started = time.monotonic()
     tracker.closed()
@@ -130,7 +138,7 @@ def test_a_signal_ends_the_wait_for_a_tracker_that_hangs_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(followed, "STOP_WITHIN", 30)
     os.mkfifo(about.paths.track)
-    tracker = Followed([JsonLines()], about)
+    tracker = followed_by([JsonLines()], about)
     train(tracker, 3)
     before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
@@ -152,7 +160,7 @@ def test_a_slow_tracker_has_some_time_to_finish(
 ) -> None:
     monkeypatch.setattr(followed, "STOP_WITHIN", 10)
     os.mkfifo(about.paths.track)
-    tracker = Followed([JsonLines()], about)
+    tracker = followed_by([JsonLines()], about)
     train(tracker, 50)
     read = bytearray()
 
@@ -188,7 +196,7 @@ def assert_set(event: threading.Event) -> None:
 
 def test_a_full_disk_is_named(about: About, warnings: Callable[[], list[str]]) -> None:
     about.paths.track.symlink_to("/dev/full")
-    tracker = Followed([JsonLines()], about)
+    tracker = followed_by([JsonLines()], about)
     train(tracker, 10)
     tracker.closed()
     assert warnings() == [
@@ -198,7 +206,7 @@ def test_a_full_disk_is_named(about: About, warnings: Callable[[], list[str]]) -
 
 def test_what_has_never_begun_is_not_opened(about: About) -> None:
     sink = Remembering()
-    Followed([sink], about).closed()
+    followed_by([sink], about).closed()
     assert not hasattr(sink, "about")
 
 

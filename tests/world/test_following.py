@@ -116,7 +116,8 @@ from ddp_manual.training.trackers.wandb import WeightsAndBiases
 console.log_to_stderr(0)
 followed.STOP_WITHIN = 0.5
 paths = RunPaths(Path(sys.argv[1]))
-tracker = followed.Followed([WeightsAndBiases(paths)], About(name="name", hyperparameters={}, paths=paths))
+about = About(name="name", hyperparameters={}, paths=paths)
+tracker = followed.Followed([WeightsAndBiases(paths)], about, afterwards=lambda wait: wait())
 
 def metrics(step):
     return Metrics(step=step, epoch=1, loss=1.0, accuracy=0.5, lr=0.1, samples_per_second=1.0, seconds=1.0)

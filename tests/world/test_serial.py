@@ -35,11 +35,21 @@ def test_it_has_nothing_of_a_rank_and_learns_the_same_parameters_bit_for_bit(
 
 
 def test_a_signal_stops_it_with_a_checkpoint_from_which_it_goes_on_to_the_same_parameters(
-    start_rank: Start, tmp_path: Path
+    start_rank: Start, few_images: Path, tmp_path: Path
 ) -> None:
-    options = (*SERIAL, "--batch_size", 100, "--epochs", 3, "--log_every", 20)
+    options = (
+        *SERIAL,
+        "--dataset",
+        f"folder:{few_images}",
+        "--batch_size",
+        10,
+        "--epochs",
+        30,
+        "--checkpoint_every",
+        0,
+    )
     stopped = start_rank(0, 1, *options)
-    stopped.wait_for(" step 20/")
+    stopped.wait_for(" epoch 3/30 ")
     stopped.process.send_signal(signal.SIGTERM)
     assert stopped.wait(10) == 143
     assert "SIGTERM: stopping after the next step" in stopped.err

@@ -80,17 +80,16 @@ def unpacked_mnist(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.parametrize(
-    ("world_size", "threads"),
-    # A share of the cores for each, as a user has it; and one thread for each, which is what tests run beside.
-    [(1, "1"), pytest.param(2, "", marks=pytest.mark.alone), pytest.param(4, "1", marks=pytest.mark.alone)],
+    "world_size",
+    # Two ranks do so in test_tutorials.py.
+    [1, pytest.param(4, marks=pytest.mark.alone)],
 )
 def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
-    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int, threads: str
+    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int
 ) -> None:
     program = [sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run"]
     ranks = [
-        start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port, OMP_NUM_THREADS=threads)
-        for rank in range(world_size)
+        start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port) for rank in range(world_size)
     ]
     assert [rank.wait(250) for rank in ranks] == [0] * world_size
     run = tmp_path / "run"

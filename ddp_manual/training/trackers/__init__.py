@@ -5,7 +5,7 @@ Each is a ``Sink`` in a thread of its own; ``Followed`` tells them what happens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddp_manual.config import TrainConfig
@@ -18,19 +18,30 @@ from ddp_manual.training.trackers.wandb import WeightsAndBiases
 from ddp_manual.training.tracking import RunFiles, Several, Tracker
 
 
-def of_rank_0(config: TrainConfig, paths: RunPaths, hyperparameters: Mapping[str, Any], run_id: str) -> Tracker:
+def of_rank_0(
+    config: TrainConfig,
+    paths: RunPaths,
+    hyperparameters: Mapping[str, Any],
+    run_id: str,
+    *,
+    over: bool,
+    afterwards: Callable[[Callable[[], None]], object],
+) -> Tracker:
     """What rank 0 keeps of a run: the run's files, and whatever ``--track`` names.
 
     Args:
         hyperparameters: the content of ``config.json``.
+        over: an earlier process has followed the run to its end, so that there is nothing to add.
+        afterwards: has a function called once no other rank waits for this one.
     """
     files = RunFiles(paths, keep=config.keep)
-    if not config.trackers:
+    if over or not config.trackers:
         return files
     flat = {**hyperparameters, **hyperparameters.get("run", {})}
     flat.pop("run", None)
     about = About(name=run_name(config, flat["world_size"], run_id), hyperparameters=flat, paths=paths)
-    return Several(files, Followed([_sink(name, paths) for name in config.trackers], about))
+    sinks = [_sink(name, paths) for name in config.trackers]
+    return Several(files, Followed(sinks, about, afterwards=afterwards))
 
 
 def run_name(config: TrainConfig, world_size: int, run_id: str) -> str:

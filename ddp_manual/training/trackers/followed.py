@@ -43,11 +43,15 @@ class Followed(Tracker):
 
     Args:
         about: as the run would begin.
+        afterwards: has the wait for them called once no other rank waits for this one.
     """
 
-    def __init__(self, sinks: Sequence[Sink], about: About) -> None:
+    def __init__(
+        self, sinks: Sequence[Sink], about: About, *, afterwards: Callable[[Callable[[], None]], object]
+    ) -> None:
         self._sinks = sinks
         self._about = about
+        self._afterwards = afterwards
         self._opened: list[Background] = []
         self._step = 0
         self._complete = False
@@ -78,23 +82,27 @@ class Followed(Tracker):
         self._tell(lambda sink: sink.result(summary))
 
     def closed(self) -> None:
-        """Let the sinks finish, for a bounded time; a signal that comes meanwhile ends the wait."""
+        """The sinks finish from now on, for a bounded time."""
         if not self._opened:
             return
         complete = self._complete
         within = FINISH_WITHIN if complete else STOP_WITHIN
         self._tell(lambda sink: sink.close(complete=complete))
-        deadline = time.monotonic() + within
-        why = f"it did not finish within {within:g} s"
         for background in self._opened:
             background.put(None)
+        deadline = time.monotonic() + within
+        self._afterwards(lambda: self._wait(deadline, f"it did not finish within {within:g} s"))
+
+    def _wait(self, deadline: float, why: str) -> None:
+        """For the sinks to finish; a signal that comes meanwhile ends the wait."""
         try:
             for background in self._opened:
                 if not background.wait(min(QUIET, deadline - time.monotonic())):
+                    left = max(0.0, deadline - time.monotonic())
                     logger.info(
-                        "waiting for %s to finish, for up to %.0f s; Ctrl-C ends that", background.sink.name, within
+                        "waiting for %s to finish, for up to %.0f s; Ctrl-C ends that", background.sink.name, left
                     )
-                    background.wait(deadline - time.monotonic())
+                    background.wait(left)
         except (StopSignal, KeyboardInterrupt):
             why = "a signal came before it had finished"
         for background in self._opened:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +19,9 @@ from ddp_manual.rundir import RunPaths
 from ddp_manual.training.trackers.sink import About, PredictionTable, Sink
 
 if TYPE_CHECKING:
+    import psutil
     import wandb
+    from wandb.sdk.wandb_setup import _WandbSetup as Session
 
 logger = logging.getLogger(__name__)
 
@@ -31,42 +35,94 @@ UPLOAD_WITHIN = 25.0
 END_WITHIN = 1.0
 
 
+class _Service:
+    """What wandb has behind all runs of this process, the user's own among them: when a sink may end it.
+
+    ``turn`` is held while a sink opens, while one ends it, and while variables say where the files of one go.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._sinks: set[WeightsAndBiases] = set()
+        self._was_there = False
+
+    def joined_by(self, sink: WeightsAndBiases) -> None:
+        if not self._sinks:
+            self._was_there = bool(_processes())  # started by the user's own code
+        self._sinks.add(sink)
+
+    def left_by(self, sink: WeightsAndBiases) -> None:
+        self._sinks.discard(sink)
+
+    def is_only_for(self, sink: WeightsAndBiases) -> bool:
+        latest = sink.session.most_recent_active_run if sink.session is not None else None
+        return self._sinks == {sink} and not self._was_there and (latest is None or latest is sink.run)
+
+
+_service = _Service()
+
+
+def _processes() -> list[psutil.Process]:
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if process.name().startswith("wandb-"):
+                found.append(process)
+    return found
+
+
 class WeightsAndBiases(Sink):
     """Variables such as WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY count as everywhere."""
 
     name = "wandb"
 
     def __init__(self, paths: RunPaths) -> None:
+        self.session: Session | None = None
+        self.run: wandb.Run | None = None
         self._folder = paths.wandb
         self._online = False
-        environment.keep_wandb_files(paths.wandb)
 
     def open(self, about: About) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        with _service.turn, environment.wandb_files_below(self._folder):
+            _service.joined_by(self)
+            self._open(about)
+
+    def _open(self, about: About) -> None:
         import wandb
 
+        self.session = wandb.setup(wandb.Settings(silent=True))
         mode, why_offline = _mode()
         try:
-            self._run = _init(about, mode)
+            self.run = _init(about, mode)
         except wandb.Error as error:
             if mode != "online":
                 raise
-            wandb.teardown()  # else the id counts as in use
+            if _service.is_only_for(self):
+                wandb.teardown()  # else the id counts as in use
+                self.session = wandb.setup(wandb.Settings(silent=True))
             why_offline = str(error).splitlines()[0]
-            self._run = _init(about, "offline")
+            self.run = _init(about, "offline")
         self._online = mode == "online" and why_offline is None
         if why_offline is not None:
             logger.info("wandb: offline (%s); %s", why_offline, self.still_to_do())
         else:
-            logger.info("wandb: %s", self._run.url if self._online else f"{mode}, as WANDB_MODE asks")
+            logger.info("wandb: %s", self._opened.url if self._online else f"{mode}, as WANDB_MODE asks")
+
+    @property
+    def _opened(self) -> wandb.Run:
+        assert self.run is not None
+        return self.run
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._opened.log(dict(values), step=step)
 
     def image(self, step: int, name: str, file: Path) -> None:
         import wandb
 
-        self._run.log({name: wandb.Image(str(file))}, step=step)
+        self._opened.log({name: wandb.Image(str(file))}, step=step)
 
     def table(self, step: int, name: str, table: PredictionTable) -> None:
         import wandb
@@ -76,24 +132,28 @@ class WeightsAndBiases(Sink):
             [sample.number, wandb.Image(sample.image), sample.guess, sample.truth, *sample.scores]
             for sample in table.samples
         ]
-        self._run.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
+        with _service.turn, environment.wandb_files_below(self._folder):
+            self._opened.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
 
     def result(self, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update({name: value for name, value in summary.items() if isinstance(value, (int, float))})
+        self._opened.summary.update({name: value for name, value in summary.items() if isinstance(value, (int, float))})
 
     def close(self, *, complete: bool) -> None:
         import wandb
 
-        self._run.finish(exit_code=0 if complete else 1)
-        if wandb.run is None:  # no other run, of the user's own script, needs the process behind it
-            wandb.teardown()
+        self._opened.finish(exit_code=0 if complete else 1)
+        with _service.turn:
+            if _service.is_only_for(self):
+                wandb.teardown()
+            _service.left_by(self)
 
     def abandon(self) -> None:
-        """End the processes that wandb has started; asked first, they write what they have."""
+        """End the processes that wandb has started, and nobody else needs; asked first, they write what they have."""
         import psutil
 
-        processes = psutil.Process().children(recursive=True)
-        ours = [process for process in processes if process.name().startswith("wandb-")]
+        # Not in turn: its own thread may hang in there.
+        ours = _processes() if _service.is_only_for(self) else []
+        _service.left_by(self)
         for process in ours:
             process.terminate()
         _, alive = psutil.wait_procs(ours, timeout=END_WITHIN)
