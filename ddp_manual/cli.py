@@ -6,6 +6,7 @@ about a flag answer at once.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import signal
@@ -23,6 +24,7 @@ from ddp_manual.flags import GroupedCommand, given, options_of
 from ddp_manual.world_spec import WorldSpec
 
 FOUND_A_PROBLEM = 3
+NOBODY_READS = 128 + signal.SIGPIPE
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
@@ -60,7 +62,11 @@ def train(config_file: str | None, **flags: Any) -> None:
 
     summary = worker.run(spec, config)
     if spec.rank == 0:
-        click.echo(outcome.result_text(summary))
+        try:
+            _say(outcome.result_text(summary))
+        except (DdpManualError, click.exceptions.Exit) as error:  # the run is complete, whether anybody reads so or not
+            if isinstance(error, DdpManualError):
+                console.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, summary["run_dir"])
 
 
 @ddp_manual.command(cls=GroupedCommand)
@@ -75,7 +81,7 @@ def check(as_json: bool, **flags: Any) -> None:
     from ddp_manual import checkup, reports
 
     report = checkup.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
-    click.echo(json.dumps(report) if as_json else reports.check_text(report))
+    _say(json.dumps(report) if as_json else reports.check_text(report))
     if report["findings"]:
         raise click.exceptions.Exit(FOUND_A_PROBLEM)
 
@@ -98,15 +104,15 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
             console.redraw(texts)
         else:
             for text in texts:
-                click.echo(text)
+                _say(text)
     except DdpManualError as error:
         if as_json:
-            click.echo(json.dumps({"error": error.as_dict()}))
+            _say(json.dumps({"error": error.as_dict()}))
         raise
     except StopSignal as stop:  # the usual way to end --watch: nothing has gone wrong
         raise click.exceptions.Exit(128 + stop.number) from None
     if watch and not as_json:
-        click.echo("the run has ended: rank 0's store is gone")
+        _say("the run has ended: rank 0's store is gone")
 
 
 @ddp_manual.command("checkpoints")
@@ -120,7 +126,7 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
     from ddp_manual import checkpoints, reports
 
     found = checkpoints.listed(folder)
-    click.echo(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
+    _say(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
 
 
 @ddp_manual.command("compare")
@@ -137,7 +143,7 @@ def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) ->
     compared = comparison.compare(folders)
     if plot is not None:
         comparison_plot.write_plot(compared, plot)
-    click.echo(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
+    _say(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
 
 
 @ddp_manual.command(cls=GroupedCommand)
@@ -169,7 +175,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
 
     console.log_to_stderr(None)
     report = evaluating.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
-    click.echo(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
+    _say(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
 
 
 @ddp_manual.command("show-data", cls=GroupedCommand)
@@ -193,7 +199,7 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     typed = given(TrainConfig, flags)
     config = TrainConfig(**typed, sources=dict.fromkeys(typed, "flag"))
     shown = showing.show(config, part, count, out)
-    click.echo(reports.data_text(shown))
+    _say(reports.data_text(shown))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -219,8 +225,22 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
         raise click.exceptions.Exit(status)
 
 
+def _say(text: str) -> None:
+    """Print it.
+
+    Raises:
+        DiskFull, BadOption: stdout cannot take it. Exit: nobody reads it.
+    """
+    try:
+        click.echo(text)
+    except OSError as error:
+        failed = console.stdout_failed(error)
+        raise (click.exceptions.Exit(NOBODY_READS) if error.errno == errno.EPIPE else failed) from error
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
+    console.escape_what_cannot_be_shown()
     try:
         with signals.as_errors():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
@@ -241,6 +261,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _print(_as_not_installed(error))
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            return _print(console.stdout_failed(error))  # click's own text, of --help
         from ddp_manual.rendezvous.lastwords import training_failed
 
         return _print(training_failed(None, error))

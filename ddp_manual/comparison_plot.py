@@ -81,7 +81,9 @@ def _draw_course(
     placed = [(at, point) for point in run.points if (at := where(point)) is not None]
     ats = [at for at, _ in placed]
     line = {**_style(index), "marker": "." if len(placed) <= MOST_MARKS else ""}
-    losses.plot(ats, [point.loss for _, point in placed], **line)
+    # A loss of 0, as with a single class, has no place on a logarithmic axis.
+    above = [(at, point.loss) for at, point in placed if point.loss > 0]
+    losses.plot([at for at, _ in above], [loss for _, loss in above], **line)
     accuracies.plot(ats, [100 * point.accuracy for _, point in placed], **{**line, "marker": "", "alpha": 0.5})
     ends = [(at, accuracy) for point, accuracy in run.epoch_ends() if (at := where(point)) is not None]
     accuracies.plot(

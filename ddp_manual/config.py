@@ -142,6 +142,10 @@ class TrainConfig(Options):
     """Option -> "flag" or "from FILE"; what is not in it is a default. A dict, as Flyte knows no other mapping."""
 
     def __post_init__(self) -> None:
+        with self.naming_files():
+            self._check()
+
+    def _check(self) -> None:
         self.check_bounds()
         if self.run_dir is not None and not self.run_dir.strip():
             raise BadOption(
@@ -257,13 +261,15 @@ class TrainConfig(Options):
         Raises:
             BadOption: global_batch_size does not divide evenly over the ranks; or there are several, and no_ddp.
         """
-        self.batch_size_per_rank(spec.world_size)
-        if self.no_ddp and spec.world_size > 1:
-            raise BadOption(
-                f"--no_ddp is for one process, and this is one of {spec.world_size}",
-                why=f"{self.named('no_ddp')}, {spec.named('world_size')}: each would train on all the data by itself",
-                next="leave --no_ddp out, or start one process with --world_size 1",
-            )
+        with self.naming_files():
+            self.batch_size_per_rank(spec.world_size)
+            if self.no_ddp and spec.world_size > 1:
+                raise BadOption(
+                    f"--no_ddp is for one process, and this is one of {spec.world_size}",
+                    why=f"{self.named('no_ddp')}, {spec.named('world_size')}: "
+                    "each would train on all the data by itself",
+                    next="leave --no_ddp out (or say --ddp), or start one process with --world_size 1",
+                )
 
     def batch_size_per_rank(self, world_size: int) -> int:
         """Samples each rank takes per step.
@@ -278,7 +284,7 @@ class TrainConfig(Options):
             lower = world_size * share
             raise BadOption(
                 f"--global_batch_size {self.global_batch_size} cannot be divided over {world_size} ranks",
-                why=f"{self.global_batch_size} / {world_size} is not a whole number of samples per rank",
+                why=f"{self.named('global_batch_size')} / {world_size} is not a whole number of samples per rank",
                 next="try --global_batch_size " + (f"{lower} or {lower + world_size}" if lower else str(world_size)),
             )
         return share

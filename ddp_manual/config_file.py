@@ -8,12 +8,24 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields, value_types
 
 RECORD = "run"
+# What stood beside the options before there was "run"; all of it in every such file.
+ONCE_BESIDE = (
+    "run_id",
+    "run_dir",
+    "world_size",
+    "batch_size_per_rank",
+    "peak_lr",
+    "steps_per_epoch",
+    "mean",
+    "std",
+)
 # Where a run writes and which run it goes on with: a file that says what is trained is for any number of runs.
 OF_ONE_RUN = ("run_dir", "resume")
 LARGEST = 2**20
@@ -27,6 +39,8 @@ def read(path: str) -> str:
         BadOption: it cannot be read, is no text, or is longer than 1 MiB.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+            raise OSError(0, "it is no regular file", path)
         with open(path, "rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
@@ -40,6 +54,16 @@ def read(path: str) -> str:
         ) from None
     except ValueError as error:
         raise _unusable(path, f"it is no UTF-8 text: {error}") from None
+
+
+def apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What a ``config.json`` holds: the options, and what followed from them, which is None in no run's file."""
+    run = content.get(RECORD)
+    names = ONCE_BESIDE if RECORD not in content and content.keys() >= set(ONCE_BESIDE) else ()
+    if names:  # images were grey then, and mean and std no lists
+        run = {**{name: content[name] for name in names}, "shape": None, "classes": None}
+        run.update({name: [run[name]] for name in ("mean", "std") if isinstance(run[name], (int, float))})
+    return {name: value for name, value in content.items() if name != RECORD and name not in names}, run
 
 
 def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> dict[str, Any]:
@@ -62,11 +86,11 @@ def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> 
         raise _unusable(source, f"{error}") from None
     if not isinstance(found, dict):
         raise _unusable(source, f"it holds {_shown(found)}, where an object is wanted")
-    of_a_run = found.pop(RECORD, None) is not None
+    options_there, run = apart(found)
     types = value_types(options)
     may_be_null = {field.name for field in option_fields(options) if field.default is None}
     values = {}
-    for name, value in found.items():
+    for name, value in options_there.items():
         if name in elsewhere:
             raise BadOption(
                 f"{source}: {name} cannot be given in a file",
@@ -78,7 +102,7 @@ def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> 
         if value is None and name in may_be_null:
             continue
         if name in OF_ONE_RUN:
-            if of_a_run:
+            if run is not None:
                 continue
             raise BadOption(
                 f"{source}: {name} cannot be given in a file",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from ddp_manual.errors import DdpManualError
+from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -48,8 +51,27 @@ def log_to_stderr(rank: int | None) -> None:
 
 
 def print_error(error: DdpManualError) -> None:
-    """The last thing on this rank's screen."""
-    print(error.render(), file=sys.stderr, flush=True)
+    """The last thing on this rank's screen; the exit code says it too, should the screen be gone."""
+    with suppress(OSError):
+        print(error.render(), file=sys.stderr, flush=True)
+
+
+def escape_what_cannot_be_shown() -> None:
+    """A name that stdout's encoding does not know is printed with escapes, as stderr does by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def stdout_failed(error: OSError) -> DdpManualError:
+    """What an ``error`` of a write to stdout ends as; from here on all that is written there is dropped."""
+    with suppress(OSError, ValueError):  # else what is left in its buffer fails once more when the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (DiskFull if full else BadOption)(
+        "stdout cannot be written",
+        why=str(error.strerror),
+        next="free some space there, or send stdout elsewhere" if full else "send stdout elsewhere",
+    )
 
 
 class Progress:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import saved_model
-from ddp_manual.config import TrainConfig
+from ddp_manual.config import TrainConfig, is_own_factory
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, writing
+from ddp_manual.options import as_flags
 from ddp_manual.rundir import PredictionPaths, RunPaths
 from ddp_manual.saved_model import SavedModel
 
@@ -70,8 +72,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
             why=f"its loss over the test set of {config.dataset} is {evaluation.loss}",
             next="evaluate a checkpoint from before its training diverged",
         )
-    paths = PredictionPaths(folder)
-    prediction_files.write(paths, predictions, option="--out_dir")
+    files = prediction_files.write(PredictionPaths(folder), predictions, option="--out_dir")
     return {
         "checkpoint": str(saved.path),
         "model": config.model,
@@ -80,7 +81,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
         "accuracy": evaluation.accuracy,
         "loss": evaluation.loss,
         "classes": _by_class(predictions),
-        "files": [str(path) for path in paths.all],
+        "files": [str(path) for path in files],
     }
 
 
@@ -97,12 +98,26 @@ def _config(saved: SavedModel, flags: Mapping[str, Any]) -> TrainConfig:
         )
     if known is None:
         return TrainConfig(**flags, sources=dict.fromkeys(flags, "flag"))
+    _refuse_code_nobody_named(path, known, flags)
     values = dict(flags)
     dataset = flags.get("dataset", known.dataset)
     if dataset != known.dataset:
         values.setdefault("classes", None)
         values.setdefault("image_size", known.image_size if dataset.startswith("folder:") else None)
     return dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(flags, "flag")})
+
+
+def _refuse_code_nobody_named(path: Path, known: TrainConfig, flags: Mapping[str, Any]) -> None:
+    """A folder that came from elsewhere must not choose what is imported and called here."""
+    own = {name: getattr(known, name) for name in ("model", "dataset") if is_own_factory(getattr(known, name))}
+    unnamed = {name: value for name, value in own.items() if name not in flags}
+    if unnamed:
+        raise BadOption(
+            f"the {' and the '.join(unnamed)} of {path.parent} {'are' if len(unnamed) > 1 else 'is'} code, which is "
+            "called only if you name it too",
+            why=f"{path} names " + " and ".join(unnamed.values()),
+            next=f"if you trust that code, add {as_flags(unnamed)}",
+        )
 
 
 def _spare_a_runs_own(folder: Path) -> None:
@@ -117,9 +132,10 @@ def _spare_a_runs_own(folder: Path) -> None:
 
 def _check_fit(saved: SavedModel, config: TrainConfig, test: Split) -> None:
     trained = saved.trained
-    if trained is None:
+    if trained is None or trained.shape is None or trained.classes is None:
         return
-    has, wants = (f"{_shape(one.shape)} images of {len(one.classes)} classes" for one in (test, trained))
+    has = f"{_shape(test.shape)} images of {len(test.classes)} classes"
+    wants = f"{_shape(trained.shape)} images of {len(trained.classes)} classes"
     if has != wants:
         raise CheckpointMismatch(
             f"{saved.path} is a model for other images than those of {config.dataset}",
@@ -158,15 +174,14 @@ def _fits(saved: SavedModel, name: str, test: Split) -> bool:
     import torch
 
     from ddp_manual.training import models
+    from ddp_manual.training.checkpoint import shapes
 
     try:
         with torch.device("meta"):
             built = models.MODELS[name](shape=test.shape, classes=len(test.classes)).state_dict()
     except Exception:  # the images may be too small for it
         return False
-    return {key: value.shape for key, value in built.items()} == {
-        key: value.shape for key, value in saved.parameters.items()
-    }
+    return shapes(built) == shapes(saved.parameters)
 
 
 def _normalise(
@@ -185,16 +200,16 @@ def _normalise(
 def _by_class(predictions: Predictions) -> list[dict[str, Any]]:
     classes = predictions.split.classes
     found = []
-    for index, (name, row) in enumerate(zip(classes, predictions.confusion.tolist(), strict=True)):
-        images, right = sum(row), row[index]
-        mistakes = {classes[place]: count for place, count in enumerate(row) if count and place != index}
-        most = max(mistakes, key=mistakes.__getitem__, default=None)
+    for index, name in enumerate(classes):  # the matrix of all has no room where there are very many
+        guesses = predictions.guess[predictions.truth == index].tolist()
+        images, right = len(guesses), guesses.count(index)
+        mistakes = Counter(sorted(guess for guess in guesses if guess != index)).most_common(1)
         found.append(
             {
                 "name": name,
                 "images": images,
                 "accuracy": right / images if images else None,
-                "mistaken_for": None if most is None else [most, mistakes[most]],
+                "mistaken_for": [classes[mistakes[0][0]], mistakes[0][1]] if mistakes else None,
             }
         )
     return found

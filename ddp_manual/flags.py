@@ -43,8 +43,15 @@ class GroupedOption(click.Option):
         elif field.default is not None and kind is not bool:
             help += f" (default: {field.default})"
         super().__init__(
-            [f"--{field.name}"], type=kind, default=None, help=help, is_flag=kind is bool, show_default=False
+            [field.name, _spelling(field.name, kind)], type=kind, default=None, help=help, show_default=False
         )
+
+
+def _spelling(name: str, kind: type) -> str:
+    """A switch has one for off too: a file may have switched it on."""
+    if kind is not bool:
+        return f"--{name}"
+    return f"--{name}/--{name.removeprefix('no_')}" if name.startswith("no_") else f"--{name}/--no_{name}"
 
 
 def options_of(
@@ -68,6 +75,6 @@ def options_of(
 
 
 def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
-    """Those of a dataclass's options that were typed; 0 was, False is a switch that was not."""
+    """Those of a dataclass's options that were typed."""
     values = {field.name: flags.get(field.name) for field in option_fields(kind)}
-    return {name: value for name, value in values.items() if value is not None and value is not False}
+    return {name: value for name, value in values.items() if value is not None}

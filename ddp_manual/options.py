@@ -6,7 +6,8 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
 from ddp_manual.errors import BadOption
@@ -72,6 +73,17 @@ class Options:
             for name, source in self.sources.items()
             if getattr(self, name) is not None and (source == "flag" or getattr(self, name) != defaults[name])
         }
+
+    @contextmanager
+    def naming_files(self) -> Iterator[None]:
+        """A BadOption of the body that is about values from a file says next where to change them."""
+        try:
+            yield
+        except BadOption as error:
+            about = [name for name in self.sources if self.named(name) in error.why]
+            sources = dict.fromkeys(self.source(name) for name in about if self.source(name).startswith("from "))
+            error.next += "".join(f"\nor change it in {source.removeprefix('from ')}" for source in sources)
+            raise
 
     def check_bounds(self) -> None:
         """Raises BadOption for a value that is of another type than its option, or out of its bounds."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_manual import config_file
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields
 from ddp_manual.rundir import RunPaths
 
 MOST_NAMED = 8
+# Beyond these a number is damage, and what is worked out from it would be infinite.
+LARGEST_COUNT = 2**53
+LARGEST, SMALLEST_RATE = 1e30, 1e-9
 # What ranks say that have only seen another one fail: any other failure is nearer to the cause.
 OF_A_PEER = ("peer-", "master-lost")
 
@@ -96,8 +99,8 @@ def read_run(folder: Path) -> RecordedRun:
     notes: list[str] = []
     config = _read_object(paths.config, notes)
     summary = _read_object(paths.summary, notes, expected=False)
-    # Before there was "run" in it, all stood side by side.
-    followed = {**config, **config["run"]} if isinstance(config.get("run"), dict) else config
+    options, run = config_file.apart(config)
+    followed = run if isinstance(run, dict) else {}
     world_size = _count(followed, "world_size") or _count(summary, "world_size")
     batch_size = _count(followed, "batch_size_per_rank")
     global_batch_size = world_size * batch_size if world_size and batch_size else None
@@ -106,7 +109,7 @@ def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(
         run_dir=folder,
         state=_state(paths, finished="final_test_accuracy" in summary),
-        options=_options(config),
+        options=_options(options),
         world_size=world_size,
         device=_text(followed, "device") or _text(summary, "device"),
         global_batch_size=global_batch_size,
@@ -257,7 +260,7 @@ def _parse(line: str) -> Point | None:
         return None
     step, epoch = _count(content, "step"), _count(content, "epoch")
     loss, accuracy, rate = (_number(content, name) for name in ("loss", "accuracy", "samples_per_second"))
-    if step is None or epoch is None or loss is None or accuracy is None or rate is None or rate <= 0:
+    if step is None or epoch is None or loss is None or accuracy is None or rate is None or rate < SMALLEST_RATE:
         return None
     seconds = _number(content, "seconds")
     return Point(step=step, epoch=epoch, loss=loss, accuracy=accuracy, samples_per_second=rate, seconds=seconds)
@@ -272,14 +275,14 @@ def _mean_rate(points: Sequence[Point]) -> float | None:
     return sum(point.samples_per_second * span for point, span in zip(points, spans, strict=True)) / ends[-1]
 
 
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+def _options(there: Mapping[str, Any]) -> dict[str, Any]:
     shared = [field.name for field in option_fields(TrainConfig) if field.metadata["shared"]]
-    return {name: config[name] for name in shared if name in config}
+    return {name: there[name] for name in shared if name in there}
 
 
 def _count(content: Mapping[str, Any], name: str) -> int | None:
     value = content.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_COUNT else None
 
 
 def _number(content: Mapping[str, Any], name: str) -> float | None:
@@ -289,11 +292,7 @@ def _number(content: Mapping[str, Any], name: str) -> float | None:
 def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if abs(value) <= LARGEST else None  # nan is not
 
 
 def _text(content: Mapping[str, Any], name: str) -> str | None:

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 # With another value of these it is another network, or it has not seen the samples that the checkpoint counts as seen.
-MUST_MATCH = ("model", "dataset", "samples", "seed", "sync_bn")
+MUST_MATCH = ("model", "dataset", "image_size", "seed", "sync_bn")
+# And what the data set made of its options; other images make another network too.
+OF_THE_DATA = ("samples", "shape", "class_count")
 
 
 def in_the_agents_run_dir(config: TrainConfig) -> TrainConfig:
@@ -91,7 +93,8 @@ def options_of(config: TrainConfig, train: Split) -> dict[str, Any]:
         for field in option_fields(TrainConfig)
         if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
     }
-    return {**kept, "samples": len(train), "data": train.digest}
+    of_the_data = {"samples": len(train), "shape": list(train.shape), "class_count": len(train.classes)}
+    return {**kept, **of_the_data, "data": train.digest}
 
 
 def go_on(
@@ -102,7 +105,7 @@ def go_on(
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, CheckpointMismatch, BadOption: on rank 0.
-        CheckpointCorrupt: on every rank, if the state does not fit the network.
+        CheckpointMismatch: on every rank, if the parameters do not fit the network. CheckpointCorrupt: the rest.
     """
     from ddp_manual.training import checkpoint
 
@@ -114,6 +117,7 @@ def go_on(
     if content is None:
         return None
     saved = _unpacked(path, content)
+    _check_fit(path, saved, network)
     trainer.settle_buckets()
     try:
         checkpoint.restore(saved, network, trainer.optimizer)
@@ -150,7 +154,7 @@ def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
     """A run without a checkpoint begins anew, over its own files but nobody else's."""
     try:
         there = json.loads(paths.config.read_bytes())
-        differ = [name for name in MUST_MATCH if name != "samples" and there.get(name) != getattr(config, name)]
+        differ = [name for name in MUST_MATCH if there.get(name) != getattr(config, name)]
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError):
@@ -161,6 +165,23 @@ def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
             f"--run_dir {paths.run_dir} holds {'a complete run' if complete else 'another run'}, without a checkpoint",
             why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {', '.join(differ)}",
             next="choose another --run_dir: starting from the beginning here would overwrite its files",
+        )
+
+
+def _check_fit(path: Path, saved: Saved, network: nn.Module) -> None:
+    from ddp_manual.training.checkpoint import shapes
+
+    then, now = shapes(saved.model), shapes(network.state_dict())
+    wrong = [
+        f"{name}: {then.get(name, 'not')} in the checkpoint / {now.get(name, 'not')} here"
+        for name in {**now, **then}
+        if then.get(name) != now.get(name)
+    ]
+    if wrong:
+        raise CheckpointMismatch(
+            f"{path} is of another network",
+            why="\n".join(wrong[:5]),
+            next="train the model and the data it was saved with; or start a new run, without --resume",
         )
 
 
@@ -177,16 +198,16 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
     """Refuse another run's checkpoint, and say which other options have changed."""
     then, now = saved.options, options_of(config, trainer.train)
     wrong = [
-        f"{name}: {then.get(name)} in the checkpoint / {now[name]} here"
-        + (f" ({config.source(name)})" if name != "samples" else "")
-        for name in MUST_MATCH
-        if then.get(name) != now[name]
+        f"{name}: {then[name]} in the checkpoint / {now[name]} here"
+        + (f" ({config.source(name)})" if name in MUST_MATCH else "")
+        for name in (*MUST_MATCH, *OF_THE_DATA)
+        if name in then and then[name] != now[name]  # a checkpoint may be older than what it would have to say
     ]
     done = saved.position.epoch + (saved.position.taken > 0)
     if done > config.epochs:
         wrong.append(f"epochs: {done} begun or done in the checkpoint / {config.epochs} here")
     if wrong:
-        flags = as_flags({name: then[name] for name in MUST_MATCH if name in then and name != "samples"})
+        flags = as_flags({name: then[name] for name in MUST_MATCH if name in then})
         raise CheckpointMismatch(
             f"{path} is of another run",
             why="\n".join(wrong),

@@ -12,7 +12,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,11 @@ def run_dir_of_agent(agent: str) -> str:
 
 
 def in_a_file_name(dataset: str) -> str:
-    """The name of a data set, which may have a path in it, as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
+    """The name of a data set, which may have a path in it, as a part of a file's name, another for each."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
+    if name == re.sub("^folder:", "folder-", dataset):
+        return name
+    return f"{name}-{hashlib.sha256(dataset.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 @dataclass
@@ -261,21 +264,30 @@ def replace_file(path: Path, content: bytes) -> None:
     replace_files({path: content})
 
 
-def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Each takes its name in this order, once all are on disk under temporary ones."""
+def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
+    """Each takes its name in this order, once all are on disk under temporary ones. An error names the file."""
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
         for path, content in contents.items():
-            with open(temporary[path], "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(path, temporary[path], [content] if isinstance(content, bytes) else content)
         for path in contents:
             os.replace(temporary[path], path)
             _flush_names(path.parent)
     finally:
         for left in temporary.values():
             left.unlink(missing_ok=True)
+
+
+def _write(path: Path, temporary: Path, pieces: Iterable[bytes]) -> None:
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:  # of open() alone does it say
+            error.filename = str(path)
+        raise
 
 
 def _flush_names(folder: Path) -> None:

@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddp_manual import checkpoint_file, checkpoints
+from ddp_manual import checkpoint_file, checkpoints, config_file
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
 from ddp_manual.rundir import RunPaths
 
-if TYPE_CHECKING:
-    from torch import Tensor
+# How torch ends the name under which a module keeps what is no tensor.
+EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class Trained:
 
     Args:
         mean, std: by channel, 0 to 255, that they were normalised with.
-        shape: channels, height and width.
+        shape: channels, height and width; None, as are the classes, where the run is older than their record.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    shape: tuple[int, int, int]
-    classes: tuple[str, ...]
+    shape: tuple[int, int, int] | None
+    classes: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,13 +38,13 @@ class SavedModel:
 
     Args:
         path: of the file.
-        parameters: the state dict, without DDP's prefix, on the CPU.
+        parameters: the state dict, without DDP's prefix, on the CPU; what a module keeps there as extra state is none.
         run: the files of its run; those of its folder where there is no run.
         trained: None where no ``config.json`` says it.
     """
 
     path: Path
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, Any]
     run: RunPaths
     trained: Trained | None
 
@@ -108,24 +108,28 @@ def _content(path: Path) -> bytes:
         ) from None
 
 
-def _parameters(path: Path, content: bytes) -> dict[str, Tensor]:
-    """The state dict, alone or within a checkpoint, whatever the file is called."""
+def _parameters(path: Path, content: bytes) -> dict[str, Any]:
+    """The state dict, alone or within a checkpoint, whatever the file is called and the parameters are."""
     import torch
 
     try:
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        found = dict(read["model"] if "position" in read else read)
+        within = isinstance(read.get("model"), Mapping) and not isinstance(read.get("position"), torch.Tensor)
+        found = dict(read["model"] if within else read)
     except Exception as error:  # whatever its first wrong byte leads to
         reason = str(error).strip().partition("\n")[0]
         raise _no_model(path, f"torch cannot read it as one: {type(error).__name__}: {reason}") from error
-    if not found or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    wanted = {name: value for name, value in found.items() if not str(name).endswith(EXTRA_STATE)}
+    if not wanted or not all(isinstance(value, torch.Tensor) for value in wanted.values()):
         raise _no_model(path, f"it holds {', '.join(map(str, list(found)[:5])) or 'nothing'}, where tensors are wanted")
     return {str(name): value for name, value in found.items()}
 
 
 def _trained(config: Path) -> Trained | None:
     try:
-        run = json.loads(config.read_bytes()).get("run")
+        if config.exists() and not config.is_file():
+            raise OSError(0, "it is no regular file", str(config))
+        run = config_file.apart(json.loads(config.read_bytes()))[1]
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -137,18 +141,17 @@ def _trained(config: Path) -> Trained | None:
     if run is None:  # a file of options, as --config takes it
         return None
     try:
-        channels, height, width = (_counted(length) for length in run["shape"])
-        trained = Trained(
-            mean=tuple(map(float, run["mean"])),
-            std=tuple(map(float, run["std"])),
-            shape=(channels, height, width),
-            classes=tuple(map(str, run["classes"])),
-        )
-    except (LookupError, TypeError, ValueError) as error:
+        mean, std = (tuple(map(float, run[name])) for name in ("mean", "std"))
+        shape, classes = run["shape"], run["classes"]
+        if shape is not None:
+            channels, height, width = (_counted(length) for length in shape)
+            shape, classes = (channels, height, width), tuple(map(str, classes))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise _contradictory(config, f"run: {type(error).__name__}: {error}") from None
-    if not (len(trained.mean) == len(trained.std) == channels and all(trained.std) and trained.classes):
-        raise _contradictory(config, f"mean and std of {len(trained.mean)} channels, shape of {channels}")
-    return trained
+    channels = shape[0] if shape else 1
+    if not (len(mean) == len(std) == channels and all(std) and classes != ()):
+        raise _contradictory(config, f"mean and std of {len(mean)} channels, shape of {channels}")
+    return Trained(mean=mean, std=std, shape=shape, classes=classes)
 
 
 def _counted(length: Any) -> int:

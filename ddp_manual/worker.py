@@ -214,7 +214,9 @@ def _go(
         classes=len(data.train.classes),
         sync_bn=config.sync_bn,
     )
-    trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data)
+    shape, classes = data.train.shape, len(data.train.classes)
+    fewest = models.fewest_samples(config.model, network, world.device, shape, classes)
+    trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     course = trainer.course
     described = outcome.described(world, paths, config, trainer)
     position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
@@ -269,7 +271,7 @@ def _go(
     return summary
 
 
-def _trainer(world: World, config: TrainConfig, model: Any, data: Data) -> Trainer:
+def _trainer(world: World, config: TrainConfig, model: Any, data: Data, fewest_samples: int) -> Trainer:
     import torch
 
     from ddp_manual.training.engine import Trainer
@@ -289,6 +291,7 @@ def _trainer(world: World, config: TrainConfig, model: Any, data: Data) -> Train
         rank=world.rank,
         world_size=world.world_size,
         config=config,
+        fewest_samples=fewest_samples,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import warnings
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ import psutil
 
 def wandb_records(file: Path) -> list[dict[str, Any]]:
     """The records of a ``.wandb`` file, by the reader behind ``wandb leet inspect``."""
+    return _wandb_records(file, file.stat().st_size)
+
+
+@cache
+def _wandb_records(file: Path, size: int) -> list[dict[str, Any]]:
     package = find_spec("wandb")
     assert package is not None and package.submodule_search_locations
     program = Path(package.submodule_search_locations[0], "bin", "wandb-core")

@@ -82,8 +82,8 @@ def pack(saved: Saved) -> bytes:
             "history": asdict(saved.history),
             "options": dict(saved.options),
             "world_size": saved.world_size,
-            "model": _on_cpu(saved.model),
-            "optimizer": _on_cpu(saved.optimizer),
+            "model": on_cpu(saved.model),
+            "optimizer": on_cpu(saved.optimizer),
             "random": dict(saved.random),
         },
         content,
@@ -91,12 +91,12 @@ def pack(saved: Saved) -> bytes:
     return content.getvalue()
 
 
-def _on_cpu(state: Any) -> Any:
+def on_cpu(state: Any) -> Any:
     """The same with its tensors on the CPU, so that a machine without a GPU can read them."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
-        return {name: _on_cpu(value) for name, value in state.items()}
+        return {name: on_cpu(value) for name, value in state.items()}
     return state
 
 
@@ -128,6 +128,11 @@ def _built(kind: type[T], values: Mapping[str, Any]) -> T:
     if set(values) != set(wanted) or not all(number in (int, float) for number in wanted.values()):
         raise TypeError(f"{values} is no {kind.__name__}")
     return kind(**values)
+
+
+def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of each tensor in a state dict."""
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def restore(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:

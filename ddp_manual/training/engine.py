@@ -36,8 +36,8 @@ class Trainer:
     Args:
         model: wrapped in DDP, on the device of ``train``.
         batch_size: samples per rank and step.
-        empty_batches: whether the model computes on none; else a rank for which nothing is left in the last step of an
-            epoch computes on one sample that does not count.
+        fewest_samples: that the model can be trained on in a step. Where a rank has fewer, as in the last step of an
+            epoch, it computes on others besides, which do not count.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class Trainer:
     seed: int
     clip_grad_norm: float
     augment: Augment
-    empty_batches: bool
+    fewest_samples: int
 
     @classmethod
     def create(
@@ -65,6 +65,7 @@ class Trainer:
         rank: int,
         world_size: int,
         config: TrainConfig,
+        fewest_samples: int = 1,
     ) -> Trainer:
         """A trainer for these options.
 
@@ -99,7 +100,7 @@ class Trainer:
             clip_grad_norm=config.most_grad_norm,
             augment=Augment(shift=config.shift, flip=config.flip),
             # Batch statistics of no samples are an error, unless they are those of all ranks.
-            empty_batches=config.sync_bn,
+            fewest_samples=0 if config.sync_bn and world_size > 1 else fewest_samples,
         )
 
     def train_epoch(
@@ -123,10 +124,12 @@ class Trainer:
             lr = self.schedule.lr(seen, taking)
             samples = data.share(order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size)
             counted = len(samples)
-            if not counted and not self.empty_batches:
-                samples = order[:1]
+            if counted < self.fewest_samples:
+                # Those that come next, from the beginning once more where the epoch is over.
+                samples = torch.cat([samples, order.roll(-position.taken)[: self.fewest_samples - counted]])
             images = varied(self.train.images, samples)
-            labels = self.train.labels[samples]
+            # Of none that counts the loss is taken all the same: DDP wants gradients, which its weight makes zeros.
+            labels = self.train.labels[samples[: counted or None]]
             # DDP takes the mean over the ranks; their shares of the samples may differ.
             weight = counted * self.world_size / taking
             self._seed(seen)
@@ -148,6 +151,8 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.zero_grad()
         scores = self.model(images)
+        if len(scores) > len(labels):
+            scores = scores[: len(labels)]
         loss = F.cross_entropy(scores, labels, reduction="mean" if len(labels) else "sum")
         meter.work.stop()
         (loss if weight == 1.0 else loss * weight).backward()
@@ -175,6 +180,7 @@ class Trainer:
         on where in a bucket they lie. A run that goes on from a checkpoint has to sum them as it would have without the
         pause. For before the state is restored: it moves batch statistics.
         """
-        images = self.normalise(self.train.images[:1])
-        F.cross_entropy(self.model(images), self.train.labels[:1]).backward()
+        samples = torch.arange(max(1, self.fewest_samples), device=self.train.labels.device) % len(self.train)
+        images = self.normalise(self.train.images[samples])
+        F.cross_entropy(self.model(images), self.train.labels[samples]).backward()
         self.optimizer.zero_grad()

@@ -47,8 +47,9 @@ def evaluate(
     model.eval()
     # Loss summed over samples, correct samples, samples.
     totals = torch.zeros(3, dtype=torch.float64, device=split.labels.device)
-    share = torch.arange(rank, len(split), world_size, device=split.labels.device)
-    for samples in share.split(BATCH_SIZE):
+    share = torch.arange(len(split), device=split.labels.device)[rank::world_size]
+    # A split of nothing is one empty batch, which a network need not take.
+    for samples in share.split(BATCH_SIZE) if len(share) else ():
         labels = split.labels[samples]
         scores = model(normalise(split.images[samples]))
         if on_scores is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import collectives, own
+from ddp_manual.training import collectives, own_model
 
 MNIST = (1, 28, 28)
 
@@ -164,11 +164,10 @@ def build(
             next="leave --sync_bn out, or use --model mlp, which has no batch statistics",
         )
     torch.manual_seed(seed)
-    model = _built_in(name, shape, classes) if name in MODELS else _own(name, shape, classes)
+    model = _built_in(name, shape, classes) if name in MODELS else own_model.made(name, shape, classes)
     if sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # Channels last is the layout oneDNN and cuDNN compute in: 1.3 to 1.45x the steps per second here.
-    return model.to(device).to(memory_format=torch.channels_last)
+    return model.to(device)
 
 
 def _built_in(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -179,36 +178,17 @@ def _built_in(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module
             why=f"those of the data set have {shape[1]}x{shape[2]}; each of its poolings halves them",
             next="choose another --model, such as mlp, or larger images",
         )
-    return kind(shape=shape, classes=classes)
+    # Channels last is the layout oneDNN and cuDNN compute in: 1.3 to 1.45x the steps per second here.
+    return kind(shape=shape, classes=classes).to(memory_format=torch.channels_last)
 
 
-def _own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    model = own.call("model", name, shape=shape, classes=classes)
-    if not isinstance(model, nn.Module):
-        raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
-    images = torch.zeros(2, *shape)
-    try:
-        # Not in training mode: neither batch statistics nor random numbers are touched. Lazy layers get their shapes.
-        with torch.no_grad():
-            scores = model.eval()(images)
-    except Exception as error:  # whatever a user's forward raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise _wrong(name, f"fails on images float32 {list(images.shape)}: {reason}", "that it takes them") from error
-    model.train()
-    if not isinstance(scores, Tensor) or scores.shape != (2, classes) or not scores.is_floating_point():
-        given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        raise _wrong(name, f"gives {given} for 2 images", f"scores of {classes} classes, a float tensor [2, {classes}]")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise _wrong(name, "has no parameter to train", "one at least with requires_grad")
-    return model
+def fewest_samples(name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int) -> int:
+    """How many samples the model that ``build`` has made needs in a batch of training; a collective.
 
-
-def _wrong(name: str, what: str, wanted: str) -> BadOption:
-    return BadOption(
-        f"--model {name} {what}",
-        why=f"wanted is {wanted}",
-        next="mend the factory; docs/own-model-and-data.md has its signature and an example",
-    )
+    Raises:
+        BadOption: it is the user's own, and cannot be trained, see ``own_model.fewest_samples``.
+    """
+    return 1 if name in MODELS else own_model.fewest_samples(name, model, device, shape, classes)
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:

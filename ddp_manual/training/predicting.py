@@ -90,7 +90,8 @@ def evaluate_and_predict(
         world_size=world_size,
         on_scores=lambda scores: kept.append(scores.float().softmax(dim=1)),
     )
-    return evaluation, _gathered(torch.cat(kept), split, world_size=world_size)
+    nothing = torch.zeros(0, len(split.classes), device=split.labels.device)
+    return evaluation, _gathered(torch.cat([nothing, *kept]), split, world_size=world_size)
 
 
 def _gathered(mine: Tensor, split: Split, *, world_size: int) -> Predictions | None:

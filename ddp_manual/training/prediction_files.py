@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from ddp_manual import rundir
 from ddp_manual.errors import writing
@@ -13,11 +16,17 @@ from ddp_manual.training.confusion import confusion_picture
 from ddp_manual.training.pictures import prediction_grid
 from ddp_manual.training.predicting import Predictions
 
+logger = logging.getLogger(__name__)
+
+# Classes, whose square is counted: 8 MB. With more of them nobody could read the table or the picture either.
+MOST_CONFUSED = 1000
+
 COLUMNS = ("id", "truth", "guess", "confidence", "correct")
 
 
-def write(paths: PredictionPaths, predictions: Predictions, *, option: str) -> None:
-    """Write all four, none before all are on disk under temporary names.
+def write(paths: PredictionPaths, predictions: Predictions, *, option: str) -> list[Path]:
+    """Write all four and return them, none before all are on disk under temporary names. Where there are more than
+    MOST_CONFUSED classes, those of the confusion are left out, which a line of the log says.
 
     Args:
         option: which one named the folder.
@@ -25,18 +34,23 @@ def write(paths: PredictionPaths, predictions: Predictions, *, option: str) -> N
     Raises:
         DiskFull, BadOption: the folder cannot take them.
     """
-    contents = {
+    classes = predictions.split.classes
+    contents: dict[Path, bytes | Iterable[bytes]] = {
         paths.table: table(predictions),
         paths.picture: prediction_grid(predictions),
-        paths.confusion_table: confusion_table(predictions),
-        paths.confusion_picture: confusion_picture(predictions.confusion, predictions.split.classes),
     }
+    if len(classes) <= MOST_CONFUSED:
+        contents[paths.confusion_table] = confusion_table(predictions)
+        contents[paths.confusion_picture] = confusion_picture(predictions.confusion, classes)
+    else:
+        logger.info("no %s and no picture of it: more than %d classes", paths.confusion_table, MOST_CONFUSED)
     with writing(paths.folder, option):
         rundir.replace_files(contents)
+    return list(contents)
 
 
-def table(predictions: Predictions) -> bytes:
-    """``predictions.csv``: one line for each image, in the predictions' order.
+def table(predictions: Predictions) -> Iterator[bytes]:
+    """The lines of ``predictions.csv``: one for each image, in the predictions' order.
 
     ``id`` is the sample's place in the test set, counted from 0; ``correct`` is 1 or 0; ``p_<class>`` is the
     probability of that class, to six digits.
@@ -61,17 +75,19 @@ def _rows(predictions: Predictions) -> Iterator[Sequence[object]]:
             yield [index, classes[truth], classes[guess], texts[guess], correct, *texts]
 
 
-def confusion_table(predictions: Predictions) -> bytes:
-    """``confusion.csv``: one line for each class, with how many of its images were taken for which."""
+def confusion_table(predictions: Predictions) -> Iterator[bytes]:
+    """The lines of ``confusion.csv``: one for each class, with how many of its images were taken for which."""
     classes = predictions.split.classes
     rows = ([name, *counts] for name, counts in zip(classes, predictions.confusion.tolist(), strict=True))
     return _csv(["truth \\ guess", *classes], rows)
 
 
-def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[bytes]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    # The name of a folder, and so of a class, may be anything but UTF-8.
-    return text.getvalue().encode("utf-8", "backslashreplace")
+    for row in itertools.chain([header], rows):
+        writer.writerow(row)
+        # The name of a folder, and so of a class, may be anything but UTF-8.
+        yield text.getvalue().encode("utf-8", "backslashreplace")
+        text.seek(0)
+        text.truncate()

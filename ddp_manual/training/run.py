@@ -16,7 +16,7 @@ from ddp_manual.training.checkpoint import History
 from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
 from ddp_manual.training.engine import SyncPoint, Trainer
-from ddp_manual.training.evaluation import evaluate
+from ddp_manual.training.evaluation import Evaluation, evaluate
 from ddp_manual.training.metering import Meter, agree, diverged
 from ddp_manual.training.predicting import Predictions, evaluate_and_predict, predict
 from ddp_manual.training.tracking import Tracker
@@ -87,11 +87,16 @@ class Run:
             stop, save = self._train_epoch(bar, wishes)
             if stop and not course.epoch_ended(self.position):
                 return stop
-            self._evaluate()
+            result, predictions = self._evaluate()
             since = agree(wishes, self._device)
             stop = stop or since.stop
+            # What is lost with a file that cannot be written grows less: of a checkpoint all others can be made anew.
             if save or stop or since.save or course.saves_epoch(self.position):
                 self._save()
+            self._doing.phase = "saving"
+            self._tracker.evaluated(self.position.epoch, result, self._network)
+            if predictions is not None:
+                self._tracker.predicted(predictions)
             if stop and not course.ended(self.position):
                 agree(wishes, self._device)  # rank 0 has saved when it gets here
                 return stop
@@ -132,7 +137,8 @@ class Run:
             f"{metrics.samples_per_second:,.0f} samples/s"
         )
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> tuple[Evaluation, Predictions | None]:
+        """Evaluate what the epoch has made of the network; the predictions after the last one, on rank 0."""
         trainer = self._trainer
         self._doing.phase = "evaluating"
         models.share_buffers(self._network)
@@ -148,15 +154,11 @@ class Run:
             raise diverged(self.position.step, trainer.schedule.peak)
         self.position = self.position.next_epoch()
         self.evaluations.append(result)
-        self._doing.phase = "saving"
-        self._tracker.evaluated(self.position.epoch, result, self._network)
-        if predictions is not None:
-            self._tracker.predicted(predictions)
-        self._doing.phase = "evaluating"
         logger.info(
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
             *(self.position.epoch, trainer.course.epochs, 100 * result.accuracy, result.loss, result.samples),
         )
+        return result, predictions
 
     def predict(self) -> None:
         """Show the tracker what the network of a run that was complete already makes of each test image; a collective.

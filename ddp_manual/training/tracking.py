@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_manual import checkpoint_file, checkpoints, rundir
-from ddp_manual.errors import writing
+from ddp_manual.errors import DdpManualError, writing
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training import prediction_files
-from ddp_manual.training.checkpoint import History, Saved, pack
+from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
 from ddp_manual.training.course import Course, Position
 from ddp_manual.training.data import Split
 from ddp_manual.training.evaluation import Evaluation
@@ -97,7 +99,8 @@ class Several(Tracker):
 class RunFiles(Tracker):
     """Writes each of them as soon as it is known, so that a run that stops early leaves what it had.
 
-    Every method raises DiskFull or BadOption when the folder cannot take the file.
+    Every method raises DiskFull or BadOption when the folder cannot take the file; without the pictures and the
+    predictions, which ``ddp-manual evaluate`` makes anew, the run goes on.
 
     Args:
         keep: how many of the newest checkpoints stay.
@@ -110,7 +113,8 @@ class RunFiles(Tracker):
 
     def started(self, config: Mapping[str, Any], train: Split) -> None:
         rundir.write_json(self._paths.config, config)
-        rundir.write_bytes(self._paths.samples, image_grid(train))
+        with _not_worth_the_run(self._paths.samples):
+            rundir.write_bytes(self._paths.samples, image_grid(train))
 
     def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
         """The files become what they were at ``position``."""
@@ -137,7 +141,11 @@ class RunFiles(Tracker):
     def _write_model(self, model: nn.Module) -> None:
         content = io.BytesIO()
         # Plain contiguous tensors on the CPU: what any script can load.
-        torch.save({name: value.cpu().contiguous() for name, value in model.state_dict().items()}, content)
+        state = {
+            name: value.contiguous() if isinstance(value, Tensor) else value
+            for name, value in on_cpu(model.state_dict()).items()
+        }
+        torch.save(state, content)
         rundir.write_bytes(self._paths.model, content.getvalue())
 
     def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
@@ -159,7 +167,19 @@ class RunFiles(Tracker):
         logger.info("saved %s", path)
 
     def predicted(self, predictions: Predictions) -> None:
-        prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
+        with _not_worth_the_run(self._paths.predictions.table):
+            prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         rundir.write_json(self._paths.summary, summary)
+
+
+@contextmanager
+def _not_worth_the_run(file: Path) -> Iterator[None]:
+    """Warn where ``file``, or another of its kind, cannot be written or drawn."""
+    try:
+        yield
+    except DdpManualError as error:
+        logger.warning("no %s: %s; %s", file, error.what, error.why)
+    except Exception as error:  # what a font, a strange image or no more memory make of Pillow
+        logger.warning("no %s: %s: %s", file, type(error).__name__, error)

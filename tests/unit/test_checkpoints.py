@@ -12,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,19 @@ from torch import nn
 from ddp_manual import checkpoint_file, checkpoints, cli, resuming, rundir, signals
 from ddp_manual.commands import command_to_go_on
 from ddp_manual.config import TrainConfig
-from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, DdpManualError, DiskFull
+from ddp_manual.errors import (
+    BadOption,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointMissing,
+    DdpManualError,
+    DiskFull,
+)
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training import checkpoint, models
 from ddp_manual.training.checkpoint import History, Saved, Unreadable
 from ddp_manual.training.course import Position
+from ddp_manual.training.data import Split
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.metering import Window
 from ddp_manual.world_spec import WorldSpec
@@ -35,6 +45,7 @@ EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=
 
 
 def trained(steps: int = 3, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    random.seed(seed)  # with some draws it diverges, and what is no number equals nothing
     network = models.build("convnet", device=torch.device("cpu"), seed=seed)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     train(network, optimizer, steps)
@@ -412,3 +423,35 @@ def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest
         "python run_multi_gpu_train.py --world_size 2 --rank 1 --master_addr 127.0.0.1 --master_port 29500 "
         "--seed 3 --resume auto --run_dir 'my run'"
     )
+
+
+def going_on(folder: Path, saved: Saved, network: nn.Module, train: Split, **options: Any) -> None:
+    path = checkpoint_file.write(folder, saved.position.step, checkpoint.pack(saved), {})
+    trainer: Any = SimpleNamespace(
+        rank=0, world_size=1, train=train, course=SimpleNamespace(samples=len(train)), settle_buckets=int
+    )
+    resuming.go_on(TrainConfig(resume=str(path), epochs=9, **options), RunPaths(folder), trainer, network)
+
+
+def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Path) -> None:
+    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
+    config = TrainConfig(dataset="folder:here", image_size=28)
+    network, optimizer = trained()
+    saved = replace(taken(network, optimizer), options=resuming.options_of(config, train))
+    larger = replace(train, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
+    with pytest.raises(CheckpointMismatch) as caught:
+        going_on(tmp_path, saved, network, larger, dataset="folder:here", image_size=32)
+    assert caught.value.why.splitlines() == [
+        "image_size: 28 in the checkpoint / 32 here (argument)",
+        "shape: [1, 28, 28] in the checkpoint / [1, 32, 32] here",
+        "class_count: 2 in the checkpoint / 3 here",
+    ]
+    assert "--dataset folder:here --image_size 28" in caught.value.next
+
+
+def test_a_checkpoint_that_does_not_say_its_images_is_known_by_its_parameters(tmp_path: Path) -> None:
+    train = Split(torch.zeros(8, 1, 32, 32, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a",))
+    network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=train.shape, classes=10)
+    with pytest.raises(CheckpointMismatch) as caught:
+        going_on(tmp_path, taken(*trained()), network, train)
+    assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import io
+import os
 import subprocess
 import sys
 import time
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import cli
+from ddp_manual import cli, console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -57,6 +60,17 @@ def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.Captur
         elif line.startswith("  --") and heading in FLAGS:
             found.setdefault(heading, []).append(line.split()[0])
     assert found == FLAGS
+
+
+def test_each_switch_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--help"]) == 0
+    pairs = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " / " in line]
+    assert pairs == [
+        ["--allow_mismatch", "/", "--no_allow_mismatch"],
+        ["--flip", "/", "--no_flip"],
+        ["--sync_bn", "/", "--no_sync_bn"],
+        ["--no_ddp", "/", "--ddp"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -122,3 +136,45 @@ def test_what_launch_decides_itself_cannot_be_passed_on(capsys: pytest.CaptureFi
 def test_launch_needs_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["launch", "--nproc", "0"]) == 2
     assert "error[bad-option]" in capsys.readouterr().err
+
+
+def test_a_stdout_that_takes_nothing_is_an_error_and_one_that_nobody_reads_is_none(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    compare = [sys.executable, "-m", "ddp_manual", "compare", str(tmp_path / "one"), str(tmp_path / "two")]
+    with open("/dev/full", "w") as full:
+        for command in (compare, [*compare[:3], "--help"]):
+            ended = subprocess.run(command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            assert ended.returncode == 15
+            assert ended.stderr.startswith("error[disk-full]: stdout cannot be written\n")
+            assert "Traceback" not in ended.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(compare, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def echo(text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli.click, "echo", echo)
+    monkeypatch.setattr("ddp_manual.worker.run", lambda spec, config: {"run_dir": "runs/mine"})
+    monkeypatch.setattr("ddp_manual.outcome.result_text", lambda summary: "99%")
+    monkeypatch.setattr(console.LOGGER, "propagate", True)
+    assert cli.run(["train"]) == 0
+    assert "stdout cannot be written (No space left on device): the result is in runs/mine" in caplog.text
+
+
+def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    for name in ("one", "데이터"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert cli.run(["compare", str(tmp_path / "one"), str(tmp_path / "데이터")]) == 0
+    assert "\\ub370\\uc774\\ud130" in screen.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]

@@ -143,7 +143,9 @@ def test_a_run_that_has_just_begun_has_a_column_of_its_own(tmp_path: Path) -> No
 def test_where_metrics_have_no_seconds_they_are_worked_out_and_that_is_said(tmp_path: Path) -> None:
     old = leave_run(tmp_path / "old", ranks=2, finished=False)
     config = json.loads(RunPaths(old).config.read_text())
-    RunPaths(old).config.write_text(json.dumps({**config, **config.pop("run")}))  # all stood side by side
+    run = {name: value for name, value in config.pop("run").items() if name != "device"}
+    more = {"run_id": "1c5ad2c6", "run_dir": str(old), "steps_per_epoch": 10, "mean": 33.3, "std": 78.6}
+    RunPaths(old).config.write_text(json.dumps({**config, **run, **more}))  # all stood side by side
     lines = [json.loads(line) for line in RunPaths(old).metrics.read_text().splitlines()]
     for line in lines:
         del line["seconds"]
@@ -171,6 +173,10 @@ DAMAGED = [
     ("metrics.jsonl", None, "metrics.jsonl: 1 of 4 lines cannot be read"),
     ("metrics.jsonl", b'{"step": 1}\n[1, 2]\n\xff\xfe\n', "metrics.jsonl: 3 of 3 lines cannot be read"),
     ("metrics.jsonl", b'{"step": 5, "epoch": 1, "loss": NaN, "accuracy": 1, "samples_per_second": 1}', "1 of 1"),
+    ("metrics.jsonl", b'{"step": 1' + b"0" * 400 + b', "epoch": 1, "loss": 1, "accuracy": 1}', "1 of 1"),
+    ("metrics.jsonl", b'{"step": 5, "epoch": 1, "loss": 1, "accuracy": 1, "samples_per_second": 1e-300}', "1 of 1"),
+    ("metrics.jsonl", b'{"step": 5, "epoch": 1, "loss": 0.0, "accuracy": 1, "samples_per_second": 1}', ""),
+    ("config.json", b'{"run": {"world_size": 1' + b"0" * 30 + b', "batch_size_per_rank": 50}}', ""),
     ("config.json", b"{", "config.json is damaged"),
     ("config.json", b"[]", "config.json is damaged"),
     ("config.json", b'{"run": {"world_size": "two", "batch_size_per_rank": true}}', ""),
@@ -187,6 +193,11 @@ def leave_damaged(folder: Path, name: str, content: bytes | None) -> Path:
     path = leave_run(folder, ranks=2) / name
     path.write_bytes(path.read_bytes()[:-20] if content is None else content)
     return folder
+
+
+def test_a_loss_of_zero_is_left_out_of_the_plot(tmp_path: Path) -> None:
+    runs = [leave_damaged(tmp_path / name, *DAMAGED[5][:2]) for name in ("one", "two")]
+    comparison_plot.write_plot(comparison.compare(runs), tmp_path / "runs.png")
 
 
 def test_what_is_left_of_damaged_runs_is_drawn(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ddp_manual.commands import command_template
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.world_spec import WorldSpec
+from tests.unit.test_evaluating import write_old_config
 
 
 @pytest.fixture
@@ -64,6 +65,23 @@ def test_the_config_json_of_a_run_repeats_it_in_a_new_folder(file: Path) -> None
     config = TrainConfig(epochs=3, run_dir="runs/first", resume="auto")
     file.write_text(json.dumps({**config.as_dict(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
     assert TrainConfig.from_file(str(file)) == TrainConfig(epochs=3)
+
+
+def test_the_config_json_of_a_run_from_before_it_had_the_key_run_repeats_it_too(file: Path) -> None:
+    write_old_config(file.parent, epochs=3)
+    assert TrainConfig.from_file(str(file.parent / "config.json")) == TrainConfig(epochs=3)
+
+
+def test_a_flag_switches_off_what_the_file_has_switched_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text('{"no_ddp": true, "flip": true, "sync_bn": true, "epochs": 0}')
+    assert cli.run(["train", "--config", str(file), "--epochs", "1", "--world_size", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--no_ddp is for one process" in said and f"or change it in {file}\n" in said
+    flags = ["--ddp", "--no-flip", "--no_sync_bn"]
+    assert cli.run(["train", "--config", str(file), *flags, "--world_size", "2"]) == 2
+    assert "--epochs 0 is below 1" in capsys.readouterr().err
+    off = TrainConfig.from_file(str(file), epochs=1, no_ddp=False, flip=False, sync_bn=False)
+    assert off == TrainConfig(epochs=1) and off.source("flip") == "flag"
 
 
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(file: Path) -> None:
@@ -162,15 +180,18 @@ def test_a_value_out_of_its_bounds_is_refused_with_its_file(file: Path, text: st
         TrainConfig.from_file(str(file))
     assert caught.value.what == what
     assert f"(from {file})" in caught.value.why
+    assert caught.value.next.endswith(f"or change it in {file}")
 
 
-@pytest.mark.parametrize("kind", ["missing", "a folder", "not allowed"])
+@pytest.mark.parametrize("kind", ["missing", "a folder", "a pipe", "not allowed"])
 def test_a_file_that_cannot_be_read_exits_2_and_is_named(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "options.json"
     if kind == "a folder":
         path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
     elif kind == "not allowed":
         path.write_text("{}")
         path.chmod(0)

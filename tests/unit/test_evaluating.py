@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 
 from ddp_manual import checkpoint_file, cli
 from ddp_manual.config import TrainConfig
+from ddp_manual.rundir import in_a_file_name
 from ddp_manual.training import models
 
 FILES = ["confusion.csv", "confusion.png", "predictions.csv", "predictions.png"]
@@ -45,6 +47,13 @@ def run(tmp_path: Path, pets: Path) -> Path:
     (run / "config.json").write_text(json.dumps(described))
     torch.save(untrained().state_dict(), run / "model.pt")
     return run
+
+
+def write_old_config(run: Path, **options: Any) -> None:
+    """All side by side, as runs once wrote it."""
+    facts = {"run_id": "1c5ad2c6", "run_dir": str(run), "world_size": 2, "batch_size_per_rank": 50, "peak_lr": 0.08}
+    described = {"seed": 0, **options, **facts, "steps_per_epoch": 600, "mean": 33.3, "std": 78.6}
+    (run / "config.json").write_text(json.dumps(described))
 
 
 def untrained() -> torch.nn.Module:
@@ -107,10 +116,62 @@ def test_each_data_set_and_each_checkpoint_has_a_folder_of_its_own(
     ]
     assert folders[2] == folders[3]
     names = [folder.name for folder in folders[:3]]
-    assert names[0].startswith("evaluation-") and names[0].endswith("-pets")
-    assert names[1].startswith("evaluation-") and names[1].endswith("-others")
+    assert re.fullmatch(r"evaluation-.*-pets-[0-9a-f]{8}", names[0])
+    assert re.fullmatch(r"evaluation-.*-others-[0-9a-f]{8}", names[1])
     assert names[2] == f"{names[0]}-{saved.stem}"
     assert all(folder.parent == run and sorted(path.name for path in folder.iterdir()) == FILES for folder in folders)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("folder:/데이터", "folder:/写真"),
+        ("folder:/x/a-b", "folder:/x/a/b"),
+        ("folder:" + "a/" * 60 + "x", "folder:b" + "a/" * 60 + "x"),
+        ("fashion:mnist", "fashion-mnist"),
+        ("folder:\udcff", "folder:\udcfe"),
+    ],
+)
+def test_no_two_data_sets_share_the_name_of_a_folder(one: str, other: str) -> None:
+    assert in_a_file_name(one) != in_a_file_name(other)
+    assert all(len(in_a_file_name(name)) < 100 for name in (one, other))
+
+
+def test_a_name_that_is_plain_is_left_so() -> None:
+    assert [in_a_file_name(name) for name in ("fashion-mnist", "folder:cifar10")] == ["fashion-mnist", "folder-cifar10"]
+
+
+def test_code_that_only_the_run_names_is_not_called(
+    run: Path, pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shipped.py").write_text("raise AssertionError('imported')")
+    described = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**described, "model": "shipped:net", "dataset": "shipped:data"}))
+    said = refused(capsys, 2, "--checkpoint", run)
+    assert "the model and the dataset of" in said and "add --model shipped:net --dataset shipped:data" in said
+    said = refused(capsys, 2, "--checkpoint", run, "--dataset", f"folder:{pets}")
+    assert "add --model shipped:net\n" in said
+    told = ["--model", "mlp", "--dataset", f"folder:{pets}"]
+    assert evaluated(capsys, "--checkpoint", run, *told)["samples"] == 8
+    assert "cannot be imported" in refused(capsys, 2, "--checkpoint", run, *told[2:], "--model", "shipped:net")
+
+
+def test_a_run_from_before_its_file_had_the_key_run_is_evaluated(
+    tmp_path: Path, mnist: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = models.build("mlp", device=torch.device("cpu"), seed=3)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    write_old_config(tmp_path, model="mlp", dataset="mnist", data_dir=str(mnist))
+    report = evaluated(capsys, "--checkpoint", tmp_path)
+    assert report["model"] == "mlp" and len(report["classes"]) == 10
+
+
+def test_a_parameter_may_be_called_as_a_part_of_a_checkpoint_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parameters = {"position": torch.zeros(2), "model": torch.zeros(3)}
+    for content in (parameters, {"model": parameters, "position": {}}, {**parameters, "a._extra_state": {"n": 1}}):
+        torch.save(content, run / "model.pt")
+        assert "is no mlp" in refused(capsys, 15, "--checkpoint", run)
 
 
 def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_is_whole(

@@ -1,20 +1,28 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
-from ddp_manual.errors import BadOption
-from ddp_manual.rundir import PredictionPaths
-from ddp_manual.training import pictures, prediction_files
+from ddp_manual import rundir
+from ddp_manual.errors import BadOption, DiskFull, writing
+from ddp_manual.rundir import PredictionPaths, RunPaths
+from ddp_manual.training import collectives, pictures, prediction_files
 from ddp_manual.training.confusion import confusion_picture
 from ddp_manual.training.data import Split
-from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.evaluation import evaluate
+from ddp_manual.training.images import unit_scale
+from ddp_manual.training.predicting import Predictions, predict
+from ddp_manual.training.tracking import RunFiles
 
 CLASSES = ("airplane", "automobile", "bird, or not")
 
@@ -43,13 +51,13 @@ def test_mistakes_come_first_and_of_each_kind_the_most_confident(five: Predictio
 
 def test_the_confusion_matrix_has_the_truth_in_its_rows(five: Predictions) -> None:
     assert five.confusion.tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    rows = list(csv.reader(io.StringIO(prediction_files.confusion_table(five).decode())))
+    rows = list(csv.reader(io.StringIO(b"".join(prediction_files.confusion_table(five)).decode())))
     assert rows[0] == ["truth \\ guess", *CLASSES]
     assert rows[2] == ["automobile", "1", "1", "0"]
 
 
 def test_a_line_of_the_table_says_what_was_guessed_how_surely_and_each_classs_probability(five: Predictions) -> None:
-    lines = list(csv.DictReader(io.StringIO(prediction_files.table(five).decode())))
+    lines = list(csv.DictReader(io.StringIO(b"".join(prediction_files.table(five)).decode())))
     assert [line["id"] for line in lines] == ["3", "0", "1", "2", "4"]
     assert list(lines[0].items()) == [
         ("id", "3"),
@@ -74,6 +82,56 @@ def test_a_class_whose_name_is_not_utf_8_does_not_spoil_the_files(tmp_path: Path
 def test_files_that_cannot_be_written_are_a_bad_option(five: Predictions, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="--out_dir"):
         prediction_files.write(PredictionPaths(tmp_path / "nothing"), five, option="--out_dir")
+
+
+def test_a_file_that_does_not_fit_is_named_and_the_run_goes_on_without_it(
+    five: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> Iterator[bytes]:
+        yield b"id,"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(prediction_files, "table", no_room)
+    files = RunFiles(RunPaths(tmp_path), keep=1)
+    with caplog.at_level(logging.WARNING):
+        files.predicted(five)
+    assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
+        rundir.replace_files({tmp_path / "predictions.csv": no_room()})
+
+
+def test_a_picture_that_cannot_be_drawn_costs_a_warning(
+    five: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_font(*_: object) -> None:
+        raise MemoryError("of mine")
+
+    monkeypatch.setattr(pictures, "font_for", no_font)
+    files = RunFiles(RunPaths(tmp_path), keep=1)
+    files.started({}, five.split)
+    files.predicted(five)
+    assert "samples.png: MemoryError: of mine" in caplog.text and "predictions.csv: MemoryError" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_confusion_of_very_many_classes_is_left_out(tmp_path: Path) -> None:
+    """A single label of 60,000 would make a matrix of 29 GB."""
+    split = split_of([0, 60_000], classes=tuple(map(str, range(60_001))))
+    predictions = Predictions(torch.full((2, 60_001), 1 / 60_001), split)
+    files = prediction_files.write(PredictionPaths(tmp_path), predictions, option="--run_dir")
+    assert {path.name for path in files} == {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in files} == {"predictions.csv", "predictions.png"}
+
+
+def test_a_rank_for_which_no_test_image_is_left_does_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = split_of([0, 1])
+    monkeypatch.setattr(collectives, "all_reduce", lambda totals: totals.add_(2))
+    monkeypatch.setattr(collectives, "gather", lambda padded: [] if padded.shape == (1, 3) else [padded])
+    nothing_to_call = nn.Module()
+    for rank in (2, 3, 5):
+        assert evaluate(nothing_to_call, split, unit_scale(1), rank=rank, world_size=6).samples == 2
+        assert predict(nothing_to_call, split, unit_scale(1), rank=rank, world_size=6) is None
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -31,7 +31,12 @@ def test_every_option_a_document_names_exists(document: Path) -> None:
     from ddp_manual import cli
 
     commands = cli.ddp_manual.commands.values()
-    options = {name for command in commands for parameter in command.params for name in parameter.opts}
+    options = {
+        name
+        for command in commands
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     elsewhere = set(OF_OTHER_PROGRAMS.get(document.name, "").split())
     named = set(re.findall(r"(?<![^\s`(\[])--[a-z_]+(?:-[a-z]+)*", document.read_text()))
     assert named - options <= {"--help", "--nproc-per-node", "--max-restarts", "--standalone", *elsewhere}

@@ -9,24 +9,30 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from ddp_manual import cli, extras
+from ddp_manual import cli, environment, extras
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
+from ddp_manual.rendezvous import alone
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training.data import Split
 from ddp_manual.training.metering import Metrics
 from ddp_manual.training.predicting import Predictions
-from ddp_manual.training.trackers import followed, run_name
+from ddp_manual.training.trackers import followed, run_name, wandb
 from ddp_manual.training.trackers.background import Background
 from ddp_manual.training.trackers.followed import Followed
 from ddp_manual.training.trackers.jsonl import JsonLines
 from ddp_manual.training.trackers.sink import About, Sink
+from ddp_manual.world_spec import WorldSpec
 
 
 class Remembering(Sink):
@@ -202,6 +208,85 @@ def test_a_full_disk_is_named(about: About, warnings: Callable[[], list[str]]) -
     assert warnings() == [
         f"--track jsonl: no space left to write {about.paths.track}; the run goes on without it",
     ]
+
+
+def test_nothing_is_waited_for_until_no_other_rank_waits(about: About, warnings: Callable[[], list[str]]) -> None:
+    let_go, waits = threading.Event(), list[Callable[[], None]]()
+    sink = Remembering(lambda: assert_set(let_go))
+    tracker = Followed([sink], about, afterwards=waits.append)
+    train(tracker, 3)
+    started = time.monotonic()
+    tracker.closed()
+    assert time.monotonic() - started < 0.2
+    let_go.set()
+    (wait,) = waits
+    wait()
+    assert sink.steps == [1, 2, 3] and sink.complete is False
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_left_to_do_after_a_world_of_one_is_done_whatever_its_end(tmp_path: Path, fails: bool) -> None:
+    done = []
+    with (
+        suppress(ZeroDivisionError),
+        alone(WorldSpec(world_size=1, rank=0, device="cpu"), run_dir=str(tmp_path)) as world,
+    ):
+        for number in range(2):
+            world.after_leaving(partial(done.append, number))
+        assert done == []
+        if fails:
+            1 / 0  # noqa: B018
+    assert done == [1, 0]
+    assert (tmp_path / "failure-rank0.json").exists() is fails
+
+
+def test_variables_say_where_wandb_keeps_files_for_one_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    monkeypatch.setenv("WANDB_CACHE_DIR", "/the/users/own")
+    for run in (tmp_path / "first", tmp_path / "second"):
+        with environment.wandb_files_below(run):
+            assert os.environ["WANDB_DATA_DIR"] == str(run / "data")
+            assert os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
+        assert "WANDB_DATA_DIR" not in os.environ
+    assert os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
+
+
+@pytest.mark.parametrize(
+    ("there_before", "another_sink", "latest_run", "ends_it"),
+    [
+        (False, False, "ours", True),
+        (False, False, None, True),
+        (False, False, "the user's own", False),
+        (True, False, "ours", False),
+        (False, True, "ours", False),
+    ],
+)
+def test_a_wandb_that_fails_ends_its_process_only_if_no_other_run_needs_it(
+    about: About,
+    monkeypatch: pytest.MonkeyPatch,
+    there_before: bool,
+    another_sink: bool,
+    latest_run: str | None,
+    ends_it: bool,
+) -> None:
+    with psutil.Popen(["sleep", "60"]) as process:
+        running = [process] if there_before else []
+        monkeypatch.setattr(wandb, "_processes", lambda: running)
+        monkeypatch.setattr(wandb, "_service", service := wandb._Service())
+        sink: Any = wandb.WeightsAndBiases(about.paths)
+        service.joined_by(sink)
+        if another_sink:
+            service.joined_by(wandb.WeightsAndBiases(about.paths))
+        running = [process]
+        sink.run, sink.session = "ours", SimpleNamespace(most_recent_active_run=latest_run)
+        sink.abandon()
+        sink.abandon()  # nothing is left to do
+        assert (process.poll() is not None) is ends_it
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def test_what_has_never_begun_is_not_opened(about: About) -> None:

@@ -250,12 +250,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert resumed_step(ranks[0]) == 150
     assert_same_run(run, undisturbed)
 
-    again = start_world(1, run, *LONG, "--resume", "auto")
+    again = start_world(1, run, *LONG, "--resume", "auto", "--track", "jsonl")
     assert again[0].wait() == 0
     assert "the run is complete" in again[0].err and "test accuracy after 2 epochs" in again[0].out
     assert_same_run(run, undisturbed)
-    copy = start_world(1, tmp_path / "copy", *LONG, "--resume", run)
+    assert not (run / "track.jsonl").exists()  # there is nothing to add to what was followed to its end
+    copy = start_world(1, tmp_path / "copy", *LONG, "--resume", run, "--track", "jsonl")
     assert copy[0].wait() == 0
+    assert json.loads((tmp_path / "copy" / "track.jsonl").read_text().splitlines()[-1])["complete"] is True
     for name in ("model.pt", "accuracies.json", "config.json", "summary.json", "samples.png"):
         assert (tmp_path / "copy" / name).exists(), name
     more = start_world(1, tmp_path / "more", *LONG, "--epochs", 3, "--resume", run)

@@ -31,11 +31,16 @@ def numbers(rank: RankProcess, pattern: str) -> list[int]:
 def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
     """And a checkpoint is not the last they have been told of."""
     rank.wait_for("wandb: offline")
+    (file,) = tracked.wandb_files(run)
     deadline = time.monotonic() + 60
-    while (
-        not tracked.wandb_curves(*tracked.wandb_files(run))
-        or numbers(rank, r"] step (\d+)/")[-1] < numbers(rank, r"saved \S*step-0*(\d+)")[-1] + 15
-    ):
+    looked_at = 0
+    while True:
+        if (size := file.stat().st_size) > looked_at and tracked.wandb_curves(file):
+            break
+        looked_at = size
+        assert rank.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    while numbers(rank, r"] step (\d+)/")[-1] < numbers(rank, r"saved \S*step-0*(\d+)")[-1] + 15:
         assert rank.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -138,7 +143,9 @@ assert time.monotonic() - started < 4
 
 
 def test_a_wandb_that_hangs_is_given_up_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
-    script = start(sys.executable, "-c", STOPPED_CORE, tmp_path / "run", **OFFLINE)
+    file = tmp_path / "script.py"
+    file.write_text(STOPPED_CORE)
+    script = start(sys.executable, file, tmp_path / "run", **OFFLINE)
     assert script.wait(30) == 0, script.err
     assert script.err.count("[rank 0] --track wandb: it did not finish within 0.5 s (to upload it: ") == 1
     assert tracked.wandb_processes(tmp_path / "run") == []

@@ -12,10 +12,20 @@ import pytest
 
 from tests.conftest import RankProcess, Start
 
+# A tracker of rank 0 needs until the other rank has left to finish.
 SCRIPT = """
-    import json, sys
+    import json, sys, time
+    from pathlib import Path
     from ddp_manual import TrainConfig, WorldSpec, train
     from ddp_manual.rendezvous import rendezvous
+    from ddp_manual.training.trackers.jsonl import JsonLines
+
+    def close_late(sink, *, complete):
+        while not Path("rank-1-has-left").exists():
+            time.sleep(0.01)
+        close(sink, complete=complete)
+
+    close, JsonLines.close = JsonLines.close, close_late
 
     with rendezvous(WorldSpec.from_environment()) as world:
         assert world.run_dir is None
@@ -25,6 +35,8 @@ SCRIPT = """
             summary = train(world, config)
             assert str(world.run_dir) == summary["run_dir"]
             print(world.spec.rank, world.run_dir, summary["final_test_accuracy"], flush=True)
+    if world.rank == 1:
+        Path("rank-1-has-left").touch()
 """
 
 
@@ -42,8 +54,10 @@ def train(start: Start, port: int, tmp_path: Path, small_data: Path) -> Start:
     return train  # type: ignore[return-value]
 
 
-def test_each_training_has_a_new_folder_that_all_ranks_know(train: Start, tmp_path: Path) -> None:
-    ranks = train({})
+def test_each_training_has_a_new_folder_that_all_ranks_know_and_no_rank_waits_for_a_tracker(
+    train: Start, tmp_path: Path
+) -> None:
+    ranks = train({"track": "jsonl"})
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
     (first, second), others = ([line.split()[1:] for line in rank.out.splitlines()] for rank in ranks)
     assert [first, second] == others
@@ -51,6 +65,10 @@ def test_each_training_has_a_new_folder_that_all_ranks_know(train: Start, tmp_pa
     folders = [tmp_path / first[0], tmp_path / second[0]]
     assert sorted(folders) == sorted((tmp_path / "runs").iterdir())
     assert len({(folder / "model.pt").read_bytes() for folder in folders}) == 1
+    assert "--track" not in ranks[0].err  # no warning: each tracker could finish, and no rank had to wait for it
+    assert [json.loads((folder / "track.jsonl").read_text().splitlines()[-1])["complete"] for folder in folders] == [
+        *(True, True)
+    ]
 
 
 def test_ranks_that_are_to_train_differently_are_named_and_leave_that_in_the_folder(

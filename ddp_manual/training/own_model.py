@@ -1,0 +1,166 @@
+"""A network of the user's own: made by the factory, and tried out before the ranks train with it.
+
+It is given its images in rows, unlike the networks of this package: many a ``forward`` of the tutorials has a
+``view(-1, 320)`` after its convolutions, which torch refuses of tensors that have their channels last.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import textwrap
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddp_manual.errors import BadOption
+from ddp_manual.training import collectives, own
+from ddp_manual.training.checkpoint import on_cpu
+
+logger = logging.getLogger(__name__)
+
+
+def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """What the factory returns, on the CPU and for training. Lazy layers have got their shapes.
+
+    Raises:
+        BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
+    """
+    model = own.call("model", name, shape=shape, classes=classes)
+    if not isinstance(model, nn.Module):
+        raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
+    model = model.cpu()
+    if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
+        model.register_forward_pre_hook(_in_rows)
+    images = _two_images(shape)
+    try:
+        # Not in training mode: neither batch statistics nor random numbers are touched.
+        with torch.no_grad():
+            scores = model.eval()(images)
+    except Exception as error:  # whatever a user's forward raises
+        raise _wrong(name, f"fails on images {_of(images)}: {_reason(error)}", "that it takes them") from error
+    model.train()
+    _check_scores(name, scores, classes)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise _wrong(name, "has no parameter to train", "one at least with requires_grad")
+    _check_state(name, model)
+    return model
+
+
+def _two_images(shape: tuple[int, int, int]) -> Tensor:
+    """Zeros that lie in memory as ``Normalise`` leaves images."""
+    channels, height, width = shape
+    return torch.zeros(2, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _in_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    # Of a single channel both layouts are contiguous, and a convolution goes by the strides: they are laid out anew.
+    return tuple(one.contiguous().view(-1).view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
+
+
+def _check_scores(name: str, scores: Any, classes: int, when: str = "") -> None:
+    if not isinstance(scores, Tensor) or scores.shape != (2, classes) or not scores.is_floating_point():
+        given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        wanted = f"scores of {classes} classes, a float tensor [2, {classes}]"
+        raise _wrong(name, f"gives {given} for 2 images{when}", wanted)
+
+
+def _check_state(name: str, model: nn.Module) -> None:
+    """What ``get_extra_state`` returns goes into the state dict, and need not be a tensor."""
+    extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    if not extra:
+        return
+    content = io.BytesIO()
+    try:
+        torch.save(on_cpu(extra), content)
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except Exception as error:  # of torch, of pickle, or of the user's own class
+        raise _wrong(
+            name,
+            f"has a state that cannot be read back without running code, in {', '.join(extra)}",
+            "a get_extra_state() of numbers, texts, lists, dicts and tensors: no checkpoint here holds more",
+        ) from error
+
+
+def fewest_samples(name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int) -> int:
+    """Try one training step, on a copy, for what would else end the run at some later step; a collective.
+
+    Returns:
+        How many samples a batch of training needs at least: 2 for batch normalisation without height and width, which
+        cannot normalise a single value, else 1.
+
+    Raises:
+        BadOption: the step fails; or several ranks train, and a parameter gets no gradient, for which DDP would wait,
+            or the backend does not carry a buffer's type.
+    """
+    if collectives.world_size() > 1:
+        _check_buffers(name, model)
+    if isinstance(model, torch.jit.ScriptModule):  # whose copies do not show their gradients
+        return 2
+    try:
+        trial = copy.deepcopy(model)
+    except Exception as error:  # a module may hold anything
+        logger.info("--model %s is not tried out, since it cannot be copied: %s", name, _reason(error))
+        return 2
+    images = _two_images(shape).to(device)
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        try:
+            scores = trial(images)
+            _check_scores(name, scores, classes, " while it trains")
+            F.cross_entropy(scores, torch.zeros(2, dtype=torch.int64, device=device)).backward()
+        except (BadOption, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = f"fails while it trains on images {_of(images)}: {_reason(error)}"
+            raise _wrong(name, what, "that it takes them, and that its scores have gradients") from error
+        if collectives.world_size() > 1:
+            _check_gradients(name, trial)
+        try:
+            with torch.no_grad():
+                return 1 if trial(images[:1]).shape == (1, classes) else 2
+        except Exception:  # how a network says that one sample is too few for it
+            return 2
+
+
+def _check_buffers(name: str, model: nn.Module) -> None:
+    for buffer_name, buffer in model.named_buffers():
+        try:
+            collectives.broadcast(buffer)  # all ranks have the same in it
+            buffer.copy_(buffer.clone())  # which DDP does too; torch refuses it of one that is expanded
+        except Exception as error:  # each backend words it in its own way
+            kind = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
+            raise _wrong(
+                name,
+                f"has a buffer that cannot be sent to other ranks, {buffer_name}, {kind}: {_reason(error)}",
+                "one that torch.distributed.broadcast takes, such as a contiguous one of float32, int64 or bool",
+            ) from error
+
+
+def _check_gradients(name: str, trial: nn.Module) -> None:
+    without = [one for one, parameter in trial.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if without:
+        raise BadOption(
+            f"--model {name} has parameters that the loss does not depend on: {', '.join(without)}",
+            why="they get no gradient, and the ranks would wait for each other's without end",
+            next="leave them out of the model, or say that they are not trained: parameter.requires_grad_(False)",
+        )
+
+
+def _of(images: Tensor) -> str:
+    return f"float32 {list(images.shape)}"
+
+
+def _reason(error: Exception) -> str:
+    """In one line; torch tells some of its own over twenty."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+
+
+def _wrong(name: str, what: str, wanted: str) -> BadOption:
+    return BadOption(
+        f"--model {name} {what}",
+        why=f"wanted is {wanted}",
+        next="mend the factory; docs/own-model-and-data.md has its signature and an example",
+    )

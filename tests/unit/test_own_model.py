@@ -1,0 +1,202 @@
+"""A network of the user's own is tried out before the ranks train with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_manual import TrainConfig
+from ddp_manual.console import Progress as Bar
+from ddp_manual.errors import BadOption
+from ddp_manual.signals import Wishes
+from ddp_manual.training import collectives, data, models, own
+from ddp_manual.training.checkpoint import History
+from ddp_manual.training.course import Position
+from ddp_manual.training.data import Split
+from ddp_manual.training.engine import Trainer
+from ddp_manual.training.images import unit_scale
+from ddp_manual.training.metering import Meter
+from ddp_manual.training.run import Run
+from ddp_manual.training.tracking import Tracker
+
+CPU = torch.device("cpu")
+SHAPE, CLASSES = (3, 8, 8), 2
+Build = Callable[[nn.Module], nn.Module]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """The network that ``--model mine:net`` is where its factory returns this one."""
+
+    def build(returned: nn.Module) -> nn.Module:
+        monkeypatch.setattr(own, "call", lambda *_, **__: returned)
+        return models.build("mine:net", device=CPU, seed=0, shape=SHAPE, classes=CLASSES)
+
+    return build
+
+
+def fewest_samples(network: nn.Module) -> int:
+    return models.fewest_samples("mine:net", network, CPU, SHAPE, CLASSES)
+
+
+class Convolved(nn.Module):
+    """As in the tutorials, with a view of what comes out of a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution, self.fc = nn.Conv2d(channels, 4, 3, padding=1), nn.Linear(4 * 8 * 8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.fc(self.convolution(images).view(-1, 4 * 8 * 8))
+        return scores
+
+
+class Linear(nn.Module):
+    def __init__(self, *between: nn.Module) -> None:
+        super().__init__()
+        self.all = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), *between, nn.Linear(6, CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.all(images)
+        return scores
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_ones_own_network_may_view_what_comes_out_of_a_convolution(monkeypatch: object, channels: int) -> None:
+    monkeypatch.setattr(own, "call", lambda *_, **__: Convolved(channels))  # type: ignore[attr-defined]
+    network = models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
+    moved = torch.zeros(5, 8, 8, channels).permute(0, 3, 1, 2)
+    assert network(moved).shape == (5, CLASSES)
+    assert set(network.state_dict()) == set(Convolved(channels).state_dict())
+
+
+def test_a_network_that_cannot_be_trained_on_one_sample_is_known_before(build: Build) -> None:
+    network = build(Linear(nn.BatchNorm1d(6), nn.Dropout()))
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    random = torch.get_rng_state()
+    assert fewest_samples(network) == 2
+    assert fewest_samples(build(Linear())) == fewest_samples(build(Convolved(3))) == 1
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert network.training and all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_what_fails_only_while_training_is_told_before_training(build: Build) -> None:
+    class Auxiliary(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            scores = super().forward(images)
+            return (scores, scores) if self.training else scores  # type: ignore[return-value]
+
+    with pytest.raises(BadOption, match="gives a tuple for 2 images while it trains"):
+        fewest_samples(build(Auxiliary()))
+
+
+def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Linear()
+    network.spare = nn.Linear(3, 3)
+    build(network)
+    assert fewest_samples(network) == 1
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    with pytest.raises(BadOption, match=r"spare.weight, spare.bias") as caught:
+        fewest_samples(network)
+    assert "requires_grad_(False)" in caught.value.next
+    network.spare.requires_grad_(False)
+    assert fewest_samples(network) == 1
+
+
+def test_a_buffer_that_cannot_be_sent_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Linear()
+    network.register_buffer("grid", torch.zeros(3, 1).expand(3, 4))
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    with pytest.raises(BadOption, match=r"a buffer that cannot be sent to other ranks, grid, float32 \[3, 4\]"):
+        fewest_samples(build(network))
+
+
+class Remembering(Linear):
+    """With a state beside its tensors."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused(build: Build) -> None:
+    build(Remembering({"seen": 3, "names": ["a"]}))
+    for state in (Linear(), lambda: None):
+        with pytest.raises(BadOption, match="cannot be read back without running code, in _extra_state"):
+            build(Remembering(state))
+
+
+def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1) -> Trainer:
+    """For an epoch of batches of four."""
+    drawn = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (samples, *SHAPE), generator=drawn, dtype=torch.uint8)
+    return Trainer.create(
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        train=Split(images, torch.arange(samples) % CLASSES, data.DIGITS[:CLASSES]),
+        normalise=unit_scale(3),
+        rank=0,
+        world_size=1,
+        config=TrainConfig(batch_size=4, epochs=1),
+        fewest_samples=fewest,
+    )
+
+
+def trained(network: nn.Module, *, samples: int, fewest: int, settle: bool = False) -> list[Tensor]:
+    """The parameters after an epoch."""
+    trainer = trainer_of(network, samples, fewest=fewest)
+    if settle:
+        trainer.settle_buckets()
+    *_, last = trainer.train_epoch(Position(), Meter(CPU), Wishes(), on_step=lambda position: None)
+    assert last.position.taken == samples
+    return [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count() -> None:
+    alone, filled = (
+        trained(models.build("mlp", device=CPU, seed=0, shape=SHAPE, classes=CLASSES), samples=9, fewest=fewest)
+        for fewest in (1, 2)
+    )
+    for one, other in zip(alone, filled, strict=True):
+        torch.testing.assert_close(one, other)
+    for samples in (8, 9):
+        trained(Linear(nn.BatchNorm1d(6)), samples=samples, fewest=2, settle=True)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=1)
+
+
+def test_a_runs_last_checkpoint_is_saved_before_what_can_be_made_anew_from_it() -> None:
+    told: list[str] = []
+
+    class Told(Tracker):
+        def __getattribute__(self, name: str) -> object:
+            return lambda *_: told.append(name)
+
+    class Doing:
+        phase, epoch, step, samples_per_second, step_seconds = "", 0, 0, 0.0, 0.0
+
+    network = models.build("mlp", device=CPU, seed=0, shape=SHAPE, classes=CLASSES)
+    trainer = trainer_of(network, 8)
+    Run(
+        network=network,
+        trainer=trainer,
+        test=trainer.train,
+        tracker=Told(),
+        position=Position(),
+        history=History(),
+        options={},
+        doing=Doing(),
+    ).go(Bar(), Wishes())
+    assert [name for name in told if name != "trained"] == ["checkpoint", "evaluated", "predicted"]
