@@ -36,6 +36,8 @@ def compare_data(
     if all(found == ranks[0] for found in ranks):
         return {part: _hexadecimal(found[1:3]) for part, found in zip(parts, ranks[0], strict=True)}
     names = hosts()
+    # Nobody leaves before all know why: whoever is still asking then would name a peer's leaving as its cause.
+    collectives.all_gather(mine)
     lines = []
     for index, part in enumerate(parts):
         if all(found[index] == ranks[0][index] for found in ranks):
