@@ -30,7 +30,7 @@ def require(extra: str, for_what: str) -> None:
         raise BadOption(
             f"{for_what} needs {' and '.join(missing)}, which this Python does not have",
             why="it is an extra: nothing else here needs it",
-            next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install '.[{extra}]'",
+            next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install -e '.[{extra}]'",
         )
 
 

@@ -1,4 +1,4 @@
-"""Training as tasks of a workflow engine: https://flyte.org; pip install '.[flyte]' brings flytekit.
+"""Training as tasks of a workflow engine: https://flyte.org; pip install -e '.[flyte]' brings flytekit.
 
 python examples/flyte_workflow.py hyperparameters.json                                          here, without an engine
 pyflyte run --remote examples/flyte_workflow.py training --config '{"epochs": 3, "lr": 0.05}'   on a cluster

@@ -345,7 +345,7 @@ def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything
     assert cli.run(["train", "--track", f"jsonl,{name}", "--run_dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert f"error[bad-option]: --track {name} needs {name}, which this Python does not have" in said
-    assert f"next: pip install {name}\n" in said and f"pip install '.[{name}]'" in said
+    assert f"next: pip install {name}\n" in said and f"pip install -e '.[{name}]'" in said
     assert not (tmp_path / "run").exists()
 
 
