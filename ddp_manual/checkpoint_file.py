@@ -200,10 +200,19 @@ def _content_fault(checkpoint: Checkpoint, size: int, digest: str) -> Fault | No
     return None
 
 
+def run_dir_of(path: Path) -> Path:
+    """The folder of the run that ``path``, a file of it or a folder, belongs to."""
+    folder = path if path.is_dir() else path.parent
+    below = rundir.RunPaths(folder).checkpoints.name
+    if folder.name == below:
+        return folder.parent
+    return folder / ".." if folder.absolute().name == below else folder
+
+
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"{path} is not the checkpoint that was written",
         why=why,
-        next=f"go on from an earlier one: --run_dir {path.parent.parent} --resume auto takes the newest that is whole\n"
+        next=f"go on from an earlier one: --run_dir {run_dir_of(path)} --resume auto takes the newest that is whole\n"
         f"what there is: ddp-manual checkpoints {path.parent}",
     )

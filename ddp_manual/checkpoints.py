@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from ddp_manual import rundir
-from ddp_manual.checkpoint_file import NAME, Checkpoint, check, describe, read
+from ddp_manual.checkpoint_file import NAME, Checkpoint, check, describe, read, run_dir_of
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
+from ddp_manual.options import as_flags
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +65,11 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
 
 
 def exists(path: Path) -> None:
-    """Raises CheckpointMissing if ``--resume path`` names nothing at all; for before the ranks meet."""
+    """Raises CheckpointMissing if ``--resume path`` names nothing, or no checkpoint; for before the ranks meet."""
     if not path.exists() and not path.with_suffix(".json").exists():
         raise _missing(path, "there is no such file or folder")
+    if not path.is_dir() and not NAME.fullmatch(path.name):
+        raise _another_file(path)
 
 
 def named(path: Path) -> tuple[Checkpoint, bytes]:
@@ -79,8 +83,8 @@ def named(path: Path) -> tuple[Checkpoint, bytes]:
         if found is None:
             raise _missing(path, "the folder has no checkpoint")
         return found
-    path = path.with_suffix(".pt") if path.suffix == ".json" else path
     exists(path)
+    path = path.with_suffix(".pt")
     checkpoint = describe(path)
     return checkpoint, read(checkpoint)
 
@@ -89,6 +93,25 @@ def folder_of(path: Path) -> Path:
     """The folder of the checkpoints, given that or the run's."""
     below = rundir.RunPaths(path).checkpoints
     return below if below.is_dir() else path
+
+
+def _another_file(path: Path) -> CheckpointMissing:
+    """There is a file, and its name is no checkpoint's: most likely the run's ``model.pt``."""
+    run = rundir.RunPaths(run_dir_of(path))
+    why = (
+        f"a checkpoint is called step-<number>-<digest>.pt, and has a .json of that name beside it; {path.name} is not"
+    )
+    if path.name == run.model.name:
+        why = f"{path.name} has the parameters alone, a checkpoint also what training needs to go on"
+    there = find(folder_of(run.run_dir))
+    return CheckpointMissing(
+        f"{path} is no checkpoint",
+        why=why,
+        next=f"go on from the newest of that run: {as_flags({'run_dir': run.run_dir, 'resume': 'auto'})}\n"
+        f"what there is: ddp-manual checkpoints {shlex.quote(str(run.run_dir))}"
+        if there
+        else "name a checkpoint or the folder of a run that has some; or start from the beginning, without --resume",
+    )
 
 
 def _missing(path: Path, why: str) -> CheckpointMissing:

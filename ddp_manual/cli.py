@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ from ddp_manual.flags import GroupedCommand, given, options_of
 from ddp_manual.world_spec import WorldSpec
 
 FOUND_A_PROBLEM = 3
+# Those that can be started again, to meet the others or to go on.
+WITH_RANKS = ("train", "check", "launch")
 NOBODY_READS = 128 + signal.SIGPIPE
 
 # Underscores are how PyTorch users type options; dashes mean the same.
@@ -45,7 +48,7 @@ def ddp_manual() -> None:
     "--config",
     "config_file",
     metavar="FILE",
-    help="A JSON file with training options, such as the config.json of a run; flags come before it.",
+    help="A JSON file with training options, such as a run's config.json, or a run's folder; flags come before it.",
 )
 @options_of(TrainConfig)
 @options_of(WorldSpec)
@@ -136,10 +139,12 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) -> None:
     """Put runs side by side: speed, efficiency, loss, accuracy, and the options that differ.
 
-    Each RUN is the folder of a run, which may still be going on or have been stopped.
+    Each RUN is the folder of a run, which may still be going on or have been stopped; a start that failed is passed
+    over.
     """
     from ddp_manual import comparison, comparison_plot
 
+    console.log_to_stderr(None)
     compared = comparison.compare(folders)
     if plot is not None:
         comparison_plot.write_plot(compared, plot)
@@ -255,9 +260,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _print(BadOption(error.format_message(), why="click refused it", next="see --help"))
     except (StopSignal, KeyboardInterrupt) as signalled:
-        return _print(stopped_by(signalled))
+        return _print_stop(stopped_by(signalled), arguments)
     except click.Abort:
-        return _print(Stopped(signal.SIGINT))
+        return _print_stop(Stopped(signal.SIGINT), arguments)
     except ModuleNotFoundError as error:
         return _print(_as_not_installed(error))
     except Exception as error:
@@ -281,6 +286,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _print(error: DdpManualError) -> int:
     console.print_error(error)
     return error.exit_code
+
+
+def _print_stop(stopped: Stopped, arguments: Sequence[str] | None) -> int:
+    """What to start again is of use to a rank alone; whoever stops another command has had what they wanted of it."""
+    command = next(iter(sys.argv[1:] if arguments is None else arguments), None)
+    if command in WITH_RANKS:
+        return _print(stopped)
+    with suppress(OSError):
+        click.echo(stopped.what, err=True)
+    return stopped.exit_code
 
 
 def _as_bad_option(error: click.UsageError) -> BadOption:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields
 from ddp_manual.recorded import RecordedRun, read_run
 from ddp_manual.reports import columns
+from ddp_manual.rundir import RunPaths
+
+logger = logging.getLogger(__name__)
 
 # Characters; more runs than fit go into a further table below.
 WIDEST_TABLE = 120
@@ -27,9 +31,15 @@ class Comparison:
 
     @property
     def base(self) -> str | None:
-        """The run the others' efficiency is relative to: the one with the fewest ranks, of equals the first."""
-        measured = {name: run.world_size for name, run in self.runs.items() if run.rate_per_rank and run.world_size}
-        return min(measured, key=lambda name: measured[name], default=None)
+        """The run the others' efficiency is relative to: of those that can be compared with any other the one with the
+        fewest ranks, of equals the first."""
+        measured = {name: run for name, run in self.runs.items() if run.rate_per_rank and run.world_size}
+        ranks = {
+            name: run.world_size
+            for name, run in measured.items()
+            if any(_alike(run, other) for other in measured.values() if other is not run)
+        }
+        return min(ranks, key=lambda name: ranks[name] or 0, default=None)
 
     def efficiency(self, name: str) -> float | None:
         """Samples per second and rank, as a fraction of the base's; None where the work or the devices are others."""
@@ -91,11 +101,11 @@ class Comparison:
         names = list(self.runs)
         facts = [["", *names], *([label, *map(value, names)] for label, value in self._lines())]
         options = [
-            [label, *(str(given[name]) if name in given else "-" for name in names)]
+            [label, *(_option(given[name]) if name in given else "-" for name in names)]
             for label, given in self.differing_options().items()
         ]
         lines = _table(facts, options)
-        if self.base is not None and any(self.efficiency(name) is not None for name in names if name != self.base):
+        if self.base is not None:
             lines += ["", f"efficiency: samples/s per rank, relative to {self.base}"]
         notes = [f"{name}: {note}" for name, run in self.runs.items() for note in run.notes]
         guessed = ", ".join(name for name, run in self.runs.items() if run.estimated)
@@ -123,7 +133,7 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Read the runs in ``folders``.
+    """Read the runs in ``folders``; a start that failed is passed over, with a warning, where two runs remain.
 
     Raises:
         BadOption: there are fewer than two, one is named twice, or is not the folder of a run.
@@ -142,7 +152,11 @@ def compare(folders: Sequence[Path]) -> Comparison:
                 why=f"{folders[resolved.index(folder)]} is the same folder",
                 next="name each run once",
             )
-    short = [folder.name for folder in resolved]
+    failed = [folder for folder in folders if RunPaths(folder).is_failed_start]
+    if failed and len(folders) - len(failed) >= 2:
+        logger.warning("passed over, as nothing was trained there: %s", ", ".join(map(str, failed)))
+        folders = [folder for folder in folders if folder not in failed]
+    short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else list(map(str, folders))
     return Comparison({name: read_run(folder) for name, folder in zip(names, folders, strict=True)})
 
@@ -151,6 +165,10 @@ def _alike(run: RecordedRun, other: RecordedRun) -> bool:
     """Whether the samples per second of both are of the same work on the same kind of device, as far as is known."""
     pairs = [(run.options.get(name), other.options.get(name)) for name in ("model", "dataset")]
     return all(one == two or None in (one, two) for one, two in [*pairs, (run.device, other.device)])
+
+
+def _option(value: Any) -> str:
+    return "default" if value is None else str(value)
 
 
 def _guessed(run: RecordedRun) -> bool:

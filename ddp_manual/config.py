@@ -238,11 +238,13 @@ class TrainConfig(Options):
 
     @classmethod
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
-        """Flags given as keyword arguments, then what the JSON file at ``path`` gives, then the defaults.
+        """Flags given as keyword arguments, then what the JSON file at ``path`` gives, or that of the run in the folder
+        ``path``, then the defaults.
 
         Raises:
             BadOption: see ``from_json``; also when the file cannot be read.
         """
+        path = None if path is None else config_file.located(path)
         values = {} if path is None else config_file.parse(config_file.read(path), path, cls, WORLD_OPTIONS)
         for one, other in (BATCH_SIZES, BATCH_SIZES[::-1]):
             if one in flags and other not in flags:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields, value_types
+from ddp_manual.rundir import RunPaths
 
 RECORD = "run"
 # What stood beside the options before there was "run"; all of it in every such file.
@@ -30,6 +32,12 @@ ONCE_BESIDE = (
 OF_ONE_RUN = ("run_dir", "resume")
 LARGEST = 2**20
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def located(path: str) -> str:
+    """The file that ``--config path`` means: where that is the folder of a run, its ``config.json``."""
+    inside = str(RunPaths(Path(path)).config)
+    return inside if os.path.isfile(inside) else path
 
 
 def read(path: str) -> str:

@@ -140,7 +140,7 @@ def _check_fit(saved: SavedModel, config: TrainConfig, test: Split) -> None:
         raise CheckpointMismatch(
             f"{saved.path} is a model for other images than those of {config.dataset}",
             why=f"it was trained on {wants}; {config.dataset} has {has}",
-            next="give a --dataset of such images; those of folder:PATH can be resized with --image_size",
+            next=_what_fits(trained.shape, test.shape),
         )
     if test.classes != trained.classes:
         different = [(one, other) for one, other in zip(trained.classes, test.classes, strict=True) if one != other]
@@ -148,6 +148,16 @@ def _check_fit(saved: SavedModel, config: TrainConfig, test: Split) -> None:
             "the classes have other names than those the model was trained on: %s",
             ", ".join(f"{other} instead of {one}" for one, other in different[:5]),
         )
+
+
+def _what_fits(wanted: tuple[int, int, int], has: tuple[int, int, int]) -> str:
+    """What to do about other channels, another size or another number of classes; nothing converts colours."""
+    channels, height, width = wanted
+    if channels != has[0]:
+        kind = {1: "grey", 3: "colour"}.get(channels, f"{channels}-channel")
+        return f"give a --dataset of {kind} images; or the model of a run that was trained on images like these"
+    resized = f"; those of folder:PATH can be resized with --image_size {height}" if height == width else ""
+    return f"give a --dataset of such images{resized if wanted != has else ''}"
 
 
 def _network(saved: SavedModel, config: TrainConfig, test: Split) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 import shlex
@@ -103,7 +104,7 @@ class Options:
                 raise BadOption(
                     f"--{field.name} {value} {complaint}",
                     why=f"{self.named(field.name)}: {field.metadata['help']}",
-                    next=f"choose a --{field.name} that {_wanted(field.metadata)}",
+                    next=_meant(field, value) + f"choose a --{field.name} that {_wanted(field.metadata)}",
                 )
 
 
@@ -128,6 +129,13 @@ def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
     if limits["maximum"] is not None and value > limits["maximum"]:
         return f"is above {limits['maximum']}"
     return None
+
+
+def _meant(field: dataclasses.Field[Any], value: Any) -> str:
+    """The choice that looks most like ``value``, as a question on a line of its own; "" where none does."""
+    choices = field.metadata["choices"] or ()
+    close = difflib.get_close_matches(value.lower(), choices, n=1) if choices else ()
+    return f"did you mean --{field.name} {close[0]}?\nelse " if close else ""
 
 
 def _wanted(limits: Mapping[str, Any]) -> str:

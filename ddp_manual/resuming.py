@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,6 +194,27 @@ def _unpacked(path: Path, content: bytes) -> Saved:
         raise checkpoint_file.corrupt(path, str(error)) from error
 
 
+def _options_again(path: Path, then: Mapping[str, Any], done: int, config: TrainConfig) -> str:
+    """What to type for the run of that checkpoint to go on: its own file of options, and where it is not there any
+    more, what the checkpoint says of them.
+
+    Args:
+        done: epochs begun or done.
+    """
+    run = RunPaths(checkpoint_file.run_dir_of(path))
+    planned = then.get("epochs")
+    epochs = {"epochs": max(done, planned if isinstance(planned, int) else done)}
+    if run.config.exists():
+        again = as_flags({"config": run.config, "run_dir": run.run_dir, "resume": AUTO})
+        return f"{again} {as_flags(epochs)}" if done > config.epochs else again
+    options = {
+        field.name: then[field.name]
+        for field in option_fields(TrainConfig)
+        if field.name in then and (field.name in MUST_MATCH or then[field.name] != field.default)
+    }
+    return as_flags({**options, **epochs})
+
+
 def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) -> None:
     """Refuse another run's checkpoint, and say which other options have changed."""
     then, now = saved.options, options_of(config, trainer.train)
@@ -207,11 +228,10 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
     if done > config.epochs:
         wrong.append(f"epochs: {done} begun or done in the checkpoint / {config.epochs} here")
     if wrong:
-        flags = as_flags({name: then[name] for name in MUST_MATCH if name in then})
         raise CheckpointMismatch(
             f"{path} is of another run",
             why="\n".join(wrong),
-            next=f"give the options it was saved with: {flags} --epochs {max(done, config.epochs)}\n"
+            next=f"give the options it was saved with: {_options_again(path, then, done, config)}\n"
             "or start a new run, without --resume",
         )
     if then.get("data", now["data"]) != now["data"]:  # a checkpoint from before they were compared has no digest

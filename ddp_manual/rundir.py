@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,16 @@ class RunPaths:
     def failures(self) -> list[Path]:
         """Of the ranks of the last attempt, in the order of their names; earlier attempts are set aside."""
         return sorted(path for path in self.run_dir.glob("failure-rank*.json") if path.stem.count(".") == 0)
+
+    @property
+    def is_failed_start(self) -> bool:
+        """Whether the folder holds nothing but why ranks have left, and what they printed: no run has begun there."""
+        try:
+            there = {path.name for path in self.run_dir.iterdir()} - {self.lock.name}
+        except OSError:
+            return False
+        failures = {name for name in there if fnmatch(name, "failure-rank*.json")}
+        return bool(failures) and all(fnmatch(name, "log-rank*.txt") for name in there - failures)
 
     @property
     def in_use(self) -> bool:

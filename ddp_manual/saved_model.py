@@ -62,7 +62,7 @@ def read(path: Path) -> SavedModel:
         CheckpointCorrupt: it is no model, or not what was written; or config.json contradicts itself.
         BadOption: it cannot be read.
     """
-    run = RunPaths(_run_dir(path))
+    run = RunPaths(checkpoint_file.run_dir_of(path))
     if path.is_dir():
         model = RunPaths(path).model
         found = None if model.exists() else checkpoints.newest_whole(checkpoints.folder_of(path))
@@ -74,14 +74,6 @@ def read(path: Path) -> SavedModel:
     else:
         content = _content(path)
     return SavedModel(path=path, parameters=_parameters(path, content), run=run, trained=_trained(run.config))
-
-
-def _run_dir(path: Path) -> Path:
-    folder = path if path.is_dir() else path.parent
-    below = RunPaths(folder).checkpoints.name
-    if folder.name == below:
-        return folder.parent
-    return folder / ".." if folder.absolute().name == below else folder
 
 
 def _checkpoint(path: Path) -> tuple[Path, bytes]:
@@ -117,12 +109,19 @@ def _parameters(path: Path, content: bytes) -> dict[str, Any]:
         within = isinstance(read.get("model"), Mapping) and not isinstance(read.get("position"), torch.Tensor)
         found = dict(read["model"] if within else read)
     except Exception as error:  # whatever its first wrong byte leads to
-        reason = str(error).strip().partition("\n")[0]
-        raise _no_model(path, f"torch cannot read it as one: {type(error).__name__}: {reason}") from error
+        raise _no_model(path, f"torch cannot read it as one: {type(error).__name__}: {_reason(error)}") from error
     wanted = {name: value for name, value in found.items() if not str(name).endswith(EXTRA_STATE)}
     if not wanted or not all(isinstance(value, torch.Tensor) for value in wanted.values()):
         raise _no_model(path, f"it holds {', '.join(map(str, list(found)[:5])) or 'nothing'}, where tensors are wanted")
     return {str(name): value for name, value in found.items()}
+
+
+def _reason(error: Exception) -> str:
+    """The first line; where torch wraps its unpickler's complaint in advice for programmers, that complaint's first
+    sentence."""
+    text, wrapped, complaint = str(error).partition("WeightsUnpickler error:")
+    line = (complaint if wrapped else text).strip().partition("\n")[0]
+    return line.partition(". ")[0] if wrapped else line
 
 
 def _trained(config: Path) -> Trained | None:

@@ -363,7 +363,8 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
         resuming.check_run_dir(TrainConfig(resume="auto"))
     paths = RunPaths(tmp_path)
     path = checkpoint_file.write(paths.checkpoints, 10, b"ten", {})
-    other = tmp_path.parent / f"{tmp_path.name}-other.pt"
+    other = tmp_path.parent / f"{tmp_path.name}-other" / path.name
+    other.parent.mkdir()
     other.touch()
     for resume in (None, str(other)):
         with pytest.raises(BadOption, match="already holds a run"):
@@ -373,6 +374,18 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
     assert not (tmp_path / "new").exists()
     for resume in ("auto", str(path), str(tmp_path)):
         resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+
+
+@pytest.mark.parametrize(("name", "why"), [("model.pt", "the parameters alone"), ("best.json", "step-<number>")])
+def test_another_file_of_a_run_is_no_checkpoint_and_the_run_is_named(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "int").mkdir()
+    checkpoint_file.write(RunPaths(tmp_path / "int").checkpoints, 10, b"ten", {})
+    file = tmp_path / "int" / name
+    file.touch()
+    with pytest.raises(CheckpointMissing, match="is no checkpoint") as caught:
+        resuming.check_run_dir(TrainConfig(resume=str(file)))
+    assert why in caught.value.why
+    assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
 
 
 def test_starting_from_the_beginning_overwrites_no_other_run_and_none_that_is_complete(tmp_path: Path) -> None:
@@ -430,7 +443,7 @@ def going_on(folder: Path, saved: Saved, network: nn.Module, train: Split, **opt
     trainer: Any = SimpleNamespace(
         rank=0, world_size=1, train=train, course=SimpleNamespace(samples=len(train)), settle_buckets=int
     )
-    resuming.go_on(TrainConfig(resume=str(path), epochs=9, **options), RunPaths(folder), trainer, network)
+    resuming.go_on(TrainConfig(resume=str(path), **{"epochs": 9, **options}), RunPaths(folder), trainer, network)
 
 
 def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Path) -> None:
@@ -447,6 +460,26 @@ def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Pa
         "class_count: 2 in the checkpoint / 3 here",
     ]
     assert "--dataset folder:here --image_size 28" in caught.value.next
+
+
+def test_the_way_back_to_a_run_is_its_own_file_of_options(tmp_path: Path) -> None:
+    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
+    network, optimizer = trained()
+    saved = replace(taken(network, optimizer), options=resuming.options_of(TrainConfig(momentum=0.5, epochs=4), train))
+    paths = RunPaths(tmp_path / "a run")
+    paths.checkpoints.mkdir(parents=True)
+
+    def told(**options: Any) -> str:
+        with pytest.raises(CheckpointMismatch) as caught:
+            going_on(paths.checkpoints, saved, network, train, **options)
+        return caught.value.next.splitlines()[0].partition("saved with: ")[2]
+
+    from_the_checkpoint = "--model convnet --epochs 4 --momentum 0.5 --seed 0 --dataset mnist"
+    assert told(seed=1) == from_the_checkpoint
+    rundir.write_json(paths.config, {})
+    again = f"--config '{paths.config}' --run_dir '{paths.run_dir}' --resume auto"
+    assert told(seed=1) == again
+    assert told(epochs=1) == f"{again} --epochs 4"
 
 
 def test_a_checkpoint_that_does_not_say_its_images_is_known_by_its_parameters(tmp_path: Path) -> None:

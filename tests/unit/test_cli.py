@@ -102,6 +102,27 @@ def test_a_bad_option_exits_2_and_says_what_why_and_next(
     assert any(line.startswith("  next: ") for line in rest)
 
 
+def test_a_name_that_was_almost_right_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--model", "MPL"]) == 2
+    assert "next: did you mean --model mlp?" in capsys.readouterr().err
+    assert cli.run(["train", "--model", "resnet"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "ranks"), [("checkpoints", False), ("train", True)])
+def test_only_a_rank_that_was_stopped_is_told_to_start_again(
+    command: str, ranks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.ddp_manual, "main", stop)
+    assert cli.run([command, "x"]) == 130
+    said = capsys.readouterr().err
+    assert ("start this rank again" in said) is ranks
+    assert ranks or said == "stopped by Ctrl-C (SIGINT)\n"
+
+
 def test_a_bad_option_is_refused_before_torch_is_loaded() -> None:
     script = (
         "import sys; from ddp_manual import cli; status = cli.run(['train', '--rank', '4', '--world_size', '4']);"

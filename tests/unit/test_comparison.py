@@ -95,6 +95,30 @@ def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(t
     assert {name: run["efficiency"] for name, run in runs.items()} == {"four": 0.75, "two": 1.0, "mlp": None}
 
 
+def test_a_run_that_none_can_be_compared_with_has_no_efficiency(tmp_path: Path) -> None:
+    runs = [leave_run(tmp_path / "one", global_batch_size=50), leave_run(tmp_path / "mlp", model="mlp")]
+    assert comparison.compare(runs).base is None
+    shown = comparison.compare(runs).text()
+    assert table(shown)["efficiency"] == ["-", "-"] and "efficiency:" not in shown
+    assert shown.splitlines()[-1].split() == ["global_batch_size", "50", "default"]
+
+
+def test_starts_that_failed_are_passed_over_where_two_runs_remain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = leave_run(tmp_path / "one"), leave_run(tmp_path / "two")
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    RunPaths(failed).failure(1).write_text("{}")
+    RunPaths(failed).log(1).touch()
+    assert cli.run(["compare", str(one), str(failed), str(two)]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"passed over, as nothing was trained there: {failed}\n"
+    assert said.out.splitlines()[0].split() == ["one", "two"]
+    with pytest.raises(BadOption, match="failed is not the folder of a run"):
+        comparison.compare([one, failed])
+
+
 def test_many_runs_are_shown_in_tables_that_a_terminal_can_hold(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / f"20261122-000007-a0d541{number:02}", seed=number) for number in range(9)]
     text = comparison.compare(runs).text()

@@ -183,6 +183,13 @@ def test_a_value_out_of_its_bounds_is_refused_with_its_file(file: Path, text: st
     assert caught.value.next.endswith(f"or change it in {file}")
 
 
+def test_the_folder_of_a_run_means_its_config_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"seed": 5}')
+    config = TrainConfig.from_file(str(tmp_path))
+    assert config.named("seed") == f"seed 5 (from {path})"
+
+
 @pytest.mark.parametrize("kind", ["missing", "a folder", "a pipe", "not allowed"])
 def test_a_file_that_cannot_be_read_exits_2_and_is_named(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

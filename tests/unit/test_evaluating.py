@@ -223,6 +223,10 @@ def test_a_model_without_its_run_is_evaluated_once_told_what_it_is(
         (b"not a model", "torch cannot read it as one"),
         (None, "torch cannot read it as one"),
         ([1, 2], "torch cannot read it as one"),
+        (
+            Path("x"),
+            "UnpicklingError: Unsupported global: GLOBAL pathlib.PosixPath was not an allowed global by default\n",
+        ),
         ({}, "it holds nothing"),
         ({"epoch": 3, "accuracy": 0.5}, "it holds epoch, accuracy, where tensors are wanted"),
     ],
@@ -266,7 +270,11 @@ def test_images_of_another_shape_or_number_of_classes_are_refused(
     assert "trained on 3x8x8 images of 3 classes" in said
     assert f"folder:{two} has 3x8x8 images of 2 classes" in said
     said = refused(capsys, 15, "--checkpoint", run, "--image_size", 16)
-    assert "has 3x16x16 images of 3 classes" in said
+    assert "has 3x16x16 images of 3 classes" in said and "resized with --image_size 8" in said
+    for path in two.rglob("*.png"):
+        Image.open(path).convert("L").save(path)
+    said = refused(capsys, 15, "--checkpoint", run, "--dataset", f"folder:{two}")
+    assert "give a --dataset of colour images; or the model of a run" in said and "--image_size" not in said
     assert set(run.iterdir()) == before
 
 
