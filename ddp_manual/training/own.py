@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -10,9 +11,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ddp_manual.errors import BadOption
+
+MOST_NAMED = 8
 
 
 def factory(option: str, value: str) -> Callable[..., Any]:
@@ -29,13 +33,22 @@ def factory(option: str, value: str) -> Callable[..., Any]:
         raise _not_importable(option, value, module_name, error) from error
     found: Callable[..., Any] | None = getattr(module, name, None)
     if found is None or not callable(found):
-        there = [one for one, kind in vars(module).items() if callable(kind) and one[0] != "_"]
+        there = _callables(module)
+        nearest = [*difflib.get_close_matches(name, there, n=1), *there, "NAME"][0]
+        listed = ", ".join(there[:MOST_NAMED]) or "none at all"
+        more = f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else ""
         raise BadOption(
             f"--{option} {value}: {module_name} has no function or class {name}",
-            why=f"{getattr(module, '__file__', module_name)} has {', '.join(there) or 'none at all'}",
-            next=f"name one of them: --{option} {module_name}:{there[0] if there else 'NAME'}",
+            why=f"{getattr(module, '__file__', module_name)} has {listed}{more}",
+            next=f"name one of them: --{option} {module_name}:{nearest}",
         )
     return found
+
+
+def _callables(module: ModuleType) -> list[str]:
+    """The names of its functions and classes; those that it imports come after its own."""
+    there = [one for one, kind in vars(module).items() if callable(kind) and one[0] != "_"]
+    return sorted(there, key=lambda one: getattr(vars(module)[one], "__module__", None) != module.__name__)
 
 
 def call(option: str, value: str, **offered: Any) -> Any:
@@ -104,7 +117,9 @@ def _not_importable(option: str, value: str, module: str, error: Exception | Non
         why=f"looked for it in {os.getcwd()} and where Python keeps its packages"
         if absent
         else f"{type(error).__name__}: {error}",
-        next="start from the folder that has it, or put that folder into PYTHONPATH"
+        next=f"name the module, not its file: --{option} {value.replace('.py:', ':')}"
+        if absent and module.endswith(".py")
+        else "start from the folder that has it, or put that folder into PYTHONPATH"
         if absent
         else f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {module}'",
     )
