@@ -32,7 +32,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """The network that ``--model mine:net`` is where its factory returns this one."""
 
     def build(returned: nn.Module) -> nn.Module:
-        monkeypatch.setattr(own, "call", lambda *_, **__: returned)
+        monkeypatch.setattr(own, "factory", lambda *_: lambda: returned)
         return models.build("mine:net", device=CPU, seed=0, shape=SHAPE, classes=CLASSES)
 
     return build
@@ -66,7 +66,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_ones_own_network_may_view_what_comes_out_of_a_convolution(monkeypatch: object, channels: int) -> None:
-    monkeypatch.setattr(own, "call", lambda *_, **__: Convolved(channels))  # type: ignore[attr-defined]
+    monkeypatch.setattr(own, "factory", lambda *_: lambda: Convolved(channels))  # type: ignore[attr-defined]
     network = models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
     moved = torch.zeros(5, 8, 8, channels).permute(0, 3, 1, 2)
     assert network(moved).shape == (5, CLASSES)

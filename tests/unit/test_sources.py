@@ -243,6 +243,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         ("def made(): return [TensorDataset(images, labels), TensorDataset(images, labels)]", ("0", "1")),
         ("def made(data_dir=None): return Pictures(), Pictures()", ("cat", "dog")),
         ("def made(): return (images[:, 0], labels), (images[:, 0], labels.int())", ("0", "1")),
+        ("def made(): return (images.numpy()[:, ::-1], labels.numpy()), (images.numpy(), [0, 1, 0, 1])", ("0", "1")),
+        ("def made(): return [(images[0].numpy(), one) for one in labels.numpy()], part", ("0", "1")),
     ],
 )
 def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classes: tuple[str, ...]) -> None:
@@ -280,7 +282,10 @@ def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
     ("body", "named"),
     [
         ("def made(): return None", "returned a NoneType"),
-        ("def made(): return part", "a strange item 0 of its train part"),
+        ("def made(): return part", "returned images and labels of one part"),
+        ("def made(): return images.numpy(), [0, 1, 0, 1]", "returned images and labels of one part"),
+        ("def made(): return (images.numpy() / 255, labels), part", r"train images that are float64 \[4, 3, 8, 8\]"),
+        ("def made(): return (images, ['cat'] * 4), part", "what is no tensor in its train part"),
         ("def made(): return part, part, part", "returned a tuple"),
         ("def made(): return 1, part", "returned a int as its train part"),
         ("def made(): return (images / 255, labels), part", r"train images that are float32 \[4, 3, 8, 8\]"),
@@ -335,6 +340,7 @@ def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: object,
             "class Made(torch.nn.Module):\n    def forward(self, x): return x[:, :2, 0, 0]\ndef made(): return Made()",
             "has no parameter to train",
         ),
+        ("made = torch.nn.Linear(192, 2)", "is a network, not a function that makes one"),
         ("def made(width, depth=3): return None", "wants an argument that it cannot be given: width"),
     ],
 )
@@ -378,6 +384,19 @@ def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_pa
             with pytest.raises(DdpManualError, match=f"there is no module {name}") as caught:
                 ask("model", f"{name}:made")
             assert "PYTHONPATH" in (caught.value.next or "")
+
+
+def test_a_files_name_or_a_misspelt_function_is_answered_with_what_was_meant(module: object) -> None:
+    name = module("def network(): pass\ndef train(): pass\n" + "from os.path import *\n")  # type: ignore[operator]
+    for ask in (own.factory, own.digest):
+        with pytest.raises(BadOption) as caught:
+            ask("model", f"{name}.py:network")
+        assert caught.value.next == f"name the module, not its file: --model {name}:network"
+    with pytest.raises(BadOption) as caught:
+        own.factory("model", f"{name}:netwrok")
+    assert caught.value.next == f"name one of them: --model {name}:network"
+    listed = caught.value.why.partition(" has ")[2]
+    assert listed.startswith("Pictures, network, train, ") and listed.count(",") == 7 and listed.endswith(" more")
 
 
 def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(module: object, tmp_path: Path) -> None:

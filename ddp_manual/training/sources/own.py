@@ -23,9 +23,10 @@ OPTION = "dataset"
 class OwnData(Source):
     """What ``factory(data_dir)`` returns: the training part and the test part.
 
-    Each part is a pair of tensors, images uint8 [N, C, H, W] (or [N, H, W], grey) and labels int64 [N]; or a dataset of
-    ``torch.utils.data`` whose items are pairs of an image, as Pillow has it or as such a tensor, and a label. Its
-    ``classes`` name the labels; else they are numbers. The factory may leave ``data_dir``, a pathlib.Path, out.
+    Each part is a pair of tensors or numpy arrays, images uint8 [N, C, H, W] (or [N, H, W], grey) and labels int64 [N];
+    or a dataset of ``torch.utils.data`` whose items are pairs of an image, as Pillow has it or as such a tensor, and a
+    label. Its ``classes`` name the labels; else they are numbers. The factory may leave ``data_dir``, a pathlib.Path,
+    out.
 
     Args:
         seed: for random, numpy and torch before the factory is called, so that every rank and every start of a run gets
@@ -49,6 +50,11 @@ class OwnData(Source):
         made = own.call(OPTION, self.name, data_dir=data_dir)
         if not isinstance(made, Sequence) or len(made) != len(PARTS):
             raise self._wrong(f"a {type(made).__name__}", "a pair: the training part and the test part")
+        if _is_array(made[0]):
+            raise self._wrong(
+                "images and labels of one part",
+                "two parts, the second to test on: (train_images, train_labels), (test_images, test_labels)",
+            )
         parts = [self._split(part, value) for part, value in zip(PARTS, made, strict=True)]
         count = max(1 + int(labels.max()) for _, labels, _ in parts)
         named = list(dict.fromkeys(names for *_, names in parts if names))
@@ -79,14 +85,14 @@ class OwnData(Source):
         if classes is not None and (isinstance(classes, str) or not isinstance(classes, Iterable)):
             raise self._wrong(f"a {type(classes).__name__} as the classes of its {part} part", "a name for each class")
         names = tuple(map(str, () if classes is None else classes))
-        if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
-            images, labels = value
+        if isinstance(value, (tuple, list)) and len(value) == 2 and _is_array(value[0]):
+            images, labels = (self._tensor(part, one) for one in value)
         elif hasattr(value, "__getitem__") and hasattr(value, "__len__"):
             images, labels = self._gathered(part, value)
         else:
             raise self._wrong(
                 f"a {type(value).__name__} as its {part} part",
-                "a pair of tensors (images, labels), or a torch.utils.data dataset with a length",
+                "a pair of tensors or numpy arrays (images, labels), or a torch.utils.data dataset with a length",
             )
         if images.dim() == 3:
             images = images.unsqueeze(1)
@@ -95,7 +101,6 @@ class OwnData(Source):
                 f"{part} images that are {str(images.dtype).removeprefix('torch.')} {list(images.shape)}",
                 "uint8 [N, 1 or 3, H, W], 0 to 255: they are normalised here",
             )
-        labels = torch.as_tensor(labels)
         if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
             raise self._wrong(
                 f"{part} labels that are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}",
@@ -109,6 +114,12 @@ class OwnData(Source):
         # A factory may have put them on a GPU; ranks compare, measure and move them from the CPU.
         return images.cpu().contiguous(), labels.cpu().long(), names
 
+    def _tensor(self, part: str, value: Any) -> Tensor:
+        try:
+            return _as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # of texts, of objects, of lists of different lengths
+            raise self._wrong(f"what is no tensor in its {part} part ({error})", "numbers") from error
+
     def _gathered(self, part: str, dataset: Any) -> tuple[Tensor, Tensor]:
         images: list[Tensor] = []
         labels: list[int] = []
@@ -121,7 +132,9 @@ class OwnData(Source):
             except (TypeError, ValueError) as error:
                 raise self._wrong(f"a strange {where} ({error})", "pairs (image, label)") from error
             if not isinstance(pixels, Tensor):
-                raise self._wrong(f"a {type(image).__name__} in {where}", "an image of Pillow's, or a uint8 tensor")
+                raise self._wrong(
+                    f"a {type(image).__name__} in {where}", "an image of Pillow's, or a uint8 tensor or array"
+                )
             if images and pixels.shape != images[0].shape:
                 shapes = f"{list(images[0].shape)} and {list(pixels.shape)}"
                 raise self._wrong(f"images of {shapes} in its {part} part", "images of one size")
@@ -137,10 +150,22 @@ class OwnData(Source):
 
 
 def _pixels(image: Any) -> Any:
-    """An image of Pillow's as uint8 [C, H, W]; anything else as it is."""
-    if isinstance(image, Tensor) or not hasattr(image, "convert"):
-        return image
-    return as_tensor(eight_bit(image))
+    """An image of Pillow's as uint8 [C, H, W], an array as a tensor; anything else as it is."""
+    if _is_array(image):
+        return _as_tensor(image)
+    return as_tensor(eight_bit(image)) if hasattr(image, "convert") else image
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # nobody has an array of one that is not imported
+    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) and _is_array(value):
+        # torch warns of memory that it may not write to, and refuses an array that is turned round.
+        value = value if value.flags.writeable and min(value.strides, default=0) >= 0 else value.copy()
+    return torch.as_tensor(value)
 
 
 def _seed_generators(seed: int) -> None:
