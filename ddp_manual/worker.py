@@ -163,7 +163,7 @@ def _check_trackers(config: TrainConfig) -> None:
 def _load(world: World, config: TrainConfig) -> Data:
     """The training and the test set, on the rank's device."""
     from ddp_manual.training.agreement import compare_data
-    from ddp_manual.training.data import Data
+    from ddp_manual.training.data import Data, warn_of_untrained
     from ddp_manual.training.images import unit_scale
     from ddp_manual.training.sources import PARTS, source_of
 
@@ -185,6 +185,8 @@ def _load(world: World, config: TrainConfig) -> Data:
         hosts=lambda: [line["host"] for line in world.roster()],
         own_factory=is_own_factory(config.dataset),
     )
+    if world.rank == 0:
+        warn_of_untrained(train, test)
     train = dataclasses.replace(train, digest=digests["train"])
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     return Data(train.to(world.device), test.to(world.device), normalise)

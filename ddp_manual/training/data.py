@@ -6,6 +6,7 @@ samples at once; nothing is decoded or transformed one sample at a time.
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,10 @@ from torch import Tensor
 from ddp_manual.errors import BadOption
 from ddp_manual.training.images import Normalise
 
+logger = logging.getLogger(__name__)
+
+# Of classes, in a message.
+MOST_NAMED = 5
 DIGITS = tuple("0123456789")
 # Unicode's categories of control characters and of separators of lines and paragraphs.
 UNSHOWABLE = {"Cc", "Zl", "Zp"}
@@ -58,6 +63,24 @@ class Split:
 
     def to(self, device: torch.device) -> Split:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+
+def warn_of_untrained(train: Split, test: Split) -> None:
+    """Say which classes no image is there to train on; a number beyond the labels may have made them."""
+    trained, tested = (split.labels.bincount(minlength=len(split.classes)) > 0 for split in (train, test))
+    if trained.all():
+        return
+    logger.warning("no training image of %s (of %d)", _named(~trained, train.classes), len(train.classes))
+    if (tested & ~trained).any():
+        logger.warning("tested but never trained on: %s", _named(tested & ~trained, train.classes))
+    elif trained[1:].all():
+        logger.warning("if the labels are numbered from 1, count them from 0")
+
+
+def _named(chosen: Tensor, classes: tuple[str, ...]) -> str:
+    names = [classes[index] for index in chosen.nonzero().flatten().tolist()]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"class{'es'[: 2 * (len(names) > 1)]} {', '.join(names[:MOST_NAMED])}{more}"
 
 
 @dataclass(frozen=True, eq=False)

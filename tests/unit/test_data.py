@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
+from ddp_manual.training.data import Split, warn_of_untrained
 from ddp_manual.training.sources import source
 
 
@@ -113,3 +114,26 @@ def test_the_real_mnist_has_its_known_shape(mnist: Path) -> None:
     train, test = (source("mnist").load(mnist, part) for part in ("train", "test"))
     assert (len(train), len(test)) == (60_000, 10_000)
     assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "said"),
+    [
+        ([0, 1, 2], [0], []),
+        (
+            [1, 2],
+            [1, 2],
+            ["no training image of class ant (of 3)", "if the labels are numbered from 1, count them from 0"],
+        ),
+        ([0, 0], [2], ["no training image of classes bee, cat (of 3)", "tested but never trained on: class cat"]),
+    ],
+)
+def test_a_class_without_an_image_to_train_on_is_named(
+    train: list[int], test: list[int], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def part(labels: list[int]) -> Split:
+        images = torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8)
+        return Split(images, torch.tensor(labels), ("ant", "bee", "cat"))
+
+    warn_of_untrained(part(train), part(test))
+    assert caplog.messages == said
