@@ -104,7 +104,9 @@ def _config(saved: SavedModel, flags: Mapping[str, Any]) -> TrainConfig:
     if dataset != known.dataset:
         values.setdefault("classes", None)
         values.setdefault("image_size", known.image_size if dataset.startswith("folder:") else None)
-    return dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(flags, "flag")})
+    config = dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(flags, "flag")})
+    _warn_of_changed_code(saved, known, config)
+    return config
 
 
 def _refuse_code_nobody_named(path: Path, known: TrainConfig, flags: Mapping[str, Any]) -> None:
@@ -118,6 +120,16 @@ def _refuse_code_nobody_named(path: Path, known: TrainConfig, flags: Mapping[str
             why=f"{path} names " + " and ".join(unnamed.values()),
             next=f"if you trust that code, add {as_flags(unnamed)}",
         )
+
+
+def _warn_of_changed_code(saved: SavedModel, known: TrainConfig, config: TrainConfig) -> None:
+    from ddp_manual.training import own
+
+    then = saved.trained.sources if saved.trained is not None else {}
+    for name, digest in own.sources(model=config.model, dataset=config.dataset).items():
+        option = name.removesuffix("_source")
+        if getattr(known, option) == getattr(config, option) and then.get(name, digest) != digest:
+            logger.warning("the source of %s has changed since the run", getattr(config, option))
 
 
 def _spare_a_runs_own(folder: Path) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """``config.json``: the options, and below ``run`` what followed from them."""
+    from ddp_manual.training import own
+
     return {
         **config.as_dict(),
         "run": {
@@ -32,6 +34,7 @@ def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Train
             "std": trainer.normalise.std,
             "shape": trainer.train.shape,
             "classes": trainer.train.classes,
+            **own.sources(model=config.model, dataset=config.dataset),
         },
     }
 

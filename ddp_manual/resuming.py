@@ -88,13 +88,16 @@ def _goes_on_in(resume: str | None, run_dir: Path) -> bool:
 def options_of(config: TrainConfig, train: Split) -> dict[str, Any]:
     """What a checkpoint keeps of the options and the data: what makes the parameters, to be compared when a run goes on
     from it."""
+    from ddp_manual.training import own
+
     kept = {
         field.name: getattr(config, field.name)
         for field in option_fields(TrainConfig)
         if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
     }
     of_the_data = {"samples": len(train), "shape": list(train.shape), "class_count": len(train.classes)}
-    return {**kept, **of_the_data, "data": train.digest}
+    sources = own.sources(model=config.model, dataset=config.dataset)
+    return {**kept, **of_the_data, "data": train.digest, **sources}
 
 
 def go_on(
@@ -245,5 +248,9 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
     if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):
         raise checkpoint_file.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")
     for name, value in now.items():
-        if name in then and then[name] != value:  # an option that is newer than the checkpoint was at its default
+        if name not in then or then[name] == value:  # an option that is newer than the checkpoint was at its default
+            continue
+        if name.endswith("_source"):
+            logger.warning("the source of %s has changed since the checkpoint", now[name.removesuffix("_source")])
+        else:
             logger.info("from here on with --%s %s; it was %s", name, value, then[name])

@@ -24,12 +24,14 @@ class Trained:
     Args:
         mean, std: by channel, 0 to 255, that they were normalised with.
         shape: channels, height and width; None, as are the classes, where the run is older than their record.
+        sources: ``model_source`` and ``dataset_source``: digests, of those that were the user's own.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     shape: tuple[int, int, int] | None
     classes: tuple[str, ...] | None
+    sources: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,7 +152,8 @@ def _trained(config: Path) -> Trained | None:
     channels = shape[0] if shape else 1
     if not (len(mean) == len(std) == channels and all(std) and classes != ()):
         raise _contradictory(config, f"mean and std of {len(mean)} channels, shape of {channels}")
-    return Trained(mean=mean, std=std, shape=shape, classes=classes)
+    sources = {name: value for name, value in run.items() if name.endswith("_source")}
+    return Trained(mean=mean, std=std, shape=shape, classes=classes, sources=sources)
 
 
 def _counted(length: Any) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddp_manual.config import is_own_factory
 from ddp_manual.errors import BadOption
 
 MOST_NAMED = 8
@@ -102,6 +103,15 @@ def digest(option: str, value: str) -> tuple[str, str]:
         if path.is_file():
             content.update(os.fsencode(name) + b"\n" + path.read_bytes())
     return content.hexdigest()[:16], str(file)
+
+
+def sources(**named: str) -> dict[str, str]:
+    """``<option>_source`` -> the digest of the source, for those options that name a factory of the user's.
+
+    Raises:
+        BadOption: there is no such module.
+    """
+    return {f"{option}_source": digest(option, value)[0] for option, value in named.items() if is_own_factory(value)}
 
 
 def _look_in_this_folder() -> None:

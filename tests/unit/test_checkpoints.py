@@ -441,7 +441,12 @@ def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest
 def going_on(folder: Path, saved: Saved, network: nn.Module, train: Split, **options: Any) -> None:
     path = checkpoint_file.write(folder, saved.position.step, checkpoint.pack(saved), {})
     trainer: Any = SimpleNamespace(
-        rank=0, world_size=1, train=train, course=SimpleNamespace(samples=len(train)), settle_buckets=int
+        rank=0,
+        world_size=1,
+        train=train,
+        course=SimpleNamespace(samples=len(train), seen=lambda _: 0),
+        settle_buckets=int,
+        optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
     )
     resuming.go_on(TrainConfig(resume=str(path), **{"epochs": 9, **options}), RunPaths(folder), trainer, network)
 
@@ -488,3 +493,21 @@ def test_a_checkpoint_that_does_not_say_its_images_is_known_by_its_parameters(tm
     with pytest.raises(CheckpointMismatch) as caught:
         going_on(tmp_path, taken(*trained()), network, train)
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"
+
+
+def test_code_that_has_changed_since_the_checkpoint_is_said_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_resumed.py").write_text("one = 1")
+    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
+    network, optimizer = trained()
+    options = resuming.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train)
+    then = replace(taken(network, optimizer), options=options)
+    going_on(tmp_path, then, network, train, model="mine_resumed:net")
+    (tmp_path / "mine_resumed.py").write_text("two = 2")
+    older = {name: value for name, value in options.items() if name != "model_source"}
+    going_on(tmp_path, replace(then, options=older), network, train, model="mine_resumed:net")
+    assert "changed" not in caplog.text
+    going_on(tmp_path, then, network, train, model="mine_resumed:net")
+    assert "the source of mine_resumed:net has changed since the checkpoint" in caplog.messages

@@ -15,7 +15,7 @@ from PIL import Image
 from ddp_manual import checkpoint_file, cli
 from ddp_manual.config import TrainConfig
 from ddp_manual.rundir import in_a_file_name
-from ddp_manual.training import models
+from ddp_manual.training import models, own
 
 FILES = ["confusion.csv", "confusion.png", "predictions.csv", "predictions.png"]
 MEAN, STD = (100.0, 50.0, 20.0), (60.0, 70.0, 80.0)
@@ -155,6 +155,22 @@ def test_code_that_only_the_run_names_is_not_called(
     told = ["--model", "mlp", "--dataset", f"folder:{pets}"]
     assert evaluated(capsys, "--checkpoint", run, *told)["samples"] == 8
     assert "cannot be imported" in refused(capsys, 2, "--checkpoint", run, *told[2:], "--model", "shipped:net")
+
+
+def test_code_that_has_changed_since_the_run_is_a_warning(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    body = "from ddp_manual.training.models import MLP\ndef net(shape, classes): return MLP(shape, classes)\n"
+    (tmp_path / "mine_evaluated.py").write_text(body)
+    described = json.loads((run / "config.json").read_text())
+    described["run"] |= own.sources(model="mine_evaluated:net")
+    (run / "config.json").write_text(json.dumps({**described, "model": "mine_evaluated:net"}))
+    arguments = ["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]
+    assert cli.run(arguments) == 0 and "changed" not in capsys.readouterr().err
+    (tmp_path / "mine_evaluated.py").write_text(body + "# more")
+    assert cli.run(arguments) == 0
+    assert "the source of mine_evaluated:net has changed since the run" in capsys.readouterr().err
 
 
 def test_a_run_from_before_its_file_had_the_key_run_is_evaluated(
