@@ -17,6 +17,7 @@ from ddp_manual.training import collectives
 from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
+from tests.conftest import REPOSITORY
 
 SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
 
@@ -62,8 +63,11 @@ def test_other_names_of_classes_are_other_data_but_the_same_samples(monkeypatch:
     assert fingerprint(renamed)[:3] == fingerprint(SPLIT)[:3]
 
 
-def test_a_run_does_not_go_on_with_other_data_where_the_checkpoint_tells(tmp_path: Path) -> None:
-    config = TrainConfig(dataset="mine:made")
+def test_a_run_does_not_go_on_with_other_data_where_the_checkpoint_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    config = TrainConfig(dataset="my_shapes:shapes")
 
     def go_on(options: dict[str, Any], train: Split) -> None:
         saved: Any = SimpleNamespace(options=options, position=Position())

@@ -125,16 +125,16 @@ def test_what_listens_in_rank_0s_place_is_named_to_rank_1_by_its_first_bytes_and
 
 def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: Start, start: Start, port: int) -> None:
     """While it waits, while it trains, and with connections that are still open when it ends."""
-    ranks = [start_rank(0, 2, *LONGER, 8)]
+    ranks = [start_rank(0, 2, *LONGER, 5)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     with ExitStack() as held:
         come_as_strangers(start, port, held)
-        ranks.append(start_rank(1, 2, *LONGER, 8))
+        ranks.append(start_rank(1, 2, *LONGER, 5))
         for rank in ranks:
             rank.wait_for("step 100/")
         come_as_strangers(start, port, held)
         assert [rank.process.poll() for rank in ranks] == [None, None]
-        assert "epoch 8/8 loss" not in ranks[0].err
+        assert "epoch 5/5 loss" not in ranks[0].err
         codes = [rank.wait() for rank in ranks]
     texts = "".join(rank.err for rank in ranks)
     assert codes == [0, 0], texts

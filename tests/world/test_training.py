@@ -79,14 +79,12 @@ def unpacked_mnist(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    # Two ranks do so in test_tutorials.py.
-    [1, pytest.param(4, marks=pytest.mark.alone)],
-)
-def test_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
-    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path, world_size: int
+@pytest.mark.alone
+def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
+    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path
 ) -> None:
+    """Two do so in test_tutorials.py."""
+    world_size = 4
     program = [sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run"]
     ranks = [
         start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port) for rank in range(world_size)
