@@ -153,7 +153,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def free_port() -> int:
     """A port that is free on loopback, and below those the kernel gives to outgoing connections."""
     while True:
-        candidate = random.randrange(20_000, 30_000)
+        # Not the generator that a test may seed: the test processes would all draw the same.
+        candidate = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", candidate))
