@@ -165,18 +165,14 @@ def _load(world: World, config: TrainConfig) -> Data:
     from ddp_manual.training.agreement import compare_data
     from ddp_manual.training.data import Data, warn_of_untrained
     from ddp_manual.training.images import unit_scale
-    from ddp_manual.training.sources import PARTS, source_of
+    from ddp_manual.training.sources import PARTS, prepare, source_of
 
     data_dir = Path(config.data_dir)
     found = source_of(config)
-
-    def prepare() -> None:
-        if not found.is_prepared(data_dir):
-            logger.info("%sing %s into %s", found.preparing, config.dataset, data_dir)
-            found.prepare(data_dir)
-
     world.progress.phase = "loading"
-    world.once_per_host(f"{found.preparing} {config.dataset}", prepare, timeout=world.spec.join_timeout)
+    world.once_per_host(
+        f"{found.preparing} {config.dataset}", lambda: prepare(found, data_dir), timeout=world.spec.join_timeout
+    )
     train, test = (found.load(data_dir, part) for part in PARTS)
     parts = {"train": train, "test": test}
     digests = compare_data(
@@ -208,15 +204,10 @@ def _go(
     from ddp_manual.training.run import Run
     from ddp_manual.training.tracking import Tracker
 
-    network = models.build(
-        config.model,
-        device=world.device,
-        seed=config.seed,
-        shape=data.train.shape,
-        classes=len(data.train.classes),
-        sync_bn=config.sync_bn,
-    )
     shape, classes = data.train.shape, len(data.train.classes)
+    network = models.build(
+        config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
+    )
     fewest = models.fewest_samples(config.model, network, world.device, shape, classes)
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     course = trainer.course

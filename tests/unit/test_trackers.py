@@ -53,6 +53,12 @@ class Remembering(Sink):
             self._at_step_3()
         self.steps.append(step)
 
+    def image(self, step: int, name: str, file: Path) -> None: ...
+
+    def table(self, step: int, name: str, table: object) -> None: ...
+
+    def result(self, summary: Mapping[str, object]) -> None: ...
+
     def close(self, *, complete: bool) -> None:
         self.complete = complete
 

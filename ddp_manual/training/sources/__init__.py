@@ -134,8 +134,16 @@ def prepared(config: TrainConfig) -> Source:
         DataMissing, BadOption: see ``Source.prepare``.
     """
     found = source_of(config)
-    data_dir = Path(config.data_dir)
-    if not found.is_prepared(data_dir):
-        logger.info("%sing %s into %s", found.preparing, config.dataset, data_dir)
-        found.prepare(data_dir)
+    prepare(found, Path(config.data_dir))
     return found
+
+
+def prepare(found: Source, data_dir: Path) -> None:
+    """Prepare a data set that is not yet, and say so.
+
+    Raises:
+        DataMissing, BadOption: see ``Source.prepare``.
+    """
+    if not found.is_prepared(data_dir):
+        logger.info("%sing %s into %s", found.preparing, found.name, data_dir)
+        found.prepare(data_dir)

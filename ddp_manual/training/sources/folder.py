@@ -48,7 +48,7 @@ class Folder(Source):
         classes = self._classes()
         files, labels = self._files(part, classes)
         if self._grey is None:
-            self._grey = all(part_is_grey for part_is_grey in self._modes(classes))
+            self._grey = all(self._modes(classes))
         images = self._read(files)
         return Split(images, torch.tensor(labels), classes)
 

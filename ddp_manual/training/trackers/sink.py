@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class PredictionTable:
     samples: Sequence[Sample]
 
 
-class Sink:
+class Sink(ABC):
     """Called from one thread only, ``open`` first; whatever a method raises is the end of it, but not of the run.
 
     ``step`` counts from 1, as in ``Metrics``; it never falls.
@@ -65,28 +66,31 @@ class Sink:
     name: ClassVar[str]
     """As ``--track`` has it."""
 
+    @abstractmethod
     def open(self, about: About) -> None:
-        raise NotImplementedError
+        """Begin to keep what comes of the run, or go on with it."""
 
+    @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
+        """Name -> value, such as ``train/loss``."""
 
+    @abstractmethod
     def image(self, step: int, name: str, file: Path) -> None:
         """``file`` is a PNG."""
-        raise NotImplementedError
 
+    @abstractmethod
     def table(self, step: int, name: str, table: PredictionTable) -> None:
-        raise NotImplementedError
+        """Some test images with what the model makes of them."""
 
+    @abstractmethod
     def result(self, summary: Mapping[str, Any]) -> None:
         """The run is complete; ``summary`` is that of ``summary.json``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, *, complete: bool) -> None:
         """Nothing more comes: the run is ``complete``, or has stopped or failed."""
-        raise NotImplementedError
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027  # nothing to do for one that starts none
         """It has raised, or hangs to the end: leave no process behind, within a second or two. From any thread."""
 
     def still_to_do(self) -> str:
