@@ -11,7 +11,7 @@ from types import FrameType
 LONGEST = 20_000
 # This package's own threads, which wait for messages all the time.
 OWN_THREADS = "ddp_manual "
-_PARTS = [os.path.join("torch", *parts) for parts in (("distributed", ""), ("autograd", ""))]
+_PARTS = [os.path.join("torch", *parts, "") for parts in (("distributed",), ("autograd",), ("nn", "parallel"))]
 _LIBRARIES = (os.path.join("torch", ""), os.path.join("torchvision", ""), "threading.py", "contextlib.py")
 
 

@@ -80,6 +80,25 @@ def test_a_rank_that_is_killed_ends_the_others(start: Start, port: int, tmp_path
         assert written["identifier"] in ("peer-lost", "peer-failed")
 
 
+def test_a_rank_that_sleeps_while_another_waits_for_its_buffers_is_behind(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    """A model with running statistics has them broadcast by DDP's forward pass, outside of torch.distributed."""
+    failure = (
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(4)); "
+        "time.sleep(1000 * (world.rank == 0)); model(torch.ones(3, 4))"
+    )
+    script = tmp_path / "script.py"
+    code = textwrap.dedent(FAILING).format(failure=failure).replace("and world.rank == int(sys.argv[2])", "")
+    script.write_text(code.replace("from_environment()", "from_environment(stall_timeout=2)"))
+    meeting = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    ranks = [start(sys.executable, script, tmp_path / "run", RANK=str(rank), **meeting) for rank in range(2)]
+    assert [rank.wait(30) for rank in ranks] == [14, 14]
+    stuck = r"error\[peer-stalled\]: rank 0 \(.*\) is stuck while others wait: rank 1 waits for"
+    for rank in ranks:
+        assert re.search(stuck, rank.err), rank.err
+
+
 def test_a_rank_that_finishes_early_is_named_by_those_who_are_still_in_a_collective(
     start: Start, port: int, tmp_path: Path
 ) -> None:
