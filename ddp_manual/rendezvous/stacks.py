@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ _LIBRARIES = (os.path.join("torch", ""), os.path.join("torchvision", ""), "threa
 
 
 def whereabouts(thread: int) -> tuple[bool, str]:
-    """Whether a thread is inside a collective or a backward pass of torch, and the line of the program it is on.
+    """Whether a thread waits in a collective, or is inside a backward pass of torch, and the line of the program.
 
     Args:
         thread: its ``threading.get_ident()``.
@@ -27,11 +28,25 @@ def whereabouts(thread: int) -> tuple[bool, str]:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False, ""
-    inside = any(part in frame.f_code.co_filename for part in _PARTS)
+    inside = any(part in frame.f_code.co_filename for part in _PARTS) or _waits(frame)
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     code = frame.f_code
     return inside, f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether it calls a method ``wait`` that is no Python: that of a collective which was begun with async_op."""
+    code = frame.f_code
+    if "wait" not in code.co_names:
+        return False
+    called = ""
+    for one in dis.get_instructions(code):
+        if one.offset >= frame.f_lasti:
+            break
+        if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "CALL")):
+            called = "" if one.opname.startswith("CALL") else one.argval
+    return called == "wait"
 
 
 def _is_library(frame: FrameType) -> bool:

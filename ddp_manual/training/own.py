@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,8 @@ from ddp_manual.config import is_own_factory
 from ddp_manual.errors import BadOption
 
 MOST_NAMED = 8
+_taken: dict[str, tuple[ModuleSpec, tuple[str, str]]] = {}
+"""Module -> its digest as it was imported: what is edited while a run trains is not what it trains."""
 
 
 def factory(option: str, value: str) -> Callable[..., Any]:
@@ -92,6 +95,14 @@ def digest(option: str, value: str) -> tuple[str, str]:
         raise _not_importable(option, value, module_name, error) from error
     if spec is None:
         raise _not_importable(option, value, module_name, None)
+    known, taken = _taken.get(module_name, (None, ("", "")))
+    if known is not spec:  # not imported yet, or imported anew
+        taken = _digest(module_name, spec)
+        _taken[module_name] = spec, taken
+    return taken
+
+
+def _digest(module_name: str, spec: ModuleSpec) -> tuple[str, str]:
     file = Path(spec.origin or "")
     top = importlib.util.find_spec(module_name.partition(".")[0])
     folders = top.submodule_search_locations if top else None

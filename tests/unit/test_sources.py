@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import pickle
+import shutil
+import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ddp_manual import TrainConfig, WorldSpec, worker
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError
 from ddp_manual.training import models, own
 from ddp_manual.training.data import Split
@@ -89,6 +93,13 @@ def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: object, n
     break_it(animals)  # type: ignore[operator]
     with pytest.raises((DataMissing, DataCorrupt), match=named):
         [load(animals, part) for part in PARTS]
+
+
+def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for(animals: Path, port: int) -> None:
+    shutil.rmtree(animals / "test")
+    alone = WorldSpec(world_size=2, rank=1, master_port=port)
+    with pytest.raises(DataMissing, match="test cannot be read as a folder of images"):
+        worker.run(alone, TrainConfig(dataset=f"folder:{animals}"))
 
 
 def test_what_is_hidden_or_a_folder_is_no_image_and_a_link_that_leads_nowhere_is_named(animals: Path) -> None:
@@ -418,3 +429,13 @@ def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(modu
     layers.write_text(second_text)
     below.write_text(first_text)
     assert own.digest("model", "pack.below.net:made")[0] != package
+
+
+def test_the_digest_of_what_is_imported_stays_that_of_the_code_that_trains(module: object, tmp_path: Path) -> None:
+    name = module("def made(): ...")  # type: ignore[operator]
+    imported = own.factory("model", f"{name}:made")
+    digest = own.digest("model", f"{name}:made")
+    (tmp_path / f"{name}.py").write_text("def made(): return 2")
+    assert own.digest("model", f"{name}:made") == digest
+    importlib.reload(sys.modules[imported.__module__])
+    assert own.digest("model", f"{name}:made") != digest

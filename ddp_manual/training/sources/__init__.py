@@ -34,6 +34,13 @@ class Source(ABC):
     std: tuple[float, ...] | None = None
     preparing = "download"
 
+    def check(self) -> None:  # noqa: B027  # nothing to look at, of most
+        """Look at what takes no time, before the other ranks are waited for.
+
+        Raises:
+            DataMissing, DataCorrupt: ``load`` would raise it too.
+        """
+
     @abstractmethod
     def load(self, data_dir: Path, part: str) -> Split:
         """Read ``train`` or ``test`` from files that are there: see ``prepare``.
@@ -75,6 +82,9 @@ class Named(Source):
         self._source = source
         self._classes = classes
         self.name, self.mean, self.std, self.preparing = source.name, source.mean, source.std, source.preparing
+
+    def check(self) -> None:
+        self._source.check()
 
     def is_prepared(self, data_dir: Path) -> bool:
         return self._source.is_prepared(data_dir)

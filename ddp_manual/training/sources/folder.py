@@ -43,6 +43,11 @@ class Folder(Source):
         self._size = image_size
         self._grey: bool | None = None
 
+    def check(self) -> None:
+        for part in PARTS:
+            self._listed(part)
+        self._classes()
+
     def load(self, data_dir: Path, part: str) -> Split:
         self._listed(part)
         classes = self._classes()
