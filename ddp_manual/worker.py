@@ -46,7 +46,7 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
         _check_trackers(config)
         resuming.check_run_dir(config)
     if "world_size" not in spec.sources and not config.no_ddp:
-        logger.info("no --world_size was given: this rank trains alone (two are started with --world_size 2 --rank 0, and 1)")
+        logger.info("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
 
     own_code = _own_code(config)
     from ddp_manual.training.sources import source_of
