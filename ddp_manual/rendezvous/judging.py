@@ -136,10 +136,9 @@ class Judge:
             if any(count < most.get(group, 0) for group, count in known.beat.collectives.items())
         ]
         if not self._async:
-            # Nobody ends a step without what all others give to it: one that has been left a step behind while it is
-            # inside has given it, and waits for the answer. So it is where a connection of it is cut.
-            furthest = max(active[rank].beat.at for rank in waiting)
-            behind = [rank for rank in behind if rank not in waiting or active[rank].beat.at >= furthest]
+            # One that is inside is there with what the others want from it, and waits for theirs: where a connection is
+            # cut, some may have had all of a collective that others still wait for.
+            behind = [rank for rank in behind if rank not in waiting]
         behind = behind or [rank for rank, known in active.items() if not known.beat.inside]
         if set(behind) >= set(waiting):  # as under NCCL, where the program waits in a line of its own
             usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]

@@ -44,11 +44,6 @@ class Beat:
     place: str = ""
     """The line of the user's program it is on."""
 
-    @property
-    def at(self) -> tuple[int, int]:
-        """Epoch and step."""
-        return self.epoch, self.step
-
     @classmethod
     def of(cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str) -> Beat:
         """Whatever a program has put there, a heartbeat is what ``from_message`` takes."""
