@@ -175,13 +175,12 @@ class RunPaths:
 
     @property
     def is_failed_start(self) -> bool:
-        """Whether the folder holds nothing but why ranks have left, and what they printed: no run has begun there."""
+        """Whether the folder holds but why ranks have left and what they printed, if that: no run has begun there."""
         try:
             there = {path.name for path in self.run_dir.iterdir()} - {self.lock.name}
         except OSError:
             return False
-        failures = {name for name in there if fnmatch(name, "failure-rank*.json")}
-        return bool(failures) and all(fnmatch(name, "log-rank*.txt") for name in there - failures)
+        return all(fnmatch(name, "failure-rank*.json") or fnmatch(name, "log-rank*.txt") for name in there)
 
     @property
     def in_use(self) -> bool:

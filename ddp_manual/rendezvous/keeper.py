@@ -323,7 +323,8 @@ class Keeper(Watchdog):
         stall = None if self._stalled else self._judge.stall(now)
         if stall is not None:
             self._stalled = stall
-            self._gather_stacks("", stall.behind or stall.waiting[:1], self._name_the_stalled)
+            beats = {rank: self._judge.beat(rank) for rank in stall.waiting}
+            self._gather_stacks("", stall.behind or verdicts.one_per_place(beats), self._name_the_stalled)
 
     def _name_the_stalled(self, found: Mapping[int, str]) -> None:
         """With their stacks. Unless they have gone on meanwhile, at the last moment."""

@@ -20,6 +20,7 @@ from ddp_manual.errors import (
 )
 from ddp_manual.rendezvous import verdicts
 from ddp_manual.rendezvous.group import first_line, is_broken_collective
+from ddp_manual.rendezvous.stacks import raised_at
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
 from ddp_manual.rendezvous.watchdog import Watchdog
@@ -51,7 +52,7 @@ def conclude(watchdog: Watchdog, store: RunStore, spec: WorldSpec, error: BaseEx
     ours = as_ours(spec.rank, error)
     if broken:
         early = [0] if watchdog.over else _finished(store, spec.world_size)
-        ours = _finished_early(spec.rank, early) if early else ours
+        ours = _finished_early(spec.rank, raised_at(error), early) if early else ours
     watchdog.tell(verdicts.last_words(spec.rank, ours))
     return ours
 
@@ -68,12 +69,13 @@ def _finished(store: RunStore, world_size: int) -> list[int]:
         return []
 
 
-def _finished_early(rank: int, early: list[int]) -> PeerLost:
+def _finished_early(rank: int, place: str, early: list[int]) -> PeerLost:
     who = f"rank {early[0]}" if len(early) == 1 else f"ranks {', '.join(map(str, early))}"
     return PeerLost(
         f"{who} had finished while rank {rank} was still in a collective",
-        why="a collective needs every rank, and they did not make the same number of calls",
-        next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less",
+        why=f"a collective needs every rank, and they did not make the same number of calls\nthis one was on {place}",
+        next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less\n"
+        "and let no rank alone call a collective or what calls one, such as below `if rank == 0`: a step, train()",
     )
 
 

@@ -31,8 +31,17 @@ def whereabouts(thread: int) -> tuple[bool, str]:
     inside = any(part in frame.f_code.co_filename for part in _PARTS) or _waits(frame)
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
-    code = frame.f_code
-    return inside, f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+    return inside, _line(frame, frame.f_lineno)
+
+
+def raised_at(error: BaseException) -> str:
+    """The line of the program that has raised it, as in ``whereabouts``."""
+    own = [_line(*called) for called in traceback.walk_tb(error.__traceback__) if not _is_library(called[0])]
+    return own[-1] if own else ""
+
+
+def _line(frame: FrameType, number: int) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
 
 
 def _waits(frame: FrameType) -> bool:

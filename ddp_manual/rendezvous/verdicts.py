@@ -125,15 +125,24 @@ def stalled(
     """Ranks that live and do not come to where the others wait for them."""
     who_waits = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
     if not stall.behind:
-        first = stall.waiting[0]
+        shown = one_per_place({rank: beats[rank] for rank in stall.waiting})
+        cause = "a connection between two of them may be cut: ddp-manual check tries them all"
+        if len(shown) > 1:
+            cause = (
+                "look at their lines: a collective is for all ranks, so neither one nor what calls one (a step, "
+                f"train()) may be below a line such as `if rank == 0`\nor {cause}"
+            )
         return _judged(
-            members[first],
+            members[stall.waiting[0]],
             PeerStalled(
                 f"all ranks have waited in a collective for {stall.seconds:.0f} s, and none is behind",
-                why="\n".join([*_places(members, stall.waiting, beats), _stack(members[first], stacks.get(first))]),
-                next="a connection between two of them may be cut: ddp-manual check tries them all\n"
-                f"or they disagree on which collective it is; a step that takes longer needs a larger --stall_timeout"
-                f"\nthen {again}",
+                why="\n".join(
+                    [
+                        *_places(members, stall.waiting, beats),
+                        *(_stack(members[rank], stacks.get(rank)) for rank in shown),
+                    ]
+                ),
+                next=f"{cause}\nor a step takes longer than that, and needs a larger --stall_timeout\nthen {again}",
             ),
         )
     first, *others = stall.behind
@@ -153,6 +162,12 @@ def stalled(
             f"--stall_timeout\nthen {again}",
         ),
     )
+
+
+def one_per_place(beats: Mapping[int, Beat]) -> list[int]:
+    """The first rank on each line of the program, of at most two lines."""
+    first = {beat.place: rank for rank, beat in sorted(beats.items(), reverse=True)}
+    return sorted(first.values())[:2]
 
 
 def _places(members: Sequence[Member], ranks: Sequence[int], beats: Mapping[int, Beat]) -> list[str]:

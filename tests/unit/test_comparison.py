@@ -111,9 +111,11 @@ def test_starts_that_failed_are_passed_over_where_two_runs_remain(
     failed.mkdir()
     RunPaths(failed).failure(1).write_text("{}")
     RunPaths(failed).log(1).touch()
-    assert cli.run(["compare", str(one), str(failed), str(two)]) == 0
+    mistyped = tmp_path / "mistyped"
+    mistyped.mkdir()
+    assert cli.run(["compare", str(one), str(failed), str(mistyped), str(two)]) == 0
     said = capsys.readouterr()
-    assert said.err == f"passed over, as nothing was trained there: {failed}\n"
+    assert said.err == f"passed over, as nothing was trained there: {failed}, {mistyped}\n"
     assert said.out.splitlines()[0].split() == ["one", "two"]
     with pytest.raises(BadOption, match="failed is not the folder of a run"):
         comparison.compare([one, failed])

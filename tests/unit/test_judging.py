@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from ddp_manual.rendezvous import judging
-from ddp_manual.rendezvous.judging import Judge, Limits
+from ddp_manual.rendezvous import judging, verdicts
+from ddp_manual.rendezvous.judging import Judge, Limits, Stall
 from ddp_manual.rendezvous.progress import Beat, Progress
+from ddp_manual.rendezvous.verdicts import Member
 
 LIMITS = Limits.of_a_world(3, peer_timeout=10.0, stall_timeout=300.0)
 
@@ -108,6 +109,24 @@ def test_a_rank_that_waits_for_the_rest_of_a_collective_which_another_has_ended_
     stall = judge.stall(301)
     assert stall is not None
     assert (stall.waiting, stall.behind) == ([0, 1, 2], [])
+
+
+def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_for_each_and_told_what_that_means() -> None:
+    def named(*places: str) -> str:
+        beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
+        members = [
+            Member(rank=rank, host="vm", pid=10 + rank, nonce="", address="", probe_port=0)
+            for rank in range(len(places))
+        ]
+        assert verdicts.one_per_place(beats) == sorted({places.index(place) for place in places})
+        stall = Stall(waiting=list(beats), behind=[], seconds=300.0)
+        stacks = {rank: f"stack {rank}" for rank in verdicts.one_per_place(beats)}
+        return verdicts.as_error(verdicts.stalled(members, stall, beats, stacks, "again")).render()
+
+    same = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f")
+    assert "stack 0" in same and "stack 2" not in same and "if rank == 0" not in same
+    differ = named("train.py:1 in f", "train.py:1 in f", "train.py:9 in save")
+    assert "stack 0" in differ and "stack 2" in differ and "if rank == 0" in differ and "may be cut" in differ
 
 
 def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_behind() -> None:

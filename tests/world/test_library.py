@@ -106,6 +106,7 @@ def test_a_rank_that_finishes_early_is_named_by_those_who_are_still_in_a_collect
     assert ranks[1].wait(30) == 0
     assert ranks[0].wait(10) == 1
     assert "rank 1 had finished while rank" in ranks[0].err
+    assert re.search(r"this one was on script.py:\d+ in <module>\n", ranks[0].err)
 
 
 def test_a_wrong_call_of_a_collective_is_the_users_own_error(start: Start, port: int, tmp_path: Path) -> None:
