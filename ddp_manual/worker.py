@@ -213,7 +213,7 @@ def _go(
     network = models.build(
         config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
     )
-    fewest = models.fewest_samples(config.model, network, world.device, shape, classes)
+    fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     course = trainer.course
     described = outcome.described(world, paths, config, trainer)

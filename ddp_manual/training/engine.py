@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_manual.config import TrainConfig
 from ddp_manual.signals import Wishes
-from ddp_manual.training import data
+from ddp_manual.training import data, models
 from ddp_manual.training.course import Course, Position, steps_until_sync
 from ddp_manual.training.data import Split
 from ddp_manual.training.images import Augment, Normalise
@@ -109,7 +109,7 @@ class Trainer:
         """Train to the end of the epoch that ``position`` is in; yields wherever all ranks agree.
 
         Raises:
-            TrainingFailed: the loss is not finite.
+            TrainingFailed: the loss is not finite; or a step used not all of the parameters.
         """
         meter.begin(position.step)
         device = self.train.labels.device
@@ -150,7 +150,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        scores = self.model(images)
+        try:
+            scores = self.model(images)
+        except RuntimeError as error:
+            if (unused := models.unused_parameters(self.model, error)) is not None:
+                raise unused from error
+            raise
         if len(scores) > len(labels):
             scores = scores[: len(labels)]
         loss = F.cross_entropy(scores, labels, reduction="mean" if len(labels) else "sum")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_manual.errors import BadOption
+from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.training import collectives, own_model
 
 MNIST = (1, 28, 28)
@@ -182,13 +183,15 @@ def _built_in(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module
     return kind(shape=shape, classes=classes).to(memory_format=torch.channels_last)
 
 
-def fewest_samples(name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int) -> int:
+def fewest_samples(
+    name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int, *, with_ddp: bool
+) -> int:
     """How many samples the model that ``build`` has made needs in a batch of training; a collective.
 
     Raises:
         BadOption: it is the user's own, and cannot be trained, see ``own_model.fewest_samples``.
     """
-    return 1 if name in MODELS else own_model.fewest_samples(name, model, device, shape, classes)
+    return 1 if name in MODELS else own_model.fewest_samples(name, model, device, shape, classes, with_ddp=with_ddp)
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -205,6 +208,20 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **no_broadcast,
+    )
+
+
+def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
+    """What DDP raises in the step after one that left parameters without a gradient, with their names; else None."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    if found is None or not isinstance(model, DistributedDataParallel):
+        return None
+    trained = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+    return TrainingFailed(
+        "the model did not use all of its parameters in a step: "
+        + ", ".join(trained[int(index)] for index in found[1].split()),
+        why="DDP waits for a gradient of each, in every step; find_unused_parameters is not offered here",
+        next="use them in every step, such as with a weight of 0; one process can do without: --world_size 1 --no_ddp",
     )
 
 

@@ -15,10 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import collectives, own
 from ddp_manual.training.checkpoint import on_cpu
+
+COMPILED = "_orig_mod"
+"""Where a network that torch.compile has made keeps the one it was given."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,16 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
     model = own.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module):
         raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        wrapper = type(model).__name__
+        raise BadOption(
+            f"--model {name} returned a {wrapper}",
+            why="networks are wrapped here, and their parameters saved under the names they have themselves",
+            next=f"return the network that you give to {wrapper}(...)",
+        )
+    if isinstance(getattr(model, COMPILED, None), nn.Module):
+        model.register_state_dict_post_hook(_without_prefix)
+        model.register_load_state_dict_pre_hook(_with_prefix)
     model = model.cpu()
     if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
         model.register_forward_pre_hook(_in_rows)
@@ -67,6 +82,15 @@ def _in_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(one.contiguous().view(-1).view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
 
 
+def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
+    consume_prefix_in_state_dict_if_present(state, f"{prefix}{COMPILED}.")
+
+
+def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
 def _check_scores(name: str, scores: Any, classes: int, when: str = "") -> None:
     if not isinstance(scores, Tensor) or scores.shape != (2, classes) or not scores.is_floating_point():
         given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
@@ -91,7 +115,9 @@ def _check_state(name: str, model: nn.Module) -> None:
         ) from error
 
 
-def fewest_samples(name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int) -> int:
+def fewest_samples(
+    name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int, *, with_ddp: bool
+) -> int:
     """Try one training step, on a copy, for what would else end the run at some later step; a collective.
 
     Returns:
@@ -99,10 +125,10 @@ def fewest_samples(name: str, model: nn.Module, device: torch.device, shape: tup
         cannot normalise a single value, else 1.
 
     Raises:
-        BadOption: the step fails; or several ranks train, and a parameter gets no gradient, for which DDP would wait,
-            or the backend does not carry a buffer's type.
+        BadOption: the step fails; or DDP trains it, and a parameter gets no gradient, for which DDP would wait, or the
+            backend does not carry a buffer's type.
     """
-    if collectives.world_size() > 1:
+    if with_ddp:
         _check_buffers(name, model)
     if isinstance(model, torch.jit.ScriptModule):  # whose copies do not show their gradients
         return 2
@@ -122,7 +148,7 @@ def fewest_samples(name: str, model: nn.Module, device: torch.device, shape: tup
         except Exception as error:
             what = f"fails while it trains on images {_of(images)}: {_reason(error)}"
             raise _wrong(name, what, "that it takes them, and that its scores have gradients") from error
-        if collectives.world_size() > 1:
+        if with_ddp:
             _check_gradients(name, trial)
         try:
             with torch.no_grad():
@@ -150,7 +176,7 @@ def _check_gradients(name: str, trial: nn.Module) -> None:
     if without:
         raise BadOption(
             f"--model {name} has parameters that the loss does not depend on: {', '.join(without)}",
-            why="they get no gradient, and the ranks would wait for each other's without end",
+            why="they get no gradient, for which DDP would wait without end",
             next="leave them out of the model, or say that they are not trained: parameter.requires_grad_(False)",
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual import TrainConfig
 from ddp_manual.console import Progress as Bar
-from ddp_manual.errors import BadOption
+from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.signals import Wishes
-from ddp_manual.training import collectives, data, models, own
+from ddp_manual.training import data, models, own
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
@@ -38,8 +40,16 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     return build
 
 
-def fewest_samples(network: nn.Module) -> int:
-    return models.fewest_samples("mine:net", network, CPU, SHAPE, CLASSES)
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def fewest_samples(network: nn.Module, *, with_ddp: bool = False) -> int:
+    return models.fewest_samples("mine:net", network, CPU, SHAPE, CLASSES, with_ddp=with_ddp)
 
 
 class Convolved(nn.Module):
@@ -94,27 +104,23 @@ def test_what_fails_only_while_training_is_told_before_training(build: Build) ->
         fewest_samples(build(Auxiliary()))
 
 
-def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(build: Build) -> None:
     network = Linear()
     network.spare = nn.Linear(3, 3)
     build(network)
     assert fewest_samples(network) == 1
-    monkeypatch.setattr(collectives, "world_size", lambda: 2)
     with pytest.raises(BadOption, match=r"spare.weight, spare.bias") as caught:
-        fewest_samples(network)
+        fewest_samples(network, with_ddp=True)
     assert "requires_grad_(False)" in caught.value.next
     network.spare.requires_grad_(False)
-    assert fewest_samples(network) == 1
+    assert fewest_samples(network, with_ddp=True) == 1
 
 
-def test_a_buffer_that_cannot_be_sent_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_cannot_be_sent_is_named(build: Build) -> None:
     network = Linear()
     network.register_buffer("grid", torch.zeros(3, 1).expand(3, 4))
-    monkeypatch.setattr(collectives, "world_size", lambda: 2)
     with pytest.raises(BadOption, match=r"a buffer that cannot be sent to other ranks, grid, float32 \[3, 4\]"):
-        fewest_samples(build(network))
+        fewest_samples(build(network), with_ddp=True)
 
 
 class Remembering(Linear):
@@ -175,6 +181,39 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
         trained(Linear(nn.BatchNorm1d(6)), samples=samples, fewest=2, settle=True)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=1)
+
+
+def test_parameters_that_only_some_steps_use_are_named(one_rank: None) -> None:
+    class Varying(Linear):
+        steps = 0
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.steps += 1
+            scores = super().forward(images)
+            return scores if self.steps > 2 else scores + self.early(scores)
+
+    network = Varying()
+    network.frozen, network.early = nn.Linear(1, 1).requires_grad_(False), nn.Linear(CLASSES, CLASSES)
+    with pytest.raises(TrainingFailed, match=r"in a step: early\.weight, early\.bias\n") as caught:
+        trained(models.wrap(network, CPU), samples=16, fewest=1)
+    assert "--no_ddp" in caught.value.next
+
+
+def test_a_network_that_is_wrapped_already_is_refused(build: Build, one_rank: None) -> None:
+    for wrapper in (DistributedDataParallel, DataParallel):
+        with pytest.raises(BadOption, match=f"--model mine:net returned a {wrapper.__name__}"):
+            build(wrapper(Linear()))
+
+
+def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) -> None:
+    plain = Linear(nn.BatchNorm1d(6))
+    compiled = build(torch.compile(plain, backend="eager"))
+    state = compiled.state_dict()
+    assert list(state) == list(plain.state_dict())
+    other = build(torch.compile(Linear(nn.BatchNorm1d(6)), backend="eager"))
+    other.load_state_dict(state)
+    assert all(torch.equal(one, state[name]) for name, one in other.state_dict().items())
+    assert fewest_samples(other) == 2
 
 
 def test_a_runs_last_checkpoint_is_saved_before_what_can_be_made_anew_from_it() -> None:
