@@ -98,6 +98,11 @@ def _check_scores(name: str, scores: Any, classes: int, when: str = "") -> None:
         raise _wrong(name, f"gives {given} for 2 images{when}", wanted)
 
 
+def _are_probabilities(scores: Tensor) -> bool:
+    sums = scores.detach().float().sum(dim=1)
+    return bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01)  # bfloat16 has three digits
+
+
 def _check_state(name: str, model: nn.Module) -> None:
     """What ``get_extra_state`` returns goes into the state dict, and need not be a tensor."""
     extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
@@ -142,6 +147,12 @@ def fewest_samples(
         try:
             scores = trial(images)
             _check_scores(name, scores, classes, " while it trains")
+            if _are_probabilities(scores) and collectives.rank() == 0:
+                logger.warning(
+                    "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
+                    "leave the softmax out, or end in log_softmax",
+                    name,
+                )
             F.cross_entropy(scores, torch.zeros(2, dtype=torch.int64, device=device)).backward()
         except (BadOption, torch.OutOfMemoryError):
             raise

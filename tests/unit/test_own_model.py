@@ -104,6 +104,16 @@ def test_what_fails_only_while_training_is_told_before_training(build: Build) ->
         fewest_samples(build(Auxiliary()))
 
 
+def test_a_network_that_ends_in_a_softmax_is_warned_of(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    for network in (Linear(), nn.Sequential(Linear(), nn.LogSoftmax(dim=1))):
+        fewest_samples(build(network))
+    assert not caplog.messages
+    fewest_samples(build(nn.Sequential(Linear(), nn.Softmax(dim=1))))
+    (told,) = caplog.messages
+    assert "--model mine:net gives probabilities" in told
+
+
 def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(build: Build) -> None:
     network = Linear()
     network.spare = nn.Linear(3, 3)
