@@ -6,11 +6,14 @@ import hashlib
 import importlib
 import os
 import pickle
+import random
+import re
 import shutil
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from PIL import Image
@@ -20,6 +23,7 @@ from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualErro
 from ddp_manual.training import models, own
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, source
+from ddp_manual.training.sources import own as sources_own
 from tests.conftest import CIFAR_CLASSES
 
 
@@ -297,7 +301,8 @@ def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
         ("def made(): return images.numpy(), [0, 1, 0, 1]", "returned images and labels of one part"),
         ("def made(): return (images.numpy() / 255, labels), part", r"train images that are float64 \[4, 3, 8, 8\]"),
         ("def made(): return (images, ['cat'] * 4), part", "what is no tensor in its train part"),
-        ("def made(): return part, part, part", "returned a tuple"),
+        ("def made(): return part, part, part", "returned a tuple of 3"),
+        ("def made(): return (images, labels * 10**11), part", "labels up to 100000000000 for 8 images"),
         ("def made(): return 1, part", "returned a int as its train part"),
         ("def made(): return (images / 255, labels), part", r"train images that are float32 \[4, 3, 8, 8\]"),
         ("def made(): return part, (images[:, :2], labels)", r"test images that are uint8 \[4, 2, 8, 8\]"),
@@ -334,6 +339,72 @@ def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: object,
     with pytest.raises(BadOption, match=named) as caught:
         source(f"{name}:made").load(Path(), "train")
     assert f"--dataset {name}:made" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("body", "advice"),
+    [
+        ("def made(): return [(image / 255, 0) for image in images], part", "leave ToTensor and Normalize out"),
+        ("def made(): return part, (images.permute(0, 2, 3, 1), labels)", r"images.permute\(0, 3, 1, 2\)"),
+        ("def made(): return part, (images[:, :2], labels)", "mend the factory"),
+    ],
+)
+def test_images_of_another_kind_are_answered_with_how_they_are_converted(
+    module: object, body: str, advice: str
+) -> None:
+    name = module(body)  # type: ignore[operator]
+    with pytest.raises(BadOption) as caught:
+        source(f"{name}:made").load(Path(), "train")
+    assert re.search(advice, caught.value.next)
+
+
+def test_what_an_item_raises_comes_through_and_the_item_is_named(
+    module: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = module(  # type: ignore[operator]
+        """
+        class Broken(Pictures):
+            def __getitem__(self, index): return super().__getitem__(index) if index < 3 else int("x")
+        def made(): return part, Broken()
+        """
+    )
+    with pytest.raises(ValueError, match="invalid literal"):
+        source(f"{name}:made").load(Path(), "train")
+    (told,) = caplog.messages
+    assert f"--dataset {name}:made: item 3 of its test part raised ValueError" in told
+
+
+def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_the_same(
+    module: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = module(  # type: ignore[operator]
+        """
+        import random
+        import numpy
+        class Noisy(Pictures):
+            def __getitem__(self, index):
+                noise = torch.randint(256, (3, 8, 8), dtype=torch.uint8)
+                noise[0, 0, 0], noise[0, 0, 1] = random.randrange(256), numpy.random.randint(256)
+                return noise, int(labels[index])
+        def made(): return Noisy(), Noisy()
+        def still(): return Noisy(), Pictures()
+        def pictures(): return [(image, 0) for image in images], Pictures()
+        """
+    )
+
+    def read(again: int) -> list[object]:
+        monkeypatch.setattr(sources_own, "READ_AGAIN", again)
+        found = source(f"{name}:made")
+        images = [found.load(Path(), part).images.tolist() for part in PARTS]
+        return [images, torch.rand(1).item(), random.random(), numpy.random.rand()]
+
+    once = read(0)
+    assert not caplog.messages and read(16) == once
+    for factory in ("still", "pictures"):
+        source(f"{name}:{factory}").load(Path(), "train")
+    both, one = caplog.messages
+    assert f"the train and test images of {name}:made differ when they are read again" in both
+    assert f"the train images of {name}:still differ" in one
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,18 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import own
+from ddp_manual.training import collectives, own
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, Source
 from ddp_manual.training.sources.pixels import as_tensor, eight_bit
 
 OPTION = "dataset"
+# Classes without an image that labels without names may make: a few images of very many classes are data to try with.
+MOST_WITHOUT_AN_IMAGE = 1000
+# Images of a part: a transform that mirrors every second one leaves all of them as they were once in 65,536 runs.
+READ_AGAIN = 16
+
+logger = logging.getLogger(__name__)
 
 
 class OwnData(Source):
@@ -49,7 +58,8 @@ class OwnData(Source):
         _seed_generators(self._seed)
         made = own.call(OPTION, self.name, data_dir=data_dir)
         if not isinstance(made, Sequence) or len(made) != len(PARTS):
-            raise self._wrong(f"a {type(made).__name__}", "a pair: the training part and the test part")
+            size = f" of {len(made)}" if isinstance(made, Sequence) else ""
+            raise self._wrong(f"a {type(made).__name__}{size}", "a pair: the training part and the test part")
         if _is_array(made[0]):
             raise self._wrong(
                 "images and labels of one part",
@@ -63,8 +73,13 @@ class OwnData(Source):
                 f"parts whose classes differ: {' and '.join(', '.join(names) for names in named)}",
                 "the same classes in the same order, since a label means the same in both parts",
             )
+        images = sum(len(images) for images, *_ in parts)
+        if not named and count > images + MOST_WITHOUT_AN_IMAGE:
+            raise self._wrong(
+                f"labels up to {count - 1} for {images} images", "classes numbered from 0, without gaps, or their names"
+            )
         names = named[0] if named else tuple(map(str, range(count)))
-        if twice := sorted(name for name in set(names) if names.count(name) > 1):
+        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise self._wrong(f"classes with a name that occurs twice: {', '.join(twice)}", "a name for each class")
         if count > len(names):
             raise self._wrong(f"a label {count - 1}", f"labels below {len(names)}, the number of its classes")
@@ -74,6 +89,15 @@ class OwnData(Source):
         self._parts = {
             part: Split(images, labels, names) for part, (images, labels, _) in zip(PARTS, parts, strict=True)
         }
+        # When all is read: what the second reading draws changes nothing, even of a generator that is the user's own.
+        with _generators_kept():
+            varying = [part for part, value in zip(PARTS, made, strict=True) if self._varies(part, value)]
+        if varying and collectives.rank() == 0:
+            logger.warning(
+                "the %s images of %s differ when they are read again: random transforms are drawn once, and kept; "
+                "--shift and --flip vary images anew in each epoch",
+                *(" and ".join(varying), self.name),
+            )
 
     def load(self, data_dir: Path, part: str) -> Split:
         if not self._parts:
@@ -85,7 +109,7 @@ class OwnData(Source):
         if classes is not None and (isinstance(classes, str) or not isinstance(classes, Iterable)):
             raise self._wrong(f"a {type(classes).__name__} as the classes of its {part} part", "a name for each class")
         names = tuple(map(str, () if classes is None else classes))
-        if isinstance(value, (tuple, list)) and len(value) == 2 and _is_array(value[0]):
+        if _is_pair(value):
             images, labels = (self._tensor(part, one) for one in value)
         elif hasattr(value, "__getitem__") and hasattr(value, "__len__"):
             images, labels = self._gathered(part, value)
@@ -100,6 +124,7 @@ class OwnData(Source):
             raise self._wrong(
                 f"{part} images that are {str(images.dtype).removeprefix('torch.')} {list(images.shape)}",
                 "uint8 [N, 1 or 3, H, W], 0 to 255: they are normalised here",
+                _converting(images),
             )
         if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
             raise self._wrong(
@@ -125,8 +150,9 @@ class OwnData(Source):
         labels: list[int] = []
         for index in range(len(dataset)):
             where = f"item {index} of its {part} part"
+            item = self._item(part, dataset, index)
             try:
-                image, label = dataset[index]
+                image, label = item
                 labels.append(int(label))
                 pixels = _pixels(image)
             except (TypeError, ValueError) as error:
@@ -141,11 +167,25 @@ class OwnData(Source):
             images.append(pixels)
         return torch.stack(images) if images else torch.empty(0, 1, 1, 1, dtype=torch.uint8), torch.tensor(labels)
 
-    def _wrong(self, returned: str, wanted: str) -> BadOption:
+    def _item(self, part: str, dataset: Any, index: int) -> Any:
+        try:
+            return dataset[index]
+        except Exception as error:  # the user's own, whose traceback does not say which item it was
+            logger.warning("--%s %s: item %d of its %s part raised %r", OPTION, self.name, index, part, error)
+            raise
+
+    def _varies(self, part: str, value: Any) -> bool:
+        images = self._parts[part].images
+        return not _is_pair(value) and not all(
+            torch.equal(_pixels(self._item(part, value, index)[0]).cpu().flatten(), images[index].flatten())
+            for index in range(min(READ_AGAIN, len(images)))
+        )
+
+    def _wrong(self, returned: str, wanted: str, next: str | None = None) -> BadOption:
         return BadOption(
             f"--{OPTION} {self.name} returned {returned}",
             why=f"wanted is {wanted}",
-            next="mend the factory; docs/own-model-and-data.md has its signature and an example",
+            next=next or "mend the factory; docs/own-model-and-data.md has its signature and an example",
         )
 
 
@@ -154,6 +194,20 @@ def _pixels(image: Any) -> Any:
     if _is_array(image):
         return _as_tensor(image)
     return as_tensor(eight_bit(image)) if hasattr(image, "convert") else image
+
+
+def _is_pair(value: Any) -> bool:
+    """Of images and labels, not a dataset."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and _is_array(value[0])
+
+
+def _converting(images: Tensor) -> str | None:
+    """How the two that are met most become what is wanted."""
+    if images.is_floating_point():
+        return "leave ToTensor and Normalize out, or use PILToTensor in place of ToTensor"
+    if images.dim() == 4 and images.shape[-1] in (1, 3):
+        return "put the channels first: images.permute(0, 3, 1, 2), or of a single image image.permute(2, 0, 1)"
+    return None
 
 
 def _is_array(value: Any) -> bool:
@@ -173,3 +227,15 @@ def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)  # it takes no larger one
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """What the body draws is drawn once more after it."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpys = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng([]):
+        yield
+    random.setstate(python)
+    if numpy and numpys:
+        numpy.random.set_state(numpys)
