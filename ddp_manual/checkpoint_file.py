@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from ddp_manual import rundir
 from ddp_manual.errors import BadOption, CheckpointCorrupt, writing
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})\.(pt|json)")
+# A folder beside the checkpoints, for those that a run could not read when it went on from an earlier one.
+SET_ASIDE = "set-aside"
 # Another one keeps ``format`` and ``sha256_of_this``, so that a program that does not know it can tell.
 FORMAT = 1
 
@@ -203,10 +206,15 @@ def _content_fault(checkpoint: Checkpoint, size: int, digest: str) -> Fault | No
 def run_dir_of(path: Path) -> Path:
     """The folder of the run that ``path``, a file of it or a folder, belongs to."""
     folder = path if path.is_dir() else path.parent
-    below = rundir.RunPaths(folder).checkpoints.name
-    if folder.name == below:
-        return folder.parent
-    return folder / ".." if folder.absolute().name == below else folder
+    checkpoints = rundir.RunPaths(folder).checkpoints
+    *_, above, name = "", *Path(os.path.abspath(folder)).parts
+    if (above, name) == (checkpoints.name, SET_ASIDE):
+        return _above(_above(folder))
+    return _above(folder) if name == checkpoints.name and not checkpoints.is_dir() else folder
+
+
+def _above(folder: Path) -> Path:
+    return folder / ".." if folder.name in ("", "..") else folder.parent
 
 
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:

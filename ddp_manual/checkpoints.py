@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import rundir
-from ddp_manual.checkpoint_file import NAME, Checkpoint, check, describe, read, run_dir_of
+from ddp_manual.checkpoint_file import NAME, SET_ASIDE, Checkpoint, check, describe, read, run_dir_of
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
 from ddp_manual.options import as_flags
 
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 8
-
-SET_ASIDE = "set-aside"
 
 
 def find(folder: Path) -> list[Checkpoint]:

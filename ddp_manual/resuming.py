@@ -82,7 +82,7 @@ def _goes_on_in(resume: str | None, run_dir: Path) -> bool:
     """Whether the run in ``run_dir`` goes on, rather than a new one with what another had learnt."""
     if resume is None or resume == AUTO:
         return resume == AUTO
-    return Path(resume).resolve().is_relative_to(run_dir.resolve())
+    return checkpoint_file.run_dir_of(Path(resume)).resolve() == run_dir.resolve()
 
 
 def options_of(config: TrainConfig, train: Split) -> dict[str, Any]:

@@ -358,7 +358,9 @@ def test_listing_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_there_already(tmp_path: Path) -> None:
+def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_there_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BadOption, match="--resume auto needs a --run_dir"):
         resuming.check_run_dir(TrainConfig(resume="auto"))
     paths = RunPaths(tmp_path)
@@ -372,8 +374,18 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
     with pytest.raises(CheckpointMissing, match=r"no checkpoint at .*nowhere"):
         resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path / "new"), resume=str(tmp_path / "nowhere")))
     assert not (tmp_path / "new").exists()
-    for resume in ("auto", str(path), str(tmp_path)):
+    aside = path.parent / "set-aside" / path.name
+    aside.parent.mkdir()
+    aside.touch()
+    for resume in ("auto", str(path), str(path.parent), str(tmp_path), str(aside)):
         resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+    monkeypatch.chdir(aside.parent)
+    resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=aside.name))
+    (tmp_path / "another").mkdir()
+    within = checkpoint_file.write(RunPaths(tmp_path / "another").checkpoints, 10, b"ten", {})
+    for resume in (str(tmp_path / "another"), str(within)):
+        with pytest.raises(BadOption, match="already holds a run"):
+            resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
 
 
 @pytest.mark.parametrize(("name", "why"), [("model.pt", "the parameters alone"), ("best.json", "step-<number>")])

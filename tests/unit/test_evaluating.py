@@ -206,6 +206,21 @@ def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_
     assert "is not the checkpoint that was written" in refused(capsys, 15, "--checkpoint", damaged)
 
 
+def test_a_checkpoint_that_was_set_aside_is_evaluated_as_its_runs(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = io.BytesIO()
+    torch.save({"position": {}, "model": untrained().state_dict()}, content)
+    aside = checkpoint_file.write(run / "checkpoints", 7, content.getvalue(), {}).parent / "set-aside"
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").mkdir()
+    (run / "elsewhere").rename(aside)
+    (saved,) = aside.glob("*.pt")
+    report = evaluated(capsys, "--checkpoint", saved)
+    assert report["model"] == "mlp"
+    assert Path(report["files"][0]).parent.parent == run
+
+
 def test_a_checkpoint_can_be_named_from_within_its_folder(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
