@@ -261,10 +261,18 @@ class TrainConfig(Options):
         """Whether these options can train in that world.
 
         Raises:
-            BadOption: global_batch_size does not divide evenly over the ranks; or there are several, and no_ddp.
+            BadOption: global_batch_size does not divide evenly over the ranks; or there are several, and no_ddp; or
+                their learning rate would not be a finite number.
         """
         with self.naming_files():
             self.batch_size_per_rank(spec.world_size)
+            if not math.isfinite(self.peak_lr(spec.world_size)):
+                raise BadOption(
+                    f"--lr {self.lr:g} is too large for {spec.world_size} ranks",
+                    why=f"{self.named('lr')} times {spec.named('world_size')} ({self.named('lr_scaling')}) "
+                    "is beyond what a number can be",
+                    next="choose a smaller --lr, such as 0.04",
+                )
             if self.no_ddp and spec.world_size > 1:
                 raise BadOption(
                     f"--no_ddp is for one process, and this is one of {spec.world_size}",

@@ -118,6 +118,14 @@ def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed
     assert TrainConfig(lr=0.1, global_batch_size=200).peak_lr(4) == pytest.approx(0.1)
 
 
+def test_a_learning_rate_that_is_no_number_for_that_world_is_refused() -> None:
+    config = TrainConfig(lr=1e308)
+    config.check_world(WorldSpec(world_size=1))
+    with pytest.raises(BadOption, match=r"--lr 1e\+308 is too large for 2 ranks") as caught:
+        config.check_world(WorldSpec(world_size=2, rank=0))
+    assert "lr 1e+308 (argument) times world_size 2" in caught.value.why
+
+
 def test_the_global_batch_is_divided_over_the_ranks() -> None:
     assert TrainConfig().batch_size_per_rank(3) == 100
     assert TrainConfig(global_batch_size=200).batch_size_per_rank(4) == 50
