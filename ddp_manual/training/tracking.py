@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -119,24 +120,37 @@ class RunFiles(Tracker):
     def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
         """The files become what they were at ``position``."""
         self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+        at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
         with writing(self._paths.run_dir, "--run_dir"):
             rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
             checkpoints.rewind(self._paths.checkpoints, position.step)
             if not complete:
                 for told_at_the_end in (self._paths.summary, *self._paths.predictions.all):
                     told_at_the_end.unlink(missing_ok=True)
+            if not at_the_end_of_an_epoch and self._accuracies_there() != self._accuracies:
+                self._paths.model.unlink(missing_ok=True)  # it is of an epoch that has yet to come
         rundir.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
         rundir.write_json(self._paths.accuracies, self._accuracies)
-        if position.epoch and not position.taken:
+        if at_the_end_of_an_epoch:
             self._write_model(model)
+
+    def _accuracies_there(self) -> Any:
+        """Of each epoch until that of ``model.pt``, or one more; [] where none has ended, None if damaged."""
+        try:
+            return json.loads(self._paths.accuracies.read_bytes())
+        except FileNotFoundError:
+            return []
+        except ValueError:
+            return None
 
     def trained(self, metrics: Metrics) -> None:
         rundir.append_json_line(self._paths.metrics, asdict(metrics))
 
     def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
-        self._write_model(model)
+        # In this order: a model of more epochs than there are accuracies would be taken for that of the epoch before.
         self._accuracies.append(evaluation.accuracy)
         rundir.write_json(self._paths.accuracies, self._accuracies)
+        self._write_model(model)
 
     def _write_model(self, model: nn.Module) -> None:
         content = io.BytesIO()
