@@ -163,8 +163,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
 
 def _alike(run: RecordedRun, other: RecordedRun) -> bool:
     """Whether the samples per second of both are of the same work on the same kind of device, as far as is known."""
-    pairs = [(run.options.get(name), other.options.get(name)) for name in ("model", "dataset")]
-    return all(one == two or None in (one, two) for one, two in [*pairs, (run.device, other.device)])
+    known = run.options.keys() & other.options.keys()
+    same_work = all(run.options[name] == other.options[name] for name in known & {"model", "dataset", "image_size"})
+    return same_work and (run.device == other.device or None in (run.device, other.device))
 
 
 def _option(value: Any) -> str:

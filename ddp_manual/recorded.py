@@ -117,7 +117,7 @@ def read_run(folder: Path) -> RecordedRun:
         points=points,
         test_accuracies=_read_accuracies(paths.accuracies, notes),
         test_loss=_number(summary, "final_test_loss"),
-        samples_per_second=_mean_rate(points) if rate is None else rate,
+        samples_per_second=_mean_rate(points, _count(followed, "goes_on_after_step") or 0) if rate is None else rate,
         train_seconds=points[-1].seconds if seconds is None and points else seconds,
         estimated=estimated,
         notes=tuple(notes),
@@ -266,13 +266,16 @@ def _parse(line: str) -> Point | None:
     return Point(step=step, epoch=epoch, loss=loss, accuracy=accuracy, samples_per_second=rate, seconds=seconds)
 
 
-def _mean_rate(points: Sequence[Point]) -> float | None:
-    """Samples per second over all points: what was trained between them, over the seconds that took."""
+def _mean_rate(points: Sequence[Point], began: int) -> float | None:
+    """Samples per second over all points after step ``began``, where the run last went on, maybe with another number of
+    ranks: what was trained between them, over the seconds that took."""
     ends = [point.seconds for point in points if point.seconds is not None]
-    if not points or len(ends) < len(points) or ends[-1] <= 0:
+    if len(ends) < len(points):
         return None
-    spans = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
-    return sum(point.samples_per_second * span for point, span in zip(points, spans, strict=True)) / ends[-1]
+    spans = [(point, end - start) for point, start, end in zip(points, [0.0, *ends], ends, strict=False)]
+    counted = [(point.samples_per_second * span, span) for point, span in spans if point.step > began]
+    seconds = sum(span for _, span in counted)
+    return sum(samples for samples, _ in counted) / seconds if seconds > 0 else None
 
 
 def _options(there: Mapping[str, Any]) -> dict[str, Any]:

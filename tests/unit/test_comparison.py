@@ -95,6 +95,33 @@ def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(t
     assert {name: run["efficiency"] for name, run in runs.items()} == {"four": 0.75, "two": 1.0, "mlp": None}
 
 
+def test_images_of_another_size_are_other_work_where_both_sizes_are_known(tmp_path: Path) -> None:
+    small, large, old = (
+        leave_run(tmp_path / name, dataset="folder:pets", image_size=size, rate=rate)
+        for name, size, rate in (("small", 32, 4000), ("large", 128, 1000), ("old", None, 2000))
+    )
+    assert [run["efficiency"] for run in compared(small, large).values()] == [None, None]
+    config = json.loads(RunPaths(old).config.read_text())
+    del config["image_size"]
+    RunPaths(old).config.write_text(json.dumps(config))
+    assert [run["efficiency"] for run in compared(small, old).values()] == [1.0, 0.5]
+
+
+def test_without_a_summary_the_speed_is_that_since_the_run_last_went_on(tmp_path: Path) -> None:
+    """With another number of ranks, which its config.json then has."""
+    run = leave_run(tmp_path / "run", ranks=2, rate=3000, finished=False)
+    lines = [json.loads(line) for line in RunPaths(run).metrics.read_text().splitlines()]
+    for line in lines[:2]:
+        line["samples_per_second"] = 500
+    RunPaths(run).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = json.loads(RunPaths(run).config.read_text())
+    for began, rate in ((10, 3000), (0, 1750), (20, None)):
+        config["run"]["goes_on_after_step"] = began
+        RunPaths(run).config.write_text(json.dumps(config))
+        (found, _) = compared(run, leave_run(tmp_path / f"other{began}")).values()
+        assert found["samples_per_second"] == (None if rate is None else pytest.approx(rate))
+
+
 def test_a_run_that_none_can_be_compared_with_has_no_efficiency(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / "one", global_batch_size=50), leave_run(tmp_path / "mlp", model="mlp")]
     assert comparison.compare(runs).base is None
