@@ -5,6 +5,7 @@ Every collective of the training goes through here, so that the loop of a single
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +28,20 @@ def broadcast(tensor: Tensor) -> None:
     """Put rank 0's numbers in place of ``tensor``'s."""
     if dist.is_initialized():
         dist.broadcast(tensor, src=0)
+
+
+def meet(device: torch.device) -> None:
+    """Return once all ranks are here."""
+    here = torch.zeros(1, device=device)
+    all_reduce(here)
+    here.item()
+
+
+def says_rank_0(yes: bool, device: torch.device) -> bool:
+    """Rank 0's ``yes``, on every rank."""
+    answer = torch.tensor([yes], dtype=torch.uint8, device=device)
+    broadcast(answer)
+    return bool(answer.item())
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:

@@ -96,7 +96,8 @@ class Meter:
         self._never = torch.iinfo(torch.int64).max
         self._first_bad_step = torch.full((), self._never, dtype=torch.int64, device=device)
         self._window = window or Window()
-        self._window_began = self._synced = time.perf_counter()
+        self._synced = time.perf_counter()
+        self._window_began = self._synced - self._window.seconds
         self._synced_step = 0
         self.work = WorkClock(device)
         self.seconds = seconds
@@ -105,10 +106,10 @@ class Meter:
         """Of the slowest rank, waiting included, as all ranks know it since the last sync point."""
 
     def begin(self, step: int) -> None:
-        """Training starts, or goes on after an evaluation; ``step`` steps are done."""
-        now = time.perf_counter()
-        self._window_began = now - self._window.seconds
-        self._synced, self._synced_step = now, step
+        """Training starts, or goes on after an evaluation or a save; ``step`` steps are done, the last a sync point."""
+        seconds = self.window.seconds
+        self._synced, self._synced_step = time.perf_counter(), step
+        self._window_began = self._synced - seconds
         self.work.reset()
 
     def add(self, step: int, loss: Tensor, scores: Tensor, labels: Tensor) -> None:

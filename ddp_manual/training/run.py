@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_manual.console import Progress as Bar
 from ddp_manual.signals import Wishes
-from ddp_manual.training import checkpoint, models
+from ddp_manual.training import checkpoint, collectives, models
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
@@ -92,13 +92,13 @@ class Run:
             stop = stop or since.stop
             # What is lost with a file that cannot be written grows less: of a checkpoint all others can be made anew.
             if save or stop or since.save or course.saves_epoch(self.position):
-                self._save()
+                self.save()
             self._doing.phase = "saving"
             self._tracker.evaluated(self.position.epoch, result, self._network)
             if predictions is not None:
                 self._tracker.predicted(predictions)
             if stop and not course.ended(self.position):
-                agree(wishes, self._device)  # rank 0 has saved when it gets here
+                collectives.meet(self._device)  # rank 0 has saved when it gets here
                 return stop
         return 0
 
@@ -118,9 +118,10 @@ class Run:
             if course.epoch_ended(self.position):
                 return sync.agreed.stop, sync.agreed.save
             if sync.agreed.stop or sync.agreed.save or course.saves(self.position):
-                self._save()
+                self.save()
+                collectives.meet(self._device)  # rank 0 has saved when it gets here
+                self._meter.begin(self.position.step)
             if sync.agreed.stop:
-                agree(wishes, self._device)  # rank 0 has saved when it gets here
                 return sync.agreed.stop, False
         raise AssertionError("the last step of an epoch is a sync point")
 
@@ -174,7 +175,12 @@ class Run:
             self._doing.phase = "saving"
             self._tracker.predicted(predictions)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Have the tracker save a checkpoint of where the run is.
+
+        Raises:
+            TrainingFailed: training has diverged; on every rank.
+        """
         self._doing.phase = "saving"
         # The loss of the last step may have been finite where the parameters after it are not; the same on all ranks.
         if not all(bool(parameter.isfinite().all()) for parameter in self._network.parameters()):
