@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-# With another value of these it is another network, or it has not seen the samples that the checkpoint counts as seen.
-MUST_MATCH = ("model", "dataset", "image_size", "seed", "sync_bn")
+# With another value of these it is another network, or it has seen other images, or not the samples that the checkpoint
+# counts as seen.
+MUST_MATCH = ("model", "dataset", "image_size", "normalization", "seed", "sync_bn")
 # And what the data set made of its options; other images make another network too.
 OF_THE_DATA = ("samples", "shape", "class_count")
 
@@ -85,7 +86,7 @@ def _goes_on_in(resume: str | None, run_dir: Path) -> bool:
     return checkpoint_file.run_dir_of(Path(resume)).resolve() == run_dir.resolve()
 
 
-def options_of(config: TrainConfig, train: Split) -> dict[str, Any]:
+def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
     """What a checkpoint keeps of the options and the data: what makes the parameters, to be compared when a run goes on
     from it."""
     from ddp_manual.training import own
@@ -97,14 +98,17 @@ def options_of(config: TrainConfig, train: Split) -> dict[str, Any]:
     }
     of_the_data = {"samples": len(train), "shape": list(train.shape), "class_count": len(train.classes)}
     sources = own.sources(model=config.model, dataset=config.dataset)
-    return {**kept, **of_the_data, "data": train.digest, **sources}
+    return {**kept, **of_the_data, "data": train.digest, "test_data": test.digest, **sources}
 
 
 def go_on(
-    config: TrainConfig, paths: RunPaths, trainer: Trainer, network: nn.Module
+    config: TrainConfig, paths: RunPaths, trainer: Trainer, network: nn.Module, options: Mapping[str, Any]
 ) -> tuple[Position, History] | None:
     """Give every rank the state of the checkpoint that rank 0 was told to go on from; None: there is none. A
     collective.
+
+    Args:
+        options: see ``options_of``.
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, CheckpointMismatch, BadOption: on rank 0.
@@ -115,7 +119,7 @@ def go_on(
     found = find(config, paths) if trainer.rank == 0 else None
     path = found[0].path if found else Path("rank 0's checkpoint")
     if found:
-        _compare(path, _unpacked(path, found[1]), config, trainer)
+        _compare(path, _unpacked(path, found[1]), config, trainer, options)
     content = checkpoint.share_bytes(found[1] if found else None, trainer.train.labels.device)
     if content is None:
         return None
@@ -157,7 +161,7 @@ def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
     """A run without a checkpoint begins anew, over its own files but nobody else's."""
     try:
         there = json.loads(paths.config.read_bytes())
-        differ = [name for name in MUST_MATCH if there.get(name) != getattr(config, name)]
+        differ = [name for name in MUST_MATCH if there.get(name, getattr(TrainConfig, name)) != getattr(config, name)]
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError):
@@ -218,9 +222,9 @@ def _options_again(path: Path, then: Mapping[str, Any], done: int, config: Train
     return as_flags({**options, **epochs})
 
 
-def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) -> None:
+def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer, now: Mapping[str, Any]) -> None:
     """Refuse another run's checkpoint, and say which other options have changed."""
-    then, now = saved.options, options_of(config, trainer.train)
+    then = saved.options
     wrong = [
         f"{name}: {then[name]} in the checkpoint / {now[name]} here"
         + (f" ({config.source(name)})" if name in MUST_MATCH else "")
@@ -252,5 +256,10 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer) ->
             continue
         if name.endswith("_source"):
             logger.warning("the source of %s has changed since the checkpoint", now[name.removesuffix("_source")])
+        elif name == "test_data":
+            logger.warning(
+                "the test images of %s have changed since the checkpoint: accuracies before and after are of others",
+                config.dataset,
+            )
         else:
             logger.info("from here on with --%s %s; it was %s", name, value, then[name])

@@ -188,7 +188,7 @@ def _load(world: World, config: TrainConfig) -> Data:
     )
     if world.rank == 0:
         warn_of_untrained(train, test)
-    train = dataclasses.replace(train, digest=digests["train"])
+    train, test = (dataclasses.replace(split, digest=digests[part]) for part, split in parts.items())
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     return Data(train.to(world.device), test.to(world.device), normalise)
 
@@ -217,7 +217,8 @@ def _go(
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     course = trainer.course
     described = outcome.described(world, paths, config, trainer)
-    position, history = resuming.go_on(config, paths, trainer, network) or (Position(), History())
+    options = resuming.options_of(config, data.train, data.test)
+    position, history = resuming.go_on(config, paths, trainer, network, options) or (Position(), History())
     summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
     tracker = Tracker()
     if world.rank == 0:
@@ -235,7 +236,7 @@ def _go(
         tracker=tracker,
         position=position,
         history=history,
-        options=resuming.options_of(config, data.train),
+        options=options,
         doing=world.progress,
     )
     if course.ended(position):

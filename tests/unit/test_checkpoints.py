@@ -450,7 +450,9 @@ def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest
     )
 
 
-def going_on(folder: Path, saved: Saved, network: nn.Module, train: Split, **options: Any) -> None:
+def going_on(
+    folder: Path, saved: Saved, network: nn.Module, train: Split, test: Split | None = None, **options: Any
+) -> None:
     path = checkpoint_file.write(folder, saved.position.step, checkpoint.pack(saved), {})
     trainer: Any = SimpleNamespace(
         rank=0,
@@ -460,14 +462,15 @@ def going_on(folder: Path, saved: Saved, network: nn.Module, train: Split, **opt
         settle_buckets=int,
         optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
     )
-    resuming.go_on(TrainConfig(resume=str(path), **{"epochs": 9, **options}), RunPaths(folder), trainer, network)
+    config = TrainConfig(resume=str(path), **{"epochs": 9, **options})
+    resuming.go_on(config, RunPaths(folder), trainer, network, resuming.options_of(config, train, test or train))
 
 
 def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Path) -> None:
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     config = TrainConfig(dataset="folder:here", image_size=28)
     network, optimizer = trained()
-    saved = replace(taken(network, optimizer), options=resuming.options_of(config, train))
+    saved = replace(taken(network, optimizer), options=resuming.options_of(config, train, train))
     larger = replace(train, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
     with pytest.raises(CheckpointMismatch) as caught:
         going_on(tmp_path, saved, network, larger, dataset="folder:here", image_size=32)
@@ -479,10 +482,35 @@ def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Pa
     assert "--dataset folder:here --image_size 28" in caught.value.next
 
 
+def test_images_normalised_in_another_way_are_another_runs_unless_the_checkpoint_does_not_say(tmp_path: Path) -> None:
+    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
+    network, optimizer = trained()
+    options = resuming.options_of(TrainConfig(epochs=9), train, train)
+    then = replace(taken(network, optimizer), options=options)
+    with pytest.raises(CheckpointMismatch, match="another run") as caught:
+        going_on(tmp_path, then, network, train, normalization="none")
+    assert caught.value.why == "normalization: dataset in the checkpoint / none here (argument)"
+    older = {name: value for name, value in options.items() if name != "normalization"}
+    going_on(tmp_path, replace(then, options=older), network, train, normalization="none")
+
+
+def test_other_images_to_test_on_are_said_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images, labels = torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
+    train, test, other = (Split(images, labels, ("a", "b"), digest=digest) for digest in ("one", "two", "three"))
+    network, optimizer = trained()
+    then = replace(taken(network, optimizer), options=resuming.options_of(TrainConfig(epochs=9), train, test))
+    going_on(tmp_path, then, network, train, test)
+    assert "test images" not in caplog.text
+    going_on(tmp_path, then, network, train, other)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("the test images of mnist have changed since the checkpoint")
+
+
 def test_the_way_back_to_a_run_is_its_own_file_of_options(tmp_path: Path) -> None:
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
-    saved = replace(taken(network, optimizer), options=resuming.options_of(TrainConfig(momentum=0.5, epochs=4), train))
+    options = resuming.options_of(TrainConfig(momentum=0.5, epochs=4), train, train)
+    saved = replace(taken(network, optimizer), options=options)
     paths = RunPaths(tmp_path / "a run")
     paths.checkpoints.mkdir(parents=True)
 
@@ -491,7 +519,7 @@ def test_the_way_back_to_a_run_is_its_own_file_of_options(tmp_path: Path) -> Non
             going_on(paths.checkpoints, saved, network, train, **options)
         return caught.value.next.splitlines()[0].partition("saved with: ")[2]
 
-    from_the_checkpoint = "--model convnet --epochs 4 --momentum 0.5 --seed 0 --dataset mnist"
+    from_the_checkpoint = "--model convnet --epochs 4 --momentum 0.5 --normalization dataset --seed 0 --dataset mnist"
     assert told(seed=1) == from_the_checkpoint
     rundir.write_json(paths.config, {})
     again = f"--config '{paths.config}' --run_dir '{paths.run_dir}' --resume auto"
@@ -514,7 +542,7 @@ def test_code_that_has_changed_since_the_checkpoint_is_said_and_not_refused(
     (tmp_path / "mine_resumed.py").write_text("one = 1")
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
-    options = resuming.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train)
+    options = resuming.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train, train)
     then = replace(taken(network, optimizer), options=options)
     going_on(tmp_path, then, network, train, model="mine_resumed:net")
     (tmp_path / "mine_resumed.py").write_text("two = 2")
