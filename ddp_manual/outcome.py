@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,15 @@ from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
     from ddp_manual.rendezvous import World
+    from ddp_manual.training.course import Position
     from ddp_manual.training.engine import Trainer
-    from ddp_manual.training.evaluation import Evaluation
+    from ddp_manual.training.run import Run
 
 
-def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
-    """``config.json``: the options, and below ``run`` what followed from them."""
+def described(
+    world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer, position: Position
+) -> dict[str, Any]:
+    """``config.json``: the options, and below ``run`` what followed from them, and ``position``, where it goes on."""
     from ddp_manual.training import own
 
     return {
@@ -28,6 +30,7 @@ def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Train
             "world_size": world.world_size,
             "device": world.device.type,
             "batch_size_per_rank": trainer.batch_size,
+            "goes_on_after_step": position.step,
             "peak_lr": trainer.schedule.peak,
             "steps_per_epoch": trainer.course.steps_per_epoch,
             "mean": trainer.normalise.mean,
@@ -39,17 +42,12 @@ def described(world: World, paths: RunPaths, config: TrainConfig, trainer: Train
     }
 
 
-def summary(
-    world: World,
-    paths: RunPaths,
-    config: TrainConfig,
-    trainer: Trainer,
-    evaluations: Sequence[Evaluation],
-    train_seconds: float,
-) -> dict[str, Any]:
-    """``summary.json``; ``train_seconds`` are those of all processes that had a part in the run, but for lost steps."""
+def summary(world: World, paths: RunPaths, config: TrainConfig, run: Run) -> dict[str, Any]:
+    """``summary.json``; ``train_seconds`` are those of all processes that had a part in the run, but for lost steps,
+    ``samples_per_second`` those of the last."""
     import torch
 
+    evaluations = run.evaluations
     return {
         "run_id": world.run_id,
         "run_dir": str(paths.run_dir),
@@ -63,8 +61,8 @@ def summary(
         "best_test_accuracy": max(evaluation.accuracy for evaluation in evaluations),
         "final_test_loss": evaluations[-1].loss,
         "rendezvous_seconds": world.rendezvous_seconds,
-        "train_seconds": train_seconds,
-        "samples_per_second": config.epochs * trainer.course.samples / train_seconds,
+        "train_seconds": run.train_seconds,
+        "samples_per_second": run.samples_per_second,
         "torch_version": torch.__version__,
         "roster": world.roster() if world.rank == 0 else [],
     }

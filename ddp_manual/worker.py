@@ -216,9 +216,9 @@ def _go(
     fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     course = trainer.course
-    described = outcome.described(world, paths, config, trainer)
     options = resuming.options_of(config, data.train, data.test)
     position, history = resuming.go_on(config, paths, trainer, network, options) or (Position(), History())
+    described = outcome.described(world, paths, config, trainer, position)
     summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
     tracker = Tracker()
     if world.rank == 0:
@@ -265,7 +265,7 @@ def _go(
     else:
         run.predict()
     if summary is None:
-        summary = outcome.summary(world, paths, config, trainer, run.evaluations, run.train_seconds)
+        summary = outcome.summary(world, paths, config, run)
         tracker.finished(summary)
     return summary
 

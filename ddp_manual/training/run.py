@@ -67,10 +67,20 @@ class Run:
         self.position = position
         self.evaluations = list(history.evaluations)
         self._steps = trainer.course.steps(position)
+        self._began, self._seconds_before = position, history.train_seconds
 
     @property
     def train_seconds(self) -> float:
         return self._meter.seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all ranks, since it began here or went on; over the whole run where nothing has been trained since."""
+        course = self._trainer.course
+        samples = course.seen(self.position) - course.seen(self._began)
+        if not samples:
+            return course.seen(self.position) / self.train_seconds
+        return samples / (self.train_seconds - self._seconds_before)
 
     def go(self, bar: Bar, wishes: Wishes) -> int:
         """Train to the end and return 0; or stop with all other ranks and return the number of the signal that asked.
