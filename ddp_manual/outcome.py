@@ -68,13 +68,15 @@ def summary(world: World, paths: RunPaths, config: TrainConfig, run: Run) -> dic
     }
 
 
-def earlier_summary(paths: RunPaths) -> dict[str, Any] | None:
-    """That of a run which is complete; None if it was ended before it could be written."""
+def earlier_summary(paths: RunPaths, epochs: int) -> dict[str, Any] | None:
+    """That of a run which is complete after ``epochs``; None if it was ended before it could be written, or what is
+    there cannot be read or is of another end."""
     try:
-        found: dict[str, Any] = json.loads(paths.summary.read_bytes())
-    except (FileNotFoundError, ValueError):
+        found = {**json.loads(paths.summary.read_bytes()), "run_dir": str(paths.run_dir)}
+        result_text(found)
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
-    return {**found, "run_dir": str(paths.run_dir)}
+    return found if found["epochs"] == epochs else None
 
 
 def result_text(summary: dict[str, Any]) -> str:
@@ -95,6 +97,7 @@ def result_text(summary: dict[str, Any]) -> str:
                 *paths.predictions.all,
                 paths.config,
             )
+            if path.exists()
         ),
     ]
     return "\n".join(lines)

@@ -203,7 +203,7 @@ def _go(
     go_on: Callable[[RunPaths], str],
 ) -> dict[str, Any]:
     """To the end, or to the step where all stop."""
-    from ddp_manual.training import models, trackers
+    from ddp_manual.training import collectives, models, prediction_files, trackers
     from ddp_manual.training.checkpoint import History
     from ddp_manual.training.course import Position
     from ddp_manual.training.run import Run
@@ -219,7 +219,7 @@ def _go(
     options = resuming.options_of(config, data.train, data.test)
     position, history = resuming.go_on(config, paths, trainer, network, options) or (Position(), History())
     described = outcome.described(world, paths, config, trainer, position)
-    summary = outcome.earlier_summary(paths) if course.ended(position) and world.rank == 0 else None
+    summary = outcome.earlier_summary(paths, config.epochs) if course.ended(position) and world.rank == 0 else None
     tracker = Tracker()
     if world.rank == 0:
         tracker = trackers.of_rank_0(
@@ -241,7 +241,7 @@ def _go(
     )
     if course.ended(position):
         logger.info("the run is complete: all its %d epochs are done", config.epochs)
-    if not course.ended(position) or not paths.config.exists():
+    if summary is None or not paths.config.exists():
         tracker.started(described, data.train)
     if not course.ended(position):
         logger.info(
@@ -263,7 +263,9 @@ def _go(
         if number:
             raise _stopped(number, run.position.step, paths, go_on(paths))
     else:
-        run.predict()
+        files = prediction_files.of(paths.predictions, classes)
+        if collectives.says_rank_0(summary is None or not all(file.exists() for file in files), world.device):
+            run.predict()
     if summary is None:
         summary = outcome.summary(world, paths, config, run)
         tracker.finished(summary)

@@ -24,6 +24,11 @@ MOST_CONFUSED = 1000
 COLUMNS = ("id", "truth", "guess", "confidence", "correct")
 
 
+def of(paths: PredictionPaths, classes: int) -> tuple[Path, ...]:
+    """Those that ``write`` writes of so many classes."""
+    return paths.all if classes <= MOST_CONFUSED else (paths.table, paths.picture)
+
+
 def write(paths: PredictionPaths, predictions: Predictions, *, option: str) -> list[Path]:
     """Write all four and return them, none before all are on disk under temporary names. Where there are more than
     MOST_CONFUSED classes, those of the confusion are left out, which a line of the log says.
@@ -39,7 +44,7 @@ def write(paths: PredictionPaths, predictions: Predictions, *, option: str) -> l
         paths.table: table(predictions),
         paths.picture: prediction_grid(predictions),
     }
-    if len(classes) <= MOST_CONFUSED:
+    if paths.confusion_table in of(paths, len(classes)):
         contents[paths.confusion_table] = confusion_table(predictions)
         contents[paths.confusion_picture] = confusion_picture(predictions.confusion, classes)
     else:
