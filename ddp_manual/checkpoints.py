@@ -62,6 +62,11 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
     )
 
 
+def holds(folder: Path, step: int) -> bool:
+    """Whether there is a checkpoint of that step, as far as its description tells."""
+    return any(checkpoint.step == step and checkpoint.fault is None for checkpoint in find(folder))
+
+
 def exists(path: Path) -> None:
     """Raises CheckpointMissing if ``--resume path`` names nothing, or no checkpoint; for before the ranks meet."""
     if not path.exists() and not path.with_suffix(".json").exists():

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, environment, extras, outcome, resuming, rundir, signals
+from ddp_manual import checkpoints, console, environment, extras, outcome, resuming, rundir, signals
 from ddp_manual.commands import command_template, command_to_go_on
 from ddp_manual.config import TrainConfig, is_own_factory
 from ddp_manual.errors import DdpManualError, Stopped
@@ -217,7 +217,8 @@ def _go(
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     course = trainer.course
     options = resuming.options_of(config, data.train, data.test)
-    position, history = resuming.go_on(config, paths, trainer, network, options) or (Position(), History())
+    gone_on = resuming.go_on(config, paths, trainer, network, options)
+    position, history = gone_on or (Position(), History())
     described = outcome.described(world, paths, config, trainer, position)
     summary = outcome.earlier_summary(paths, config.epochs) if course.ended(position) and world.rank == 0 else None
     tracker = Tracker()
@@ -239,6 +240,8 @@ def _go(
         options=options,
         doing=world.progress,
     )
+    if gone_on and world.rank == 0 and not checkpoints.holds(paths.checkpoints, position.step):
+        run.save()  # it began with another run's, and may end before its next one
     if course.ended(position):
         logger.info("the run is complete: all its %d epochs are done", config.epochs)
     if summary is None or not paths.config.exists():

@@ -1,0 +1,219 @@
+"""Runs of one process that go on, in their own folder or with what another has learnt, and the files they leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_manual import TrainConfig, WorldSpec, checkpoint_file, checkpoints, console, train
+from ddp_manual.outcome import result_text
+from ddp_manual.rendezvous import alone
+from ddp_manual.rundir import RunPaths
+from ddp_manual.signals import Wishes
+from ddp_manual.training import metering
+from ddp_manual.training.checkpoint import History
+from ddp_manual.training.course import Position
+from ddp_manual.training.engine import Trainer
+from ddp_manual.training.evaluation import Evaluation
+from ddp_manual.training.metering import Meter
+from ddp_manual.training.tracking import RunFiles
+
+STEPS_PER_EPOCH = 4
+PREDICTIONS = ("predictions.csv", "predictions.png", "confusion.csv", "confusion.png")
+
+
+def images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """40 to train on and as many to test on, of four greys."""
+    labels = torch.arange(40) % 4
+    grey = (60 * labels).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+    return (grey, labels), (grey, labels)
+
+
+def run(folder: Path, **options: Any) -> dict[str, Any]:
+    """Train on them in 4 steps an epoch, in this process; the summary."""
+    config = TrainConfig(
+        **{"dataset": f"{__name__}:images", "model": "mlp", "batch_size": 10, "epochs": 2, "no_ddp": True, **options},
+        run_dir=str(folder),
+    )
+    with alone(WorldSpec(world_size=1, rank=0, device="cpu")) as world:
+        return train(world, config)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "log_to_stderr", lambda rank: None)
+
+
+class Died(Exception): ...
+
+
+@pytest.fixture
+def dies_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have training die in its Nth step from now on; 0: not any more."""
+    train_step, steps = Trainer._train_step, [0]
+
+    def counted(*arguments: Any) -> Any:
+        steps[0] -= 1
+        if steps[0] == 0:
+            raise Died
+        return train_step(*arguments)
+
+    def dies_at(step: int) -> None:
+        steps[0] = step
+
+    monkeypatch.setattr(Trainer, "_train_step", counted)
+    return dies_at
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the meter takes for the time: ``now``, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(metering, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+@pytest.fixture
+def step_takes(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Callable[[float], None]:
+    """Have each step take so many seconds of that clock, and nothing else any."""
+    train_step, seconds = Trainer._train_step, [0.0]
+
+    def timed(*arguments: Any) -> Any:
+        clock.now += seconds[0]
+        return train_step(*arguments)
+
+    monkeypatch.setattr(Trainer, "_train_step", timed)
+    return lambda of_a_step: seconds.__setitem__(0, of_a_step)
+
+
+def accuracies(folder: Path) -> list[float]:
+    found: list[float] = json.loads(RunPaths(folder).accuracies.read_bytes())
+    return found
+
+
+def test_what_began_with_another_run_goes_on_even_where_it_died_before_its_first_checkpoint(
+    tmp_path: Path, dies_at: Callable[[int], None]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(one, epochs=1)
+    dies_at(1)
+    with pytest.raises(Died):
+        run(two, resume=str(one))
+    assert [found.step for found in checkpoints.find(RunPaths(two).checkpoints)] == [STEPS_PER_EPOCH]
+    dies_at(0)
+    run(two, resume="auto")
+    assert len(accuracies(two)) == 2 and accuracies(two)[0] == accuracies(one)[0]
+    undisturbed, resumed = tmp_path / "undisturbed", RunPaths(two).model
+    run(undisturbed, epochs=1)
+    run(undisturbed, resume="auto")
+    assert resumed.read_bytes() == RunPaths(undisturbed).model.read_bytes()
+
+
+def test_the_predictions_of_a_complete_run_are_made_anew_only_where_one_is_missing(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in PREDICTIONS}
+    run(tmp_path, resume="auto", classes="a,b,c,d")
+    assert {name: (tmp_path / name).read_bytes() for name in PREDICTIONS} == before
+    (tmp_path / "confusion.png").unlink()
+    run(tmp_path, resume="auto")
+    assert {name: (tmp_path / name).read_bytes() for name in PREDICTIONS} == before
+
+
+@pytest.mark.parametrize("damaged", ["[1]", '{"final_test_accuracy": 1}', "{", '{"epochs": 1}'])
+def test_a_summary_that_is_none_is_written_anew(tmp_path: Path, damaged: str) -> None:
+    whole = run(tmp_path, epochs=1)
+    RunPaths(tmp_path).summary.write_text(damaged)
+    again = run(tmp_path, epochs=1, resume="auto")
+    assert json.loads(RunPaths(tmp_path).summary.read_bytes()) == again
+    assert again["final_test_accuracy"] == whole["final_test_accuracy"]
+
+
+def test_a_run_that_goes_back_to_an_earlier_end_has_the_summary_of_that_one(tmp_path: Path) -> None:
+    run(tmp_path)
+    first = checkpoints.find(RunPaths(tmp_path).checkpoints)[-1]
+    assert run(tmp_path, epochs=1, resume=str(first.path))["epochs"] == 1
+    assert json.loads(RunPaths(tmp_path).summary.read_bytes())["epochs"] == 1
+    assert json.loads(RunPaths(tmp_path).config.read_bytes())["epochs"] == 1
+
+
+def test_at_its_end_a_run_names_only_files_that_are_there(tmp_path: Path) -> None:
+    run(tmp_path / "one", epochs=1)
+    summary = run(tmp_path / "two", epochs=1, resume=str(tmp_path / "one"))
+    named = [Path(line.strip()) for line in result_text(summary).splitlines()[1:]]
+    assert RunPaths(tmp_path / "two").summary in named and all(path.exists() for path in named)
+    assert not RunPaths(tmp_path / "two").metrics.exists()
+
+
+def test_the_speed_of_a_run_is_that_since_it_last_went_on(tmp_path: Path, step_takes: Callable[[float], None]) -> None:
+    step_takes(1.0)
+    assert run(tmp_path, epochs=1)["samples_per_second"] == pytest.approx(10)
+    step_takes(0.1)
+    summary = run(tmp_path, resume="auto")
+    assert summary["samples_per_second"] == pytest.approx(100)
+    assert summary["train_seconds"] == pytest.approx(STEPS_PER_EPOCH * 1.1)
+    RunPaths(tmp_path).summary.unlink()
+    assert run(tmp_path, resume="auto")["samples_per_second"] == pytest.approx(80 / (STEPS_PER_EPOCH * 1.1))
+
+
+def test_the_seconds_of_a_save_within_an_epoch_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, step_takes: Callable[[float], None]
+) -> None:
+    write = checkpoint_file.write
+
+    def slow_write(*arguments: Any) -> Path:
+        clock.now += 100
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint_file, "write", slow_write)
+    step_takes(1.0)
+    summary = run(tmp_path, checkpoint_steps=1)
+    assert summary["train_seconds"] == pytest.approx(2 * STEPS_PER_EPOCH)
+    lines = [json.loads(line) for line in RunPaths(tmp_path).metrics.read_text().splitlines()]
+    assert [(line["samples_per_second"], line["seconds"]) for line in lines] == [(10.0, 4.0), (10.0, 8.0)]
+
+
+def test_a_meter_that_begins_again_keeps_the_seconds_and_the_samples_of_its_window(clock: SimpleNamespace) -> None:
+    meter, wishes = Meter(torch.device("cpu")), Wishes()
+    meter.begin(0)
+    for step in (1, 2):
+        clock.now += 2
+        meter.add(step, torch.tensor(0.5), torch.eye(3), torch.arange(3))
+        meter.sync(step, 0.1, wishes)
+        clock.now += 100
+        meter.begin(step)
+    assert meter.window.seconds == meter.seconds == 4
+    again = Meter(torch.device("cpu"), meter.window, meter.seconds)
+    assert again.window == meter.window  # also where it is saved before it has begun
+    assert again.read(step=2, epoch=1, lr=0.1).samples_per_second == 6 / 4
+
+
+@pytest.mark.parametrize(
+    ("there", "position", "stays"),
+    [
+        ("[0.5]", Position(epoch=1, taken=10, step=5), True),
+        ("[0.5, 0.75]", Position(epoch=1, taken=10, step=5), False),
+        ("[0.5", Position(epoch=1, taken=10, step=5), False),
+        ("[0.5]", Position(taken=10, step=1), False),
+        ("[0.5]", Position(), False),
+        (None, Position(), True),
+    ],
+)
+def test_a_model_of_an_epoch_that_is_to_be_trained_again_goes(
+    tmp_path: Path, there: str | None, position: Position, stays: bool
+) -> None:
+    paths = RunPaths(tmp_path)
+    paths.model.write_bytes(b"model")
+    if there is not None:
+        paths.accuracies.write_text(there)
+    evaluations = (Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch
+    history = History(evaluations=evaluations)
+    RunFiles(paths, keep=3).resumed(position, history, nn.Linear(1, 1), complete=False)
+    assert paths.model.exists() is stays
+    assert accuracies(tmp_path) == [0.5] * position.epoch
