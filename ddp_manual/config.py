@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual import config_file
+from ddp_manual import config_file, user_code
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
 from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
@@ -146,6 +146,8 @@ class TrainConfig(Options):
             self._check()
 
     def _check(self) -> None:
+        for name, known in (("model", MODELS), ("dataset", DATASETS)):
+            user_code.check_name(name, getattr(self, name), known=known, typed=name in self.sources)
         self.check_bounds()
         if self.run_dir is not None and not self.run_dir.strip():
             raise BadOption(

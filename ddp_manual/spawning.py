@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import environment, signals
+from ddp_manual import environment, signals, user_code
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost, Stopped, StopSignal, TrainingFailed
 from ddp_manual.launching import children
 from ddp_manual.launching.failure import Failure
@@ -62,6 +62,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
             A rank that only lost another one is not the first.
         Stopped: by a signal, after all ranks have ended.
     """
+    user_code.refuse_while_importing("spawn")
     _check_callable(train_fn)
     _check_nprocs(nprocs)
     if isinstance(args, str) or not isinstance(args, Sequence):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import console, environment, rundir
+from ddp_manual import console, environment, rundir, user_code
 from ddp_manual.errors import DdpManualError
 from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords
@@ -67,6 +67,7 @@ def alone(spec: WorldSpec, *, run_dir: str | None = None) -> Iterator[World]:
     Raises:
         DdpManualError: there is no such device. Else what the body raises, after writing why to ``run_dir``.
     """
+    user_code.refuse_while_importing("alone")
     assert spec.world_size == 1
     console.log_to_stderr(spec.rank)
     environment.quiet_torch_warnings()

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from ddp_manual import console, environment
+from ddp_manual import console, environment, user_code
 from ddp_manual.errors import (
     DdpManualError,
     PeerGone,
@@ -68,6 +68,7 @@ def rendezvous(
     Raises:
         DdpManualError: the ranks do not come together, or a peer has ended the run. Else what the body raises.
     """
+    user_code.refuse_while_importing("rendezvous")
     started = time.monotonic()
     console.log_to_stderr(spec.rank)
     environment.bound_reverse_lookups()

@@ -9,41 +9,44 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddp_manual import user_code
 from ddp_manual.config import is_own_factory
-from ddp_manual.errors import BadOption
+from ddp_manual.errors import BadOption, DdpManualError
 
 MOST_NAMED = 8
-_taken: dict[str, tuple[ModuleSpec, tuple[str, str]]] = {}
+_taken: dict[str, tuple[ModuleSpec | ModuleType, tuple[str, str]]] = {}
 """Module -> its digest as it was imported: what is edited while a run trains is not what it trains."""
 
 
 def factory(option: str, value: str) -> Callable[..., Any]:
     """What ``--<option> package.module:name`` names; modules are looked for in the current folder too.
 
+    The script that runs is taken as it is: imported by its name, it would run once more.
+
     Raises:
         BadOption: there is no such module, importing it fails, or it has no such function or class.
     """
     module_name, _, name = value.partition(":")
-    _look_in_this_folder()
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's can raise anything while it is imported
-        raise _not_importable(option, value, module_name, error) from error
+    script = user_code.running(_spec(option, value).origin)
+    with _importing(option, value):
+        module = script or importlib.import_module(module_name)
     found: Callable[..., Any] | None = getattr(module, name, None)
     if found is None or not callable(found):
         there = _callables(module)
         nearest = [*difflib.get_close_matches(name, there, n=1), *there, "NAME"][0]
         listed = ", ".join(there[:MOST_NAMED]) or "none at all"
         more = f" and {len(there) - MOST_NAMED} more" if len(there) > MOST_NAMED else ""
+        so_far = ", as far as it has run" if script else ""
         raise BadOption(
             f"--{option} {value}: {module_name} has no function or class {name}",
-            why=f"{getattr(module, '__file__', module_name)} has {listed}{more}",
+            why=f"{getattr(module, '__file__', module_name)} has {listed}{more}{so_far}",
             next=f"name one of them: --{option} {module_name}:{nearest}",
         )
     return found
@@ -88,17 +91,12 @@ def digest(option: str, value: str) -> tuple[str, str]:
         BadOption: there is no such module.
     """
     module_name = value.partition(":")[0]
-    _look_in_this_folder()
-    try:
-        spec = importlib.util.find_spec(module_name)
-    except Exception as error:
-        raise _not_importable(option, value, module_name, error) from error
-    if spec is None:
-        raise _not_importable(option, value, module_name, None)
+    spec = _spec(option, value)
+    imported = user_code.running(spec.origin) or spec
     known, taken = _taken.get(module_name, (None, ("", "")))
-    if known is not spec:  # not imported yet, or imported anew
+    if known is not imported:  # not imported yet, or imported anew
         taken = _digest(module_name, spec)
-        _taken[module_name] = spec, taken
+        _taken[module_name] = imported, taken
     return taken
 
 
@@ -125,6 +123,53 @@ def sources(**named: str) -> dict[str, str]:
     return {f"{option}_source": digest(option, value)[0] for option, value in named.items() if is_own_factory(value)}
 
 
+def _spec(option: str, value: str) -> ModuleSpec:
+    """Where the module is; only the packages that it is in are imported."""
+    module_name = value.partition(":")[0]
+    _look_in_this_folder()
+    top_name, _, below = module_name.partition(".")
+    with _importing(option, value):
+        spec = importlib.util.find_spec(top_name)
+        if spec is not None and below:
+            # A plain module, such as q3 of "q3.py", need not be imported to know that nothing is below it.
+            package = spec.submodule_search_locations is not None or module_name in sys.modules
+            spec = importlib.util.find_spec(module_name) if package else None
+    if spec is None:
+        raise _not_importable(option, value, module_name, None)
+    return spec
+
+
+@contextmanager
+def _importing(option: str, value: str) -> Iterator[None]:
+    """Turn what a module of the user's raises while it is imported, which can be anything, into BadOption."""
+    module_name = value.partition(":")[0]
+    # A script's arguments may be meant for its modules too; those of our own command line are not.
+    ours = "ddp_manual.cli" in sys.modules
+    try:
+        with user_code.importing(module_name), _as_if_typed(module_name) if ours else nullcontext():
+            yield
+    except SystemExit as end:
+        said = f": {end.code}" if isinstance(end.code, str) else f"({end.code}); what it said is above"
+        raise BadOption(
+            f"--{option} {value}: importing {module_name} ended the program",
+            why=f"it called sys.exit{said}",
+            next=f"mend what it said\nor, if it is a program of its own, as with parse_args(): {user_code.GUARD}",
+        ) from end
+    except Exception as error:
+        raise _not_importable(option, value, module_name, error) from error
+
+
+@contextmanager
+def _as_if_typed(program: str) -> Iterator[None]:
+    """While the body runs, sys.argv is that of the program, without arguments."""
+    before = sys.argv
+    sys.argv = [program]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
 def _look_in_this_folder() -> None:
     """As ``python -m`` does; a console script has its own folder there instead."""
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -132,6 +177,8 @@ def _look_in_this_folder() -> None:
 
 
 def _not_importable(option: str, value: str, module: str, error: Exception | None) -> BadOption:
+    if isinstance(error, DdpManualError):
+        return BadOption(f"--{option} {value} cannot be imported", why=f"{error.what}\n{error.why}", next=error.next)
     absent = error is None or (isinstance(error, ModuleNotFoundError) and (error.name or "") in _parents(module))
     return BadOption(
         f"--{option} {value}: there is no module {module}" if absent else f"--{option} {value} cannot be imported",

@@ -27,6 +27,7 @@ BOTTOM = {
     "options",
     "rundir",
     "signals",
+    "user_code",
     "world_spec",
 }
 MAY_IMPORT = {

@@ -20,6 +20,13 @@ SCRIPT = """
     import ddp_manual
     from ddp_manual import TrainConfig
 
+    assert __name__ in ("__main__", "__mp_main__")  # and not imported once more, for its network
+
+    def network():
+        from torch import nn
+
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
     def train(world, options):
         summary = ddp_manual.train(world, TrainConfig(**options))
         print(world.rank, summary["run_dir"], flush=True)
@@ -91,7 +98,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(spawn: Start) -> None:
 
 
 def test_a_signal_to_the_parent_stops_its_ranks_in_order_and_none_is_left(spawn: Start, tmp_path: Path) -> None:
-    script = spawn("train", 1, epochs=200)
+    script = spawn("train", 1, epochs=200, model="script:network")
     script.wait_for("[rank 0] step 100/")
     ranks = ranks_of(script)
     assert ranks
