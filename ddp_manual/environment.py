@@ -202,15 +202,31 @@ def legacy_store_requested() -> bool:
     return os.environ.get("USE_LIBUV") == "0"
 
 
+_identity_of_ours: dict[str, str] = {}
+"""What ``export_identity`` has set where no launcher had."""
+
+
 def export_identity(world_size: int, rank: int, local_rank: int, master_addr: str, master_port: int) -> None:
     """Set what torchrun would have set, for the user's own code and the libraries that look there."""
-    os.environ.update(
-        WORLD_SIZE=str(world_size),
-        RANK=str(rank),
-        LOCAL_RANK=str(local_rank),
-        MASTER_ADDR=master_addr,
-        MASTER_PORT=str(master_port),
-    )
+    identity = {
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+    if launched_as() is None:
+        _identity_of_ours.update(identity)
+    os.environ.update(identity)
+
+
+def launched_as() -> str | None:
+    """Which of several ranks a launcher has started this process as: ``RANK=0, WORLD_SIZE=2``; None: it has not."""
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    several = found["RANK"] and found["WORLD_SIZE"].isdigit() and int(found["WORLD_SIZE"]) > 1
+    if not several or found.items() <= _identity_of_ours.items():
+        return None
+    return ", ".join(f"{name}={value}" for name, value in found.items())
 
 
 _interfaces_of_ours: dict[str, str] = {}

@@ -281,9 +281,9 @@ class StopSignal(BaseException):
         self.number = number
 
 
-def stopped_by(signalled: StopSignal | KeyboardInterrupt) -> Stopped:
+def stopped_by(signalled: StopSignal | KeyboardInterrupt, *, next: str | None = None) -> Stopped:
     """What a signal ends as; Python raises a KeyboardInterrupt where nobody has set a handler."""
-    return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT)
+    return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT, next=next)
 
 
 def every_error() -> dict[str, type[DdpManualError]]:

@@ -22,7 +22,15 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import environment, signals, user_code
-from ddp_manual.errors import BadOption, DdpManualError, PeerLost, Stopped, StopSignal, TrainingFailed
+from ddp_manual.errors import (
+    BadOption,
+    DdpManualError,
+    PeerLost,
+    Stopped,
+    StopSignal,
+    TrainingFailed,
+    stopped_by,
+)
 from ddp_manual.launching import children
 from ddp_manual.launching.failure import Failure
 from ddp_manual.options import option_fields
@@ -39,6 +47,8 @@ UNGUARDED = 77
 HELD_BACK = (signal.SIGINT, signals.SAVE)
 # What ranks are told to do about one that is missing.
 COMMAND = "(spawn has started rank {rank} too: look at what it does)"
+# What to do after a signal, unless it was ``train`` that it has stopped: that says how to go on.
+START_AGAIN = "start the script again"
 # The kinds of what a rank says to its parent.
 BEGAN, ERROR, CAUSE = "began", "error", "cause"
 # Seconds a rank has to stop in order, once its parent is gone.
@@ -57,7 +67,8 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
         world_options: of WorldSpec, such as ``join_timeout=60`` or ``device="cpu"``; not those that spawn decides.
 
     Raises:
-        BadOption: nothing was started, since the ranks could not have called this; or they would start ranks again.
+        BadOption: nothing was started, since the ranks could not have called this, or a launcher has started this
+            process as one of several; or the ranks would start ranks again.
         DdpManualError: why the first rank has failed, with its own exception as ``__cause__`` if that can be copied.
             A rank that only lost another one is not the first.
         Stopped: by a signal, after all ranks have ended.
@@ -65,6 +76,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
     user_code.refuse_while_importing("spawn")
     _check_callable(train_fn)
     _check_nprocs(nprocs)
+    _check_no_launcher(nprocs)
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise BadOption(
             f"args is {type(args).__name__}, which is no sequence of arguments",
@@ -94,6 +106,18 @@ def _check_nprocs(nprocs: int) -> None:
             f"nprocs {nprocs!r} is no number of ranks",
             why="it is how many processes are started, each of them one rank",
             next="give a whole number of at least 1; torch.cuda.device_count() is one per GPU",
+        )
+
+
+def _check_no_launcher(nprocs: int) -> None:
+    launched = environment.launched_as()
+    if launched is not None:
+        raise BadOption(
+            f"spawn was called where a launcher has started this script, as one of several ranks: {launched}",
+            why=f"each of them would start {nprocs} ranks of its own, and they would not train together",
+            next="start the script once, with python alone\n"
+            "or have the launcher's ranks meet: with rendezvous(WorldSpec.from_environment()) as world\n"
+            "or, where those variables are left over: unset RANK WORLD_SIZE",
         )
 
 
@@ -241,7 +265,8 @@ class _Rank:
 def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
     """What the ranks say of how far they were; else that they were stopped."""
     said = [rank.error for rank in ranks if isinstance(rank.error, Stopped)]
-    return said[0] if said else Stopped(number, why="the signal came to spawn, which has passed it on to all ranks")
+    why = "the signal came to spawn, which has passed it on to all ranks"
+    return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
 
 
 def _conclude(failure: Failure, ranks: Sequence[_Rank], name: str) -> DdpManualError:
@@ -314,12 +339,19 @@ def _become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, .
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            from ddp_manual.rendezvous.lastwords import as_ours
             from ddp_manual.rendezvous.watchdog import exit_now
 
-            ours = as_ours(spec.rank, error)
+            ours = _as_ours(spec.rank, error)
             words.leave(ours, None if ours is error else error)
             exit_now(ours.exit_code)
+
+
+def _as_ours(rank: int, error: BaseException) -> DdpManualError:
+    from ddp_manual.rendezvous.lastwords import as_ours
+
+    if isinstance(error, (StopSignal, KeyboardInterrupt)):
+        return stopped_by(error, next=START_AGAIN)
+    return as_ours(rank, error)
 
 
 def _end_without_parent() -> None:

@@ -28,8 +28,18 @@ def rank_command(
     return [sys.executable, "-m", "ddp_manual", "train", *flags, *train_options]
 
 
-def check_train_options(train_options: Sequence[str]) -> None:
-    """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence."""
+def check_train_options(nproc: int, train_options: Sequence[str]) -> None:
+    """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence; and for a
+    script, which every rank would refuse."""
+    if train_options and not train_options[0].startswith("-"):
+        program = train_options[0]
+        raise BadOption(
+            f"launch starts no program, and was given {program}",
+            why="its ranks are those of this package's own training; what follows are options of train",
+            next=f"leave {program} out\n"
+            f"or, if it is a script of your own: torchrun --nproc-per-node {nproc} {shlex.quote(program)}\n"
+            "or call ddp_manual.spawn in it, and start it with python",
+        )
     for option in train_options:
         name = option.removeprefix("--").split("=")[0].replace("-", "_")
         if option.startswith("--") and name in PER_RANK_OPTIONS:

@@ -85,10 +85,10 @@ def launch_ranks(nproc: int, train_options: Sequence[str], run_dir: str | None, 
         max_restarts: how often to start them all again, from the newest checkpoint, after a failure that this may mend.
 
     Raises:
-        BadOption: an option that launch itself decides, or a run_dir that cannot be used. Stopped: by a signal, after
-            all ranks have ended.
+        BadOption: an option that launch itself decides, a script, or a run_dir that cannot be used. Stopped: by a
+            signal, after all ranks have ended.
     """
-    check_train_options(train_options)
+    check_train_options(nproc, train_options)
     run_id = new_run_id()
     paths = RunPaths(Path(run_dir or default_run_dir(run_id))).create(resuming=resumes(train_options))
     launch = Launch(nproc=nproc, run_id=run_id, paths=paths, max_restarts=max_restarts)

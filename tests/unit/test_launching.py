@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_manual import checkpoint_file, errors
-from ddp_manual.launching.command import options_to_go_on
+from ddp_manual.launching.command import check_train_options, options_to_go_on
 from ddp_manual.launching.failure import Failure, root_cause
 from ddp_manual.rundir import RunPaths
 
@@ -54,3 +54,11 @@ def test_a_run_that_began_with_anothers_checkpoint_goes_on_with_its_own_once_it_
     paths.checkpoints.mkdir()
     checkpoint_file.write(paths.checkpoints, 8, b"", {})
     assert options_to_go_on([*given, "--epochs", "2"], paths) == ["--epochs", "2", "--resume", "auto"]
+
+
+def test_a_script_is_refused_with_what_starts_its_ranks() -> None:
+    check_train_options(2, ["--model", "own.py", "--epochs=2"])
+    check_train_options(2, [])
+    with pytest.raises(errors.BadOption, match=r"was given own\.py") as caught:
+        check_train_options(2, ["own.py", "--epochs", "2"])
+    assert "torchrun --nproc-per-node 2 own.py" in caught.value.next

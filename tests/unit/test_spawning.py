@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ddp_manual import WorldSpec, spawn
-from ddp_manual.errors import BadOption, Stopped, every_error
+from ddp_manual import WorldSpec, environment, spawn, spawning
+from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
 from ddp_manual.rendezvous.store import StoreGone
 from tests.conftest import REPOSITORY
 
@@ -70,3 +71,28 @@ def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
         copied = ForkingPickler.loads(ForkingPickler.dumps(error))
         assert type(copied) is type(error)
         assert (copied.render(), copied.exit_code, copied.args) == (error.render(), error.exit_code, error.args)
+
+
+def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.IDENTITY_VARIABLES.values():
+        monkeypatch.setenv(name, "")  # put back at the end of the test
+    monkeypatch.setattr(environment, "_identity_of_ours", {})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert environment.launched_as() is None
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
+        spawn(train, 2)
+    environment.export_identity(2, 1, 0, "127.0.0.1", 29500)  # by a rendezvous of the launcher's ranks
+    assert environment.launched_as() == "RANK=1, WORLD_SIZE=2"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert environment.launched_as() is None
+    environment.export_identity(2, 1, 0, "127.0.0.1", 29500)  # a rank of spawn may spawn
+    assert environment.launched_as() is None
+
+
+def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None:
+    stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
+    assert spawning._as_ours(0, stopped) is stopped
+    for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
+        assert spawning._as_ours(0, error).next == "start the script again"
+    assert spawning._stopped([], signal.SIGINT).next == "start the script again"

@@ -70,8 +70,8 @@ def spawn(start: Start, tmp_path: Path, small_data: Path) -> Start:
 
     def spawn(name: str, nprocs: int, **options: object) -> RankProcess:
         training = {"dataset": "synthetic", "data_dir": str(small_data), "model": "mlp", "run_dir": "run", **options}
-        # A launcher's variables, which do not concern the ranks of a script it has started.
-        env = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
+        # A launcher's variables, which do not concern the ranks of the one script it has started.
+        env = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "3"}
         return start(sys.executable, script, name, nprocs, json.dumps(training), cwd=tmp_path, **env)
 
     return spawn
