@@ -96,10 +96,12 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
         The summary, on every rank (the roster only on rank 0).
 
     Raises:
+        BadOption: the rendezvous has ended, or an option cannot work.
         Stopped: a signal has stopped all ranks; the body of the rendezvous is to let it pass.
         ConfigMismatch: the ranks' options differ; on every rank.
         DdpManualError: what else stops the run. Else what the model or the data raise.
     """
+    world.check_open("train")
     config = resuming.in_the_agents_run_dir(config)
     if config.run_dir is None and world.run_dir_of_rendezvous is not None:
         config = dataclasses.replace(config, run_dir=str(world.run_dir_of_rendezvous))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddp_manual.errors import DdpManualError, DeviceTaken, PeerUnreachable
+from ddp_manual.errors import BadOption, DdpManualError, DeviceTaken, PeerUnreachable
 from ddp_manual.rendezvous.store import RunStore
 
 if TYPE_CHECKING:
@@ -20,6 +20,19 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 # How gloo words a collective that broke because a peer did; its other errors are mistakes in the call.
 _BROKEN = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.IGNORECASE)
+
+
+def check_none_open() -> None:
+    """Raises BadOption where this process has a process group already: it can be a rank of one run at a time."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise BadOption(
+            "this process has a process group already",
+            why="another rendezvous of this script is still open, or it has called init_process_group",
+            next="leave init_process_group out, since a rendezvous opens the group\n"
+            "or end the one rendezvous before the next begins",
+        )
 
 
 def open_process_group(store: RunStore, rank: int, world_size: int, backend: str, device: torch.device) -> None:
@@ -114,6 +127,11 @@ def is_broken_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def is_opened_twice(error: BaseException) -> bool:
+    """Whether this is how torch says that a process group was to be opened where one is open."""
+    return isinstance(error, ValueError) and "default process group twice" in str(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from ddp_manual.rendezvous import device as devices
 from ddp_manual.rendezvous import lastwords, preflight
 from ddp_manual.rendezvous.answer import Answered
 from ddp_manual.rendezvous.entries import Hello
-from ddp_manual.rendezvous.group import close_process_group, open_process_group
+from ddp_manual.rendezvous.group import check_none_open, close_process_group, open_process_group
 from ddp_manual.rendezvous.keeper import Keeper
 from ddp_manual.rendezvous.meeting import LEAVE_TIMEOUT, Meeting
 from ddp_manual.rendezvous.met import MetWorld
@@ -77,6 +77,7 @@ def rendezvous(
         logger.info("%s", ", ".join(spec.from_variables))
     steps = Steps() if steps is None else steps
     device, backend = preflight.before_joining(spec, steps)
+    check_none_open()
     meeting = Meeting(
         spec,
         device=device,

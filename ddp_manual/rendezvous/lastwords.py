@@ -19,7 +19,7 @@ from ddp_manual.errors import (
     stopped_by,
 )
 from ddp_manual.rendezvous import verdicts
-from ddp_manual.rendezvous.group import first_line, is_broken_collective
+from ddp_manual.rendezvous.group import first_line, is_broken_collective, is_opened_twice
 from ddp_manual.rendezvous.stacks import raised_at
 from ddp_manual.rendezvous.store import RunStore, interruptibly
 from ddp_manual.rendezvous.waiting import Waiting
@@ -108,7 +108,9 @@ def training_failed(rank: int | None, error: BaseException) -> TrainingFailed:
     return TrainingFailed(
         f"{who} on {environment.host_name()}: {first_line(error)}",
         why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
-        next="mend the code or the data that raised it, then start all ranks again",
+        next="leave init_process_group out: the process group is open, and is closed at the end"
+        if is_opened_twice(error)
+        else "mend the code or the data that raised it, then start all ranks again",
     )
 
 

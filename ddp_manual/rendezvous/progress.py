@@ -11,6 +11,7 @@ from typing import Any
 JOINING = "joining"
 RUNNING = "running"
 LEAVING = "leaving"
+ENDED = "ended"
 SAVING = "saving"
 LONGEST_PLACE = 200
 
@@ -20,7 +21,7 @@ class Progress:
     """What this rank does now. The training loop writes it, the watchdog's thread reads it."""
 
     phase: str = JOINING
-    """joining, loading, training, evaluating, saving or leaving; running, in a script that does not say."""
+    """joining, loading, training, evaluating, saving, leaving or ended; running, in a script that does not say."""
     epoch: int = 0
     step: int = 0
     samples_per_second: float = 0.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual.errors import DdpManualError
-from ddp_manual.rendezvous.progress import Progress
+from ddp_manual.errors import BadOption, DdpManualError
+from ddp_manual.rendezvous.progress import ENDED, Progress
 from ddp_manual.rundir import RunFolder
 from ddp_manual.world_spec import WorldSpec
 
@@ -44,6 +44,18 @@ class World(ABC):
     """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
     _folder: RunFolder = field(repr=False)
     _afterwards: ExitStack = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self._afterwards.callback(setattr, self.progress, "phase", ENDED)
+
+    def check_open(self, call: str) -> None:
+        """Raises BadOption where ``call`` comes too late: the others are gone."""
+        if self.progress.phase == ENDED:
+            raise BadOption(
+                f"{call} was called when the rendezvous had ended",
+                why="its world lasts as long as the with block: then the ranks leave, and the process group is closed",
+                next=f"call {call} inside: with rendezvous(...) as world:",
+            )
 
     @property
     def run_dir(self) -> Path | None:

@@ -12,9 +12,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from ddp_manual import WorldSpec, environment, spawn, spawning
+from ddp_manual import TrainConfig, WorldSpec, environment, spawn, spawning
+from ddp_manual import train as train_here
 from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
+from ddp_manual.rendezvous import alone, rendezvous
+from ddp_manual.rendezvous.lastwords import as_ours
 from ddp_manual.rendezvous.store import StoreGone
 from tests.conftest import REPOSITORY
 
@@ -96,3 +100,25 @@ def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
         assert spawning._as_ours(0, error).next == "start the script again"
     assert spawning._stopped([], signal.SIGINT).next == "start the script again"
+
+
+def test_a_process_group_that_is_opened_twice_is_to_be_left_to_the_rendezvous() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="twice") as caught:  # as in a function that spawn calls
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert as_ours(0, caught.value).next.startswith("leave init_process_group out")
+        with (
+            pytest.raises(BadOption, match="has a process group already"),
+            rendezvous(WorldSpec(device="cpu", backend="gloo")),
+        ):
+            pass
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_is_not_trained_in_once_its_rendezvous_has_ended() -> None:
+    with alone(WorldSpec(device="cpu")) as world:
+        world.check_open("train")
+    with pytest.raises(BadOption, match="train was called when the rendezvous had ended"):
+        train_here(world, TrainConfig())
