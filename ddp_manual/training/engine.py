@@ -151,7 +151,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.zero_grad()
         try:
-            scores = self.model(images)
+            scores = self.model(images).float()  # a model may compute in half precision
         except RuntimeError as error:
             if (unused := models.unused_parameters(self.model, error)) is not None:
                 raise unused from error
@@ -187,5 +187,5 @@ class Trainer:
         """
         samples = torch.arange(max(1, self.fewest_samples), device=self.train.labels.device) % len(self.train)
         images = self.normalise(self.train.images[samples])
-        F.cross_entropy(self.model(images), self.train.labels[samples]).backward()
+        F.cross_entropy(self.model(images).float(), self.train.labels[samples]).backward()
         self.optimizer.zero_grad()

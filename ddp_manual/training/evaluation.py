@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
 
-BATCH_SIZE = 1000
+# At once, and fewer of larger ones: they have no more pixels than so many of 32x32.
+MOST_IMAGES = 1000
+MOST_PIXELS = MOST_IMAGES * 32 * 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ def evaluate(
             collectives would then wait for a batch that never comes.
         split: on the model's device.
         on_scores: shown the scores of this rank's samples, which are ``rank``, ``rank`` + world_size, ..., batch after
-            batch: float [n, classes].
+            batch: float32 [n, classes].
     """
     was_training = model.training
     model.eval()
@@ -49,9 +51,10 @@ def evaluate(
     totals = torch.zeros(3, dtype=torch.float64, device=split.labels.device)
     share = torch.arange(len(split), device=split.labels.device)[rank::world_size]
     # A split of nothing is one empty batch, which a network need not take.
-    for samples in share.split(BATCH_SIZE) if len(share) else ():
+    for samples in share.split(_images_at_once(split)) if len(share) else ():
         labels = split.labels[samples]
-        scores = model(normalise(split.images[samples]))
+        # What a model computes in half precision has too few digits for a sum.
+        scores = model(normalise(split.images[samples])).float()
         if on_scores is not None:
             on_scores(scores)
         totals[0] += F.cross_entropy(scores, labels, reduction="sum")
@@ -61,3 +64,8 @@ def evaluate(
     model.train(was_training)
     loss, correct, count = totals.tolist()
     return Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))
+
+
+def _images_at_once(split: Split) -> int:
+    _, height, width = split.shape
+    return max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))

@@ -202,10 +202,10 @@ class WorkClock:
         self.reset()
 
 
-def diverged(step: int, lr: float) -> TrainingFailed:
-    """The loss was not finite after ``step`` steps, with about this learning rate."""
+def diverged(step: int, lr: float, what: str = "the loss was") -> TrainingFailed:
+    """``what`` not finite after ``step`` steps, with about this learning rate."""
     return TrainingFailed(
-        f"the loss was not finite at step {step}: training has diverged",
+        f"{what} not finite at step {step}: training has diverged",
         why=f"the learning rate was about {lr:g}; parameters that are not numbers do not recover, "
         "so training stopped and what was saved before is kept",
         next="try a smaller --lr, a longer --warmup_epochs, or --lr_scaling sqrt",

@@ -153,7 +153,7 @@ def fewest_samples(
                     "leave the softmax out, or end in log_softmax",
                     name,
                 )
-            F.cross_entropy(scores, torch.zeros(2, dtype=torch.int64, device=device)).backward()
+            F.cross_entropy(scores.float(), torch.zeros(2, dtype=torch.int64, device=device)).backward()
         except (BadOption, torch.OutOfMemoryError):
             raise
         except Exception as error:

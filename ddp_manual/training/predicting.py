@@ -88,7 +88,7 @@ def evaluate_and_predict(
         normalise,
         rank=rank,
         world_size=world_size,
-        on_scores=lambda scores: kept.append(scores.float().softmax(dim=1)),
+        on_scores=lambda scores: kept.append(scores.softmax(dim=1)),
     )
     nothing = torch.zeros(0, len(split.classes), device=split.labels.device)
     return evaluation, _gathered(torch.cat([nothing, *kept]), split, world_size=world_size)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ddp_manual.console import Progress as Bar
+from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Wishes
 from ddp_manual.training import checkpoint, collectives, models
 from ddp_manual.training.checkpoint import History
@@ -89,7 +90,7 @@ class Run:
         last evaluation changes nothing: the run is complete.
 
         Raises:
-            TrainingFailed: training has diverged; on every rank.
+            TrainingFailed: training has diverged, or the test loss is not finite; on every rank.
             DiskFull: a file could not be written; on rank 0.
         """
         course = self._trainer.course
@@ -162,7 +163,14 @@ class Run:
         else:
             result = evaluate(self._network, self._test, trainer.normalise, rank=rank, world_size=world_size)
         if not math.isfinite(result.loss):
-            raise diverged(self.position.step, trainer.schedule.peak)
+            self._check_parameters()
+            raise TrainingFailed(
+                f"the test loss is {result.loss} after epoch {self.position.epoch + 1}",
+                why="the loss of training was finite, and so are all parameters: it comes of the scores that the model "
+                "gives of some test images, or in eval() mode only",
+                next="look in the model's forward for a logarithm of 0 or a division by it; where its numbers grow too "
+                "large instead, try a smaller --lr",
+            )
         self.position = self.position.next_epoch()
         self.evaluations.append(result)
         logger.info(
@@ -192,9 +200,7 @@ class Run:
             TrainingFailed: training has diverged; on every rank.
         """
         self._doing.phase = "saving"
-        # The loss of the last step may have been finite where the parameters after it are not; the same on all ranks.
-        if not all(bool(parameter.isfinite().all()) for parameter in self._network.parameters()):
-            raise diverged(self.position.step, self._trainer.schedule.peak)
+        self._check_parameters()
         history = History(
             evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=self.train_seconds
         )
@@ -211,3 +217,12 @@ class Run:
 
         self._tracker.checkpoint(take, self._trainer.course)
         self._doing.phase = "training"
+
+    def _check_parameters(self) -> None:
+        """The loss of the last step may have been finite where the parameters after it are not; the same on all ranks.
+
+        Raises:
+            TrainingFailed: training has diverged.
+        """
+        if not all(bool(parameter.isfinite().all()) for parameter in self._network.parameters()):
+            raise diverged(self.position.step, self._trainer.schedule.peak, "the parameters were")

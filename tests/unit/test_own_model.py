@@ -226,6 +226,53 @@ def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) 
     assert fewest_samples(other) == 2
 
 
+def test_scores_of_half_precision_have_a_loss_of_single() -> None:
+    class Half(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images).bfloat16()
+
+    losses: list[Tensor] = []
+
+    class Noting(Meter):
+        def add(self, step: int, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
+            super().add(step, loss, scores, labels)
+            losses.append(loss)
+
+    trainer = trainer_of(Half(), 8)
+    list(trainer.train_epoch(Position(), Noting(CPU), Wishes(), on_step=lambda position: None))
+    assert {loss.dtype for loss in losses} == {torch.float32}
+
+
+def go(network: nn.Module, tracker: Tracker) -> None:
+    """Train for an epoch of eight samples, and test on them."""
+
+    class Doing:
+        phase, epoch, step, samples_per_second, step_seconds = "", 0, 0, 0.0, 0.0
+
+    trainer = trainer_of(network, 8)
+    Run(
+        network=network,
+        trainer=trainer,
+        test=trainer.train,
+        tracker=tracker,
+        position=Position(),
+        history=History(),
+        options={},
+        doing=Doing(),
+    ).go(Bar(), Wishes())
+
+
+def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
+    class NeverTheFirst(Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            scores = super().forward(images)
+            return scores if self.training else scores.where(torch.arange(CLASSES) > 0, -torch.inf)
+
+    with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
+        go(NeverTheFirst(), Tracker())
+    assert "in eval() mode only" in caught.value.why
+
+
 def test_a_runs_last_checkpoint_is_saved_before_what_can_be_made_anew_from_it() -> None:
     told: list[str] = []
 
@@ -233,19 +280,5 @@ def test_a_runs_last_checkpoint_is_saved_before_what_can_be_made_anew_from_it() 
         def __getattribute__(self, name: str) -> object:
             return lambda *_: told.append(name)
 
-    class Doing:
-        phase, epoch, step, samples_per_second, step_seconds = "", 0, 0, 0.0, 0.0
-
-    network = models.build("mlp", device=CPU, seed=0, shape=SHAPE, classes=CLASSES)
-    trainer = trainer_of(network, 8)
-    Run(
-        network=network,
-        trainer=trainer,
-        test=trainer.train,
-        tracker=Told(),
-        position=Position(),
-        history=History(),
-        options={},
-        doing=Doing(),
-    ).go(Bar(), Wishes())
+    go(models.build("mlp", device=CPU, seed=0, shape=SHAPE, classes=CLASSES), Told())
     assert [name for name in told if name != "trained"] == ["checkpoint", "evaluated", "predicted"]

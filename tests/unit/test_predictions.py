@@ -134,6 +134,32 @@ def test_a_rank_for_which_no_test_image_is_left_does_without_the_network(monkeyp
         assert predict(nothing_to_call, split, unit_scale(1), rank=rank, world_size=6) is None
 
 
+@pytest.mark.parametrize(("side", "batches"), [(28, [1000, 200]), (32, [1000, 200]), (640, [2, 1]), (1100, [1, 1])])
+def test_of_large_images_fewer_are_evaluated_at_once(side: int, batches: list[int]) -> None:
+    sizes: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(images))
+            return torch.zeros(len(images), 3)
+
+    images = torch.zeros(1, 3, side, side, dtype=torch.uint8).expand(sum(batches), -1, -1, -1)
+    evaluate(Counting(), Split(images, torch.zeros(sum(batches)).long(), CLASSES), unit_scale(3), rank=0, world_size=1)
+    assert sizes == batches
+
+
+def test_the_loss_of_a_model_that_computes_in_half_precision_is_summed_in_single() -> None:
+    split, scores = split_of([0, 1, 2] * 200), torch.randn(600, 3).bfloat16()
+
+    class Half(nn.Module):
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    found = evaluate(Half(), split, unit_scale(1), rank=0, world_size=1)
+    expected = nn.functional.cross_entropy(scores.double(), split.labels)
+    assert found.loss == pytest.approx(float(expected), rel=1e-6)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_picture_shows_the_images_themselves_in_the_predictions_order(channels: int) -> None:
     split = split_of([1, 0, 2, 2], channels=channels)

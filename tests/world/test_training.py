@@ -174,7 +174,7 @@ def test_parameters_that_blow_up_in_the_last_step_are_not_saved(start_rank: Star
     one_step = ["--batch_size", 60_000 // steps, "--warmup_epochs", 0, "--momentum", 0, "--clip_grad_norm", 0]
     rank = start_rank(0, 1, *one_step, "--lr", "1e38", "--weight_decay", "1e5", "--checkpoint_steps", 1)
     assert rank.wait() == 1
-    assert "error[training-failed]: the loss was not finite at step 1" in rank.err
+    assert "error[training-failed]: the parameters were not finite at step 1" in rank.err
     assert not (tmp_path / "run" / "model.pt").exists() and not (tmp_path / "run" / "checkpoints").exists()
 
 
