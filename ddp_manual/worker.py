@@ -170,7 +170,7 @@ def _check_trackers(config: TrainConfig) -> None:
 def _load(world: World, config: TrainConfig) -> Data:
     """The training and the test set, on the rank's device."""
     from ddp_manual.training.agreement import compare_data
-    from ddp_manual.training.data import Data, warn_of_untrained
+    from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
     from ddp_manual.training.images import unit_scale
     from ddp_manual.training.sources import PARTS, prepare, source_of
 
@@ -188,6 +188,7 @@ def _load(world: World, config: TrainConfig) -> Data:
         hosts=lambda: [line["host"] for line in world.roster()],
         own_factory=is_own_factory(config.dataset),
     )
+    check_shapes(config.dataset, train, test)
     if world.rank == 0:
         warn_of_untrained(train, test)
     train, test = (dataclasses.replace(split, digest=digests[part]) for part, split in parts.items())

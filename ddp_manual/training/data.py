@@ -65,6 +65,18 @@ class Split:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
+def check_shapes(dataset: str, train: Split, test: Split) -> None:
+    """Raises BadOption if the images of the two parts of ``dataset`` differ in size or channels."""
+    if train.shape == test.shape:
+        return
+    shapes = [f"{part} has {'x'.join(map(str, split.shape))}" for part, split in (("train", train), ("test", test))]
+    raise BadOption(
+        f"the images to train on and to test on differ in shape: {dataset}",
+        why=", ".join(shapes),
+        next="make them all alike" + (": --image_size 64" if dataset.startswith("folder:") else ""),
+    )
+
+
 def warn_of_untrained(train: Split, test: Split) -> None:
     """Say which classes no image is there to train on; a number beyond the labels may have made them."""
     trained, tested = (split.labels.bincount(minlength=len(split.classes)) > 0 for split in (train, test))

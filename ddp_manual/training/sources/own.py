@@ -83,9 +83,6 @@ class OwnData(Source):
             raise self._wrong(f"classes with a name that occurs twice: {', '.join(twice)}", "a name for each class")
         if count > len(names):
             raise self._wrong(f"a label {count - 1}", f"labels below {len(names)}, the number of its classes")
-        if parts[0][0].shape[1:] != parts[1][0].shape[1:]:
-            shapes = " and ".join(str(tuple(images.shape[1:])) for images, *_ in parts)
-            raise self._wrong(f"images of {shapes}", "images of one shape in both parts")
         self._parts = {
             part: Split(images, labels, names) for part, (images, labels, _) in zip(PARTS, parts, strict=True)
         }
