@@ -62,7 +62,7 @@ def take(
     options: Mapping[str, Any],
     world_size: int,
 ) -> Saved:
-    """The state as it is now; of rank 0, since all ranks have the same but for batch statistics, which are rank 0's."""
+    """The state as it is now; of rank 0, since all ranks have the same but for buffers, which are rank 0's."""
     return Saved(
         position=position,
         history=history,

@@ -14,6 +14,8 @@ from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.training import collectives, own_model
 
 MNIST = (1, 28, 28)
+# And none that is made of them: batch renormalisation reads its running statistics in training too.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ConvNet(nn.Module):
@@ -197,17 +199,19 @@ def fewest_samples(
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     """DDP around a model that is already on its device.
 
-    Buffers are not broadcast at every step: batch normalisation does not read its running statistics while training,
-    so it is enough that ``share_buffers`` copies rank 0's before they are read.
+    Rank 0's buffers are broadcast at every step, unless there are only those of batch normalisation: it does not read
+    its running statistics while training, so it is enough that ``share_buffers`` copies them before they are read.
     """
     # torch 2.15 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    no_broadcast: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    others = [module for module in model.modules() if type(module) not in BATCH_NORMS]
+    needed = any(list(module.buffers(recurse=False)) for module in others)
+    broadcast: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": needed}
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **no_broadcast,
+        **broadcast,
     )
 
 

@@ -93,9 +93,35 @@ def test_a_module_that_is_not_there_is_told_before_the_others_are_waited_for(sta
     assert "there is no module nowhere" in rank.err and "listening" not in rank.err
 
 
-def test_dropout_goes_on_from_a_checkpoint_as_if_the_run_had_not_stopped(start_own: Start, tmp_path: Path) -> None:
+CENTRED = """
+import torch
+from torch import nn
+
+class Centred(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(count))
+    def forward(self, inputs):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(inputs.mean(0), 0.1)
+        return inputs - self.mean
+
+def network(shape, classes):
+    return nn.Sequential(nn.Flatten(), Centred(256), nn.Linear(256, 9), nn.Tanh(), nn.Dropout(), nn.Linear(9, classes))
+"""
+
+
+def test_dropout_and_a_buffer_that_is_read_go_on_from_a_checkpoint_as_if_the_run_had_not_stopped(
+    start_own: Start, tmp_path: Path
+) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
-    options = ("--model", "classic", "--epochs", 2, "--checkpoint_steps", 3)
+    options = ("--model", "centred:network", "--epochs", 2, "--checkpoint_steps", 3)
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+        (folder / "centred.py").write_text(CENTRED)
 
     def train(run_dir: Path, *more: object) -> None:
         ranks = [start_own(rank, *options, "--keep", 9, "--run_dir", run_dir, *more) for rank in range(2)]
