@@ -268,6 +268,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         ("def made(): return (images[:, 0], labels), (images[:, 0], labels.int())", ("0", "1")),
         ("def made(): return (images.numpy()[:, ::-1], labels.numpy()), (images.numpy(), [0, 1, 0, 1])", ("0", "1")),
         ("def made(): return [(images[0].numpy(), one) for one in labels.numpy()], part", ("0", "1")),
+        ("def made(): return [(images[0], one) for one in labels.numpy().reshape(4, 1)], part", ("0", "1")),
+        ("def made(): return part, (images, labels.numpy().astype('uint16'))", ("0", "1")),
     ],
 )
 def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classes: tuple[str, ...]) -> None:
@@ -322,6 +324,12 @@ def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
         ("def made(): return part, [('x', 0)]", "a str in item 0 of its test part"),
         ("def made(): return part, [(images[0], 'cat')]", "a strange item 0"),
         ("def made(): return part, [(images[0], 0), (images[0, :, :4], 0)]", "in its test part"),
+        ("def made(): return part, [(images[0], 0.5)]", "a strange item 0 of its test part .'float' object"),
+        ("def made(): return part, [(images[0], '1')]", "a strange item 0 of its test part .'str' object"),
+        ("def made(): return part, [(images[0], labels[0] / 2)]", "its label is float32"),
+        ("def made(): return part, [(images[0], labels.numpy()[0] / 2)]", "its label is float64"),
+        ("def made(): return part, [(images[0], labels[0] > 0)]", "its label is bool"),
+        ("def made(): return part, [(images[0], labels)]", "only integer tensors of a single element"),
         ("class Few(Pictures): classes = ('cat',)\ndef made(): return Few(), Few()", "a label 1"),
         (
             "class Few(Pictures): classes = ('dog', 'cat')\ndef made(): return Pictures(), Few()",

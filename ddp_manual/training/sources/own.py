@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import random
 import sys
 from collections import Counter
@@ -123,18 +124,19 @@ class OwnData(Source):
                 "uint8 [N, 1 or 3, H, W], 0 to 255: they are normalised here",
                 _converting(images),
             )
-        if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
+        if labels.shape != images.shape[:1] or not _is_whole(labels):
             raise self._wrong(
                 f"{part} labels that are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}",
                 f"whole numbers [{len(images)}], one for each image",
             )
+        labels = labels.long()  # torch compares no unsigned ones
         if not len(images) or int(labels.min()) < 0:
             raise self._wrong(
                 f"a {part} part without images" if not len(images) else f"a {part} label {int(labels.min())}",
                 "at least one image, and labels from 0",
             )
         # A factory may have put them on a GPU; ranks compare, measure and move them from the CPU.
-        return images.cpu().contiguous(), labels.cpu().long(), names
+        return images.cpu().contiguous(), labels.cpu(), names
 
     def _tensor(self, part: str, value: Any) -> Tensor:
         try:
@@ -150,10 +152,12 @@ class OwnData(Source):
             item = self._item(part, dataset, index)
             try:
                 image, label = item
-                labels.append(int(label))
+                labels.append(_index(label))
                 pixels = _pixels(image)
             except (TypeError, ValueError) as error:
-                raise self._wrong(f"a strange {where} ({error})", "pairs (image, label)") from error
+                raise self._wrong(
+                    f"a strange {where} ({error})", "pairs (image, label), the label a whole number"
+                ) from error
             if not isinstance(pixels, Tensor):
                 raise self._wrong(
                     f"a {type(image).__name__} in {where}", "an image of Pillow's, or a uint8 tensor or array"
@@ -205,6 +209,19 @@ def _converting(images: Tensor) -> str | None:
     if images.dim() == 4 and images.shape[-1] in (1, 3):
         return "put the channels first: images.permute(0, 3, 1, 2), or of a single image image.permute(2, 0, 1)"
     return None
+
+
+def _index(label: Any) -> int:
+    """Raises TypeError where it is no whole number: ``int`` would cut a half off, and read texts."""
+    if hasattr(label, "dtype"):  # a tensor, an array or a number of numpy's
+        label = _as_tensor(label)
+        if not _is_whole(label):
+            raise TypeError(f"its label is {str(label.dtype).removeprefix('torch.')}")
+    return operator.index(label)
+
+
+def _is_whole(labels: Tensor) -> bool:
+    return not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
 
 
 def _is_array(value: Any) -> bool:
