@@ -56,15 +56,17 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
     model = model.cpu()
     if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
         model.register_forward_pre_hook(_in_rows)
-    images = _two_images(shape)
-    try:
-        # Not in training mode: neither batch statistics nor random numbers are touched.
-        with torch.no_grad():
-            scores = model.eval()(images)
-    except Exception as error:  # whatever a user's forward raises
-        raise _wrong(name, f"fails on images {_of(images)}: {_reason(error)}", "that it takes them") from error
+    model.eval()
+    # One too: so many may be left for the end of an evaluation.
+    for images in (_two_images(shape), _two_images(shape)[:1]):
+        try:
+            # Not in training mode: neither batch statistics nor random numbers are touched.
+            with torch.no_grad():
+                scores = model(images)
+        except Exception as error:  # whatever a user's forward raises
+            raise _wrong(name, f"fails on images {_of(images)}: {_reason(error)}", "that it takes them") from error
+        _check_scores(name, scores, len(images), classes)
     model.train()
-    _check_scores(name, scores, classes)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise _wrong(name, "has no parameter to train", "one at least with requires_grad")
     _check_state(name, model)
@@ -91,11 +93,11 @@ def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> 
         state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def _check_scores(name: str, scores: Any, classes: int, when: str = "") -> None:
-    if not isinstance(scores, Tensor) or scores.shape != (2, classes) or not scores.is_floating_point():
+def _check_scores(name: str, scores: Any, count: int, classes: int, when: str = "") -> None:
+    if not isinstance(scores, Tensor) or scores.shape != (count, classes) or not scores.is_floating_point():
         given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        wanted = f"scores of {classes} classes, a float tensor [2, {classes}]"
-        raise _wrong(name, f"gives {given} for 2 images{when}", wanted)
+        wanted = f"scores of {classes} classes, a float tensor [{count}, {classes}]"
+        raise _wrong(name, f"gives {given} for {count} image{'s'[: count > 1]}{when}", wanted)
 
 
 def _are_probabilities(scores: Tensor) -> bool:
@@ -146,7 +148,7 @@ def fewest_samples(
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
         try:
             scores = trial(images)
-            _check_scores(name, scores, classes, " while it trains")
+            _check_scores(name, scores, 2, classes, " while it trains")
             if _are_probabilities(scores) and collectives.rank() == 0:
                 logger.warning(
                     "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "

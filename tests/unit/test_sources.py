@@ -428,6 +428,11 @@ def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_t
         ("def made(): return None", "returned a NoneType"),
         ("def made(): return torch.nn.Linear", "returned a type"),
         ("def made(): return torch.nn.Flatten()", r"gives \[2, 192\] for 2 images"),
+        (
+            "class Made(torch.nn.Linear):\n    def forward(self, x): return super().forward(x.flatten(1)).squeeze()\n"
+            "def made(): return Made(192, 2)",
+            r"gives \[2\] for 1 image\n",
+        ),
         ("def made(): return torch.nn.Linear(3, 2)", "fails on images float32 .2, 3, 8, 8.: RuntimeError"),
         (
             "def made(classes): return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(classes + 1))",
