@@ -57,8 +57,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     from ddp_manual.training.sources import prepared
 
     source = prepared(config)
-    test = source.load(Path(config.data_dir), "test")
-    _check_fit(saved, config, test)
+    test = _fitting(saved, config, source.load(Path(config.data_dir), "test"), flags)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = _network(saved, config, test).to(device)
     normalise = _normalise(saved, config, source, test, flags)
@@ -142,10 +141,15 @@ def _spare_a_runs_own(folder: Path) -> None:
         )
 
 
-def _check_fit(saved: SavedModel, config: TrainConfig, test: Split) -> None:
+def _fitting(saved: SavedModel, config: TrainConfig, test: Split, flags: Mapping[str, Any]) -> Split:
+    """``test``, with the labels of the training where its classes have the same names in another order.
+
+    Raises:
+        CheckpointMismatch: it has other images, or another number of classes.
+    """
     trained = saved.trained
     if trained is None or trained.shape is None or trained.classes is None:
-        return
+        return test
     has = f"{_shape(test.shape)} images of {len(test.classes)} classes"
     wants = f"{_shape(trained.shape)} images of {len(trained.classes)} classes"
     if has != wants:
@@ -155,11 +159,15 @@ def _check_fit(saved: SavedModel, config: TrainConfig, test: Split) -> None:
             next=_what_fits(trained.shape, test.shape),
         )
     if test.classes != trained.classes:
+        if "classes" not in flags and sorted(test.classes) == sorted(trained.classes):
+            logger.info("the classes of %s are put into the order they had in training", config.dataset)
+            return test.in_the_order_of(trained.classes)
         different = [(one, other) for one, other in zip(trained.classes, test.classes, strict=True) if one != other]
         logger.warning(
             "the classes have other names than those the model was trained on: %s",
             ", ".join(f"{other} instead of {one}" for one, other in different[:5]),
         )
+    return test
 
 
 def _what_fits(wanted: tuple[int, int, int], has: tuple[int, int, int]) -> str:

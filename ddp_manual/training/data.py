@@ -61,6 +61,12 @@ class Split:
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 
+    def in_the_order_of(self, classes: tuple[str, ...]) -> Split:
+        """The same images with labels that are indices into ``classes``, which are its own in another order."""
+        places = {name: place for place, name in enumerate(classes)}
+        renumbered = torch.tensor([places[name] for name in self.classes])
+        return replace(self, labels=renumbered[self.labels], classes=classes)
+
     def to(self, device: torch.device) -> Split:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 

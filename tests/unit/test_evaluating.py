@@ -317,6 +317,29 @@ def test_other_names_of_as_many_classes_are_a_warning(run: Path, capsys: pytest.
     assert "\n  wasp " in said.out
 
 
+def test_the_same_classes_in_another_order_are_numbered_as_in_training(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["evaluate", "--checkpoint", str(run), "--json"]
+    assert cli.run(arguments) == 0
+    as_trained = json.loads(capsys.readouterr().out)
+    described = json.loads((run / "config.json").read_text())
+    order = [1, 2, 0]
+    described["run"]["classes"] = [described["run"]["classes"][place] for place in order]
+    (run / "config.json").write_text(json.dumps(described))
+    parameters = torch.load(run / "model.pt", weights_only=True)
+    torch.save({n: v[order] if n.startswith("fc.") else v for n, v in parameters.items()}, run / "model.pt")
+    assert cli.run(arguments) == 0
+    said = capsys.readouterr()
+    assert "are put into the order they had in training" in said.err and "other names" not in said.err
+    report = json.loads(said.out)
+    assert [one["name"] for one in report["classes"]] == ["bee", "cat", "ant"]
+    assert report["loss"] == pytest.approx(as_trained["loss"]) and report["accuracy"] == as_trained["accuracy"]
+    assert sorted(report["classes"], key=lambda one: str(one["name"])) == as_trained["classes"]
+    assert cli.run([*arguments, "--classes", "ant,bee,cat"]) == 0
+    assert "ant instead of bee" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("run_facts", "why"),
     [
