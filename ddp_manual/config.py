@@ -241,7 +241,8 @@ class TrainConfig(Options):
     @classmethod
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
         """Flags given as keyword arguments, then what the JSON file at ``path`` gives, or that of the run in the folder
-        ``path``, then the defaults.
+        ``path``, then the defaults. With another data set than the file's, its class names do not count, nor does its
+        image size unless both are folders of images.
 
         Raises:
             BadOption: see ``from_json``; also when the file cannot be read.
@@ -251,6 +252,11 @@ class TrainConfig(Options):
         for one, other in (BATCH_SIZES, BATCH_SIZES[::-1]):
             if one in flags and other not in flags:
                 values.pop(other, None)
+        dataset = flags.get("dataset")
+        if dataset is not None and values.get("dataset", dataset) != dataset:
+            values.pop("classes", None)
+            if not dataset.startswith("folder:"):
+                values.pop("image_size", None)
         sources = {**dict.fromkeys(values, f"from {path}"), **dict.fromkeys(flags, "flag")}
         return cls(**{**values, **flags}, sources=sources)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import textwrap
 from collections import Counter
@@ -98,12 +97,7 @@ def _config(saved: SavedModel, flags: Mapping[str, Any]) -> TrainConfig:
     if known is None:
         return TrainConfig(**flags, sources=dict.fromkeys(flags, "flag"))
     _refuse_code_nobody_named(path, known, flags)
-    values = dict(flags)
-    dataset = flags.get("dataset", known.dataset)
-    if dataset != known.dataset:
-        values.setdefault("classes", None)
-        values.setdefault("image_size", known.image_size if dataset.startswith("folder:") else None)
-    config = dataclasses.replace(known, **values, sources={**known.sources, **dict.fromkeys(flags, "flag")})
+    config = TrainConfig.from_file(str(path), **flags)
     _warn_of_changed_code(saved, known, config)
     return config
 

@@ -55,6 +55,20 @@ def test_one_batch_size_that_is_typed_takes_the_place_of_the_other_in_the_file(
     assert (getattr(config, in_the_file), getattr(config, flag)) == (None, 80)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "image_size", "classes"),
+    [("folder:pets", 64, "cat,dog"), ("folder:birds", 64, None), ("mnist", None, None), (None, 64, "cat,dog")],
+)
+def test_the_names_and_the_size_of_another_data_set_do_not_count(
+    file: Path, dataset: str | None, image_size: int | None, classes: str | None
+) -> None:
+    file.write_text('{"dataset": "folder:pets", "image_size": 64, "classes": "cat,dog"}')
+    config = TrainConfig.from_file(str(file), **({} if dataset is None else {"dataset": dataset}))
+    assert (config.image_size, config.classes) == (image_size, classes)
+    file.write_text('{"classes": "cat,dog"}')
+    assert TrainConfig.from_file(str(file), dataset="folder:pets").classes == "cat,dog"
+
+
 def test_both_batch_sizes_in_one_file_are_refused(file: Path) -> None:
     file.write_text('{"batch_size": 60, "global_batch_size": 60}')
     with pytest.raises(BadOption, match="cannot both be given"):
