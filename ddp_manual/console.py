@@ -62,6 +62,11 @@ def escape_what_cannot_be_shown() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def escaped(text: str) -> str:
+    """With escapes for what is no Unicode, such as a byte in a file's name: not all that takes a text takes that."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def stdout_failed(error: OSError) -> DdpManualError:
     """What an ``error`` of a write to stdout ends as; from here on all that is written there is dropped."""
     with suppress(OSError, ValueError):  # else what is left in its buffer fails once more when the process ends

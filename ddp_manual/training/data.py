@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ddp_manual.console import escaped
 from ddp_manual.errors import BadOption
 from ddp_manual.training.images import Normalise
 
@@ -32,6 +33,7 @@ class Split:
     Args:
         images: uint8 [N, C, H, W]; C is 1 for grey images, 3 for red, green and blue.
         labels: int64 [N], each an index into ``classes``.
+        classes: their names; a byte that is no UTF-8, as in a folder's name, becomes an escape.
         digest: of images and labels, where the ranks have compared them.
 
     Raises:
@@ -44,6 +46,7 @@ class Split:
     digest: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", tuple(map(escaped, self.classes)))
         for name in self.classes:
             if any(unicodedata.category(letter) in UNSHOWABLE for letter in name):
                 raise BadOption(

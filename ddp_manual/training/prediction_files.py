@@ -92,7 +92,6 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[by
     writer = csv.writer(text, lineterminator="\n")
     for row in itertools.chain([header], rows):
         writer.writerow(row)
-        # The name of a folder, and so of a class, may be anything but UTF-8.
-        yield text.getvalue().encode("utf-8", "backslashreplace")
+        yield text.getvalue().encode()
         text.seek(0)
         text.truncate()

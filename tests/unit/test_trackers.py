@@ -24,6 +24,7 @@ from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.rendezvous import alone
 from ddp_manual.rundir import RunPaths
+from ddp_manual.training import trackers
 from ddp_manual.training.data import Split
 from ddp_manual.training.metering import Metrics
 from ddp_manual.training.predicting import Predictions
@@ -313,6 +314,22 @@ def test_the_table_has_the_first_100_predictions_as_they_are_ordered(about: Abou
     assert (first.number, first.guess, first.truth) == (119, "dog", "cat")
     assert first.scores == pytest.approx((0.405, 0.595))
     assert first.image.shape == (4, 5, 3) and (first.image == 119).all()
+
+
+def test_names_that_are_not_utf_8_reach_a_tracker_with_escapes(tmp_path: Path) -> None:
+    """protobuf, which TensorBoard writes, takes no others."""
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    config = TrainConfig(dataset=f"folder:{name}", track="jsonl")
+    split = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), (name, "dog"))
+    described = {**config.as_dict(), "run": {"world_size": 1, "classes": split.classes}}
+    paths = RunPaths(tmp_path)
+    tracker = trackers.of_rank_0(config, paths, described, "0123abcd", over=False, afterwards=at_once)
+    tracker.predicted(Predictions(torch.eye(2), split))
+    tracker.closed()
+    started, table, _ = lines(paths.track)
+    assert started["name"] == "convnet-folder:caf\\udce9-1ranks-0123abcd"
+    assert started["hyperparameters"]["dataset"] == "folder:caf\\udce9"
+    assert started["hyperparameters"]["classes"] == list(table["rows"][0]["scores"]) == ["caf\\udce9", "dog"]
 
 
 @pytest.mark.parametrize(

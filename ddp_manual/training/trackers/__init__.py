@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddp_manual.config import TrainConfig
+from ddp_manual.console import escaped
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training.trackers.followed import Followed
 from ddp_manual.training.trackers.jsonl import JsonLines
@@ -39,7 +40,8 @@ def of_rank_0(
         return files
     flat = {**hyperparameters, **hyperparameters.get("run", {})}
     flat.pop("run", None)
-    about = About(name=run_name(config, flat["world_size"], run_id), hyperparameters=flat, paths=paths)
+    shown = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
+    about = About(name=escaped(run_name(config, flat["world_size"], run_id)), hyperparameters=shown, paths=paths)
     sinks = [_sink(name, paths) for name in config.trackers]
     return Several(files, Followed(sinks, about, afterwards=afterwards))
 
