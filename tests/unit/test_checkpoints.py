@@ -548,6 +548,6 @@ def test_code_that_has_changed_since_the_checkpoint_is_said_and_not_refused(
     (tmp_path / "mine_resumed.py").write_text("two = 2")
     older = {name: value for name, value in options.items() if name != "model_source"}
     going_on(tmp_path, replace(then, options=older), network, train, model="mine_resumed:net")
-    assert "changed" not in caplog.text
+    assert "has changed" not in caplog.text
     going_on(tmp_path, then, network, train, model="mine_resumed:net")
     assert "the source of mine_resumed:net has changed since the checkpoint" in caplog.messages
