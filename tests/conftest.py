@@ -127,6 +127,15 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """A rendezvous in this process sets variables, which the next test's processes are not to inherit."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start any command; every process is gone when the test is over. ``place``, ``fresh``: see ``forking.start``."""

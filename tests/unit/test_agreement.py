@@ -69,15 +69,18 @@ def test_a_run_does_not_go_on_with_other_data_where_the_checkpoint_tells(
     monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
     config = TrainConfig(dataset="my_shapes:shapes")
 
-    def go_on(options: dict[str, Any], train: Split) -> None:
-        saved: Any = SimpleNamespace(options=options, position=Position())
-        trainer: Any = SimpleNamespace(train=train, course=SimpleNamespace(samples=2))
-        resuming._compare(tmp_path / "step.pt", saved, config, trainer)
+    def options(digest: str) -> dict[str, Any]:
+        return resuming.options_of(config, replace(SPLIT, digest=digest), SPLIT)
 
-    then = resuming.options_of(config, replace(SPLIT, digest="1a"))
-    go_on(then, replace(SPLIT, digest="1a"))
+    def go_on(then: dict[str, Any], now: dict[str, Any]) -> None:
+        saved: Any = SimpleNamespace(options=then, position=Position())
+        trainer: Any = SimpleNamespace(course=SimpleNamespace(samples=2))
+        resuming._compare(tmp_path / "step.pt", saved, config, trainer, now)
+
+    then = options("1a")
+    go_on(then, options("1a"))
     with pytest.raises(CheckpointMismatch, match="is of a run on other data") as caught:
-        go_on(then, replace(SPLIT, digest="2b"))
+        go_on(then, options("2b"))
     assert "1a in the checkpoint / 2b here" in caught.value.why
     del then["data"]  # as in a checkpoint of an earlier version
-    go_on(then, replace(SPLIT, digest="2b"))
+    go_on(then, options("2b"))
