@@ -46,7 +46,7 @@ def refuse_while_importing(call: str) -> None:
     if _imported_now:
         raise BadOption(
             f"importing {_imported_now[-1]} calls {call}",
-            why="an option names it for what it defines, and this process is a rank already or about to become one",
+            why="an option names it for what it defines, not to have it run",
             next=GUARD,
         )
 

@@ -45,13 +45,14 @@ def run(spec: WorldSpec, config: TrainConfig) -> dict[str, Any]:
     if spec.rank == 0:
         _check_trackers(config)
         resuming.check_run_dir(config)
-    if "world_size" not in spec.sources and not config.no_ddp:
+    if spec.source("world_size") == "default" and not config.no_ddp:
         logger.info("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
 
     own_code = _own_code(config)
-    from ddp_manual.training.sources import source_of
+    if spec.rank == 0:  # what is wrong on one host alone the ranks tell one another once they have met
+        from ddp_manual.training.sources import source_of
 
-    source_of(config).check()
+        source_of(config).check()
     from ddp_manual.rendezvous.lastwords import as_ours
 
     def go_on(paths: RunPaths) -> str:

@@ -31,7 +31,7 @@ def check_none_open() -> None:
             "this process has a process group already",
             why="another rendezvous of this script is still open, or it has called init_process_group",
             next="leave init_process_group out, since a rendezvous opens the group\n"
-            "or end the one rendezvous before the next begins",
+            "or end the one rendezvous before the next begins; after one that has failed, begin in a new process",
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,11 @@ class Stall:
 
     waiting: list[int]
     behind: list[int]
-    """Empty where all wait in the same one: the network between two of them is cut, or it is a collective of torch's
-    that never ends."""
+    """Empty where all wait: the network between two of them is cut, or they are in different collectives."""
     seconds: float
+    fewer: Sequence[int] = ()
+    """Of those that wait, the ones that have begun fewer collectives than others: that is where a connection is cut, or
+    they are busy inside torch."""
 
 
 @dataclass
@@ -135,9 +137,11 @@ class Judge:
             for rank, known in active.items()
             if any(count < most.get(group, 0) for group, count in known.beat.collectives.items())
         ]
+        fewer = []
         if not self._async:
-            # One that is inside is there with what the others want from it, and waits for theirs: where a connection is
-            # cut, some may have had all of a collective that others still wait for.
+            # One that is inside is most likely there with what the others want from it, and waits for theirs: where a
+            # connection is cut, some may have had all of a collective that others still wait for.
+            fewer = [rank for rank in behind if rank in waiting]
             behind = [rank for rank in behind if rank not in waiting]
         behind = behind or [rank for rank, known in active.items() if not known.beat.inside]
         if set(behind) >= set(waiting):  # as under NCCL, where the program waits in a line of its own
@@ -145,7 +149,7 @@ class Judge:
             behind = [rank for rank, known in active.items() if known.beat.place != usual]
         waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
         longest = max(now - active[rank].changed for rank in waiting or behind)
-        return Stall(waiting, behind, longest)
+        return Stall(waiting, behind, longest, [] if behind else fewer)
 
     def newly_slow(self, now: float) -> list[tuple[int, float, float]]:
         """Ranks that have become slow: rank, seconds its own work takes per step, the median's. Each is named once."""

@@ -324,7 +324,7 @@ class Keeper(Watchdog):
         if stall is not None:
             self._stalled = stall
             beats = {rank: self._judge.beat(rank) for rank in stall.waiting}
-            self._gather_stacks("", stall.behind or verdicts.one_per_place(beats), self._name_the_stalled)
+            self._gather_stacks("", stall.behind or verdicts.one_per_place(stall, beats), self._name_the_stalled)
 
     def _name_the_stalled(self, found: Mapping[int, str]) -> None:
         """With their stacks. Unless they have gone on meanwhile, at the last moment."""

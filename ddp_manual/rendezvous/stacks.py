@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dis
+import functools
 import os
 import sys
 import threading
 import traceback
-from types import FrameType
+from types import CodeType, FrameType
 
 LONGEST = 20_000
 # This package's own threads, which wait for messages all the time.
@@ -28,7 +29,7 @@ def whereabouts(thread: int) -> tuple[bool, str]:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False, ""
-    inside = any(part in frame.f_code.co_filename for part in _PARTS) or _waits(frame)
+    inside = any(part in frame.f_code.co_filename for part in _PARTS) or _waits(frame.f_code, frame.f_lasti)
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     return inside, _line(frame, frame.f_lineno)
@@ -44,14 +45,14 @@ def _line(frame: FrameType, number: int) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
 
 
-def _waits(frame: FrameType) -> bool:
-    """Whether it calls a method ``wait`` that is no Python: that of a collective which was begun with async_op."""
-    code = frame.f_code
+@functools.lru_cache(maxsize=64)
+def _waits(code: CodeType, instruction: int) -> bool:
+    """Whether a method ``wait`` is called there: if it is no Python, that of a collective begun with async_op."""
     if "wait" not in code.co_names:
         return False
     called = ""
     for one in dis.get_instructions(code):
-        if one.offset >= frame.f_lasti:
+        if one.offset >= instruction:
             break
         if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "CALL")):
             called = "" if one.opname.startswith("CALL") else one.argval

@@ -125,7 +125,7 @@ def stalled(
     """Ranks that live and do not come to where the others wait for them."""
     who_waits = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
     if not stall.behind:
-        shown = one_per_place({rank: beats[rank] for rank in stall.waiting})
+        shown = one_per_place(stall, beats)
         cause = "a connection between two of them may be cut: ddp-manual check tries them all"
         if len(shown) > 1:
             cause = (
@@ -139,6 +139,7 @@ def stalled(
                 why="\n".join(
                     [
                         *_places(members, stall.waiting, beats),
+                        *_fewer(stall),
                         *(_stack(members[rank], stacks.get(rank)) for rank in shown),
                     ]
                 ),
@@ -164,10 +165,21 @@ def stalled(
     )
 
 
-def one_per_place(beats: Mapping[int, Beat]) -> list[int]:
-    """The first rank on each line of the program, of at most two lines."""
-    first = {beat.place: rank for rank, beat in sorted(beats.items(), reverse=True)}
-    return sorted(first.values())[:2]
+def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:
+    """A rank on each line of the program that ranks wait on, of at most two lines: whose stacks are worth a look."""
+    first: dict[str, int] = {}
+    for rank in (*stall.fewer, *stall.waiting):
+        first.setdefault(beats[rank].place, rank)
+    return sorted([*first.values()][:2])
+
+
+def _fewer(stall: Stall) -> list[str]:
+    if not stall.fewer:
+        return []
+    who = in_words(as_ranges(sorted(stall.fewer)))
+    return [
+        f"{who} began fewer collectives than the others: cut off in the last one, or busy inside torch before the next"
+    ]
 
 
 def _places(members: Sequence[Member], ranks: Sequence[int], beats: Mapping[int, Beat]) -> list[str]:

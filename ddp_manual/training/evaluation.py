@@ -26,7 +26,7 @@ class Evaluation:
     samples: int
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode(): a buffer that is made anew here has to go on in training
 def evaluate(
     model: nn.Module,
     split: Split,

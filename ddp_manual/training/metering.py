@@ -2,7 +2,8 @@
 
 A sync point is a single all-reduce. It adds up the metrics and carries, each rank in places of its own, whether a
 signal has asked it to stop or to save, its first step with a loss that is not finite, and how long its steps took. All
-ranks read the same numbers, so they decide alike. Nothing else passes between them but the gradients.
+ranks read the same numbers, so they decide alike. Nothing else passes between them in a step but the gradients, and the
+buffers of a model that needs them to be the same.
 """
 
 from __future__ import annotations

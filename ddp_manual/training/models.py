@@ -217,7 +217,7 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
 
 def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
     """What DDP raises in the step after one that left parameters without a gradient, with their names; else None."""
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     if found is None or not isinstance(model, DistributedDataParallel):
         return None
     trained = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]

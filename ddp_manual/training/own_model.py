@@ -89,7 +89,7 @@ def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[s
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(f"{prefix}{COMPILED}.")]:
         state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -108,25 +109,26 @@ def test_a_rank_that_waits_for_the_rest_of_a_collective_which_another_has_ended_
     beat_until(judge, 301, {0: ahead, 1: waits, 2: waits})
     stall = judge.stall(301)
     assert stall is not None
-    assert (stall.waiting, stall.behind) == ([0, 1, 2], [])
+    assert (stall.waiting, stall.behind, stall.fewer) == ([0, 1, 2], [], [1, 2])
 
 
 def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_for_each_and_told_what_that_means() -> None:
-    def named(*places: str) -> str:
+    def named(*places: str, fewer: Sequence[int] = ()) -> str:
         beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
         members = [
             Member(rank=rank, host="vm", pid=10 + rank, nonce="", address="", probe_port=0)
             for rank in range(len(places))
         ]
-        assert verdicts.one_per_place(beats) == sorted({places.index(place) for place in places})
-        stall = Stall(waiting=list(beats), behind=[], seconds=300.0)
-        stacks = {rank: f"stack {rank}" for rank in verdicts.one_per_place(beats)}
+        stall = Stall(waiting=list(beats), behind=[], seconds=300.0, fewer=fewer)
+        stacks = {rank: f"stack {rank}" for rank in verdicts.one_per_place(stall, beats)}
         return verdicts.as_error(verdicts.stalled(members, stall, beats, stacks, "again")).render()
 
     same = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f")
     assert "stack 0" in same and "stack 2" not in same and "if rank == 0" not in same
     differ = named("train.py:1 in f", "train.py:1 in f", "train.py:9 in save")
     assert "stack 0" in differ and "stack 2" in differ and "if rank == 0" in differ and "may be cut" in differ
+    busy = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f", fewer=[1])
+    assert "rank 1 began fewer collectives" in busy and "stack 1" in busy and "stack 0" not in busy
 
 
 def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_behind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -193,18 +194,26 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
         trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=1)
 
 
-def test_parameters_that_only_some_steps_use_are_named(one_rank: None) -> None:
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
+def test_parameters_that_only_some_steps_use_are_named(
+    one_rank: None, level: dist.DebugLevel, request: pytest.FixtureRequest
+) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG torch says more."""
+    request.addfinalizer(partial(dist.set_debug_level, dist.get_debug_level()))
+    dist.set_debug_level(level)
+
     class Varying(Linear):
         steps = 0
 
         def forward(self, images: Tensor) -> Tensor:
             self.steps += 1
             scores = super().forward(images)
-            return scores if self.steps > 2 else scores + self.early(scores)
+            return scores if self.steps > 2 else scores + self.get_submodule("12")(scores)
 
     network = Varying()
-    network.frozen, network.early = nn.Linear(1, 1).requires_grad_(False), nn.Linear(CLASSES, CLASSES)
-    with pytest.raises(TrainingFailed, match=r"in a step: early\.weight, early\.bias\n") as caught:
+    network.frozen = nn.Linear(1, 1).requires_grad_(False)
+    network.add_module("12", nn.Linear(CLASSES, CLASSES))  # as in a Sequential
+    with pytest.raises(TrainingFailed, match=r"in a step: 12\.weight, 12\.bias\n") as caught:
         trained(models.wrap(network, CPU), samples=16, fewest=1)
     assert "--no_ddp" in caught.value.next
 

@@ -99,11 +99,16 @@ def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: object, n
         [load(animals, part) for part in PARTS]
 
 
-def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for(animals: Path, port: int) -> None:
+def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for(
+    animals: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(animals / "test")
-    alone = WorldSpec(world_size=2, rank=1, master_port=port)
-    with pytest.raises(DataMissing, match="test cannot be read as a folder of images"):
-        worker.run(alone, TrainConfig(dataset=f"folder:{animals}"))
+    said = []
+    for spec in (WorldSpec(world_size=2, master_port=port), WorldSpec()):
+        with pytest.raises(DataMissing, match="test cannot be read as a folder of images"):
+            worker.run(spec, TrainConfig(dataset=f"folder:{animals}"))
+        said.append("this rank trains alone" in capsys.readouterr().err)
+    assert said == [False, True]
 
 
 def test_images_to_test_on_of_another_size_are_refused_before_training(animals: Path, tmp_path: Path) -> None:
@@ -404,6 +409,10 @@ def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_t
         def made(): return Noisy(), Noisy()
         def still(): return Noisy(), Pictures()
         def pictures(): return [(image, 0) for image in images], Pictures()
+        class Once(Pictures):
+            def __init__(self): self.left = dict(enumerate(images))
+            def __getitem__(self, index): return iter((self.left.pop(index), 0))
+        def once(): return Once(), Once()
         """
     )
 
@@ -415,7 +424,7 @@ def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_t
 
     once = read(0)
     assert not caplog.messages and read(16) == once
-    for factory in ("still", "pictures"):
+    for factory in ("still", "pictures", "once"):
         source(f"{name}:{factory}").load(Path(), "train")
     both, one = caplog.messages
     assert f"the train and test images of {name}:made differ when they are read again" in both

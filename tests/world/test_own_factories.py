@@ -101,7 +101,9 @@ class Centred(nn.Module):
     def __init__(self, count):
         super().__init__()
         self.register_buffer("mean", torch.zeros(count))
+        self.register_buffer("calls", torch.zeros(()))
     def forward(self, inputs):
+        self.calls = self.calls + 1  # a new tensor, also while it is tested
         if self.training:
             with torch.no_grad():
                 self.mean.lerp_(inputs.mean(0), 0.1)
