@@ -22,6 +22,7 @@ DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
 TRACKERS = ("tensorboard", "wandb", "jsonl")
 # folder:PATH may look like one, but is a folder of images.
 OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
+FOLDER_PREFIX = "folder:"
 FOLDER = {"folder:PATH": r"folder:.+"}
 # Two ways to say one thing.
 BATCH_SIZES = ("batch_size", "global_batch_size")
@@ -168,7 +169,7 @@ class TrainConfig(Options):
                 why=self.named("classes"),
                 next="give names like cat,dog: none of them empty, none twice",
             )
-        if self.image_size is not None and not self.dataset.startswith("folder:"):
+        if self.image_size is not None and not is_folder(self.dataset):
             raise BadOption(
                 "--image_size is for --dataset folder:PATH",
                 why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
@@ -255,7 +256,7 @@ class TrainConfig(Options):
         dataset = flags.get("dataset")
         if dataset is not None and values.get("dataset", dataset) != dataset:
             values.pop("classes", None)
-            if not dataset.startswith("folder:"):
+            if not is_folder(dataset):
                 values.pop("image_size", None)
         sources = {**dict.fromkeys(values, f"from {path}"), **dict.fromkeys(flags, "flag")}
         return cls(**{**values, **flags}, sources=sources)
@@ -327,6 +328,11 @@ class TrainConfig(Options):
 
     def as_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
+
+
+def is_folder(dataset: str) -> bool:
+    """Whether the data set is the user's own class folders, ``folder:PATH``."""
+    return dataset.startswith(FOLDER_PREFIX)
 
 
 def is_own_factory(value: str) -> bool:

@@ -202,8 +202,9 @@ def legacy_store_requested() -> bool:
     return os.environ.get("USE_LIBUV") == "0"
 
 
-_identity_of_ours: dict[str, str] = {}
-"""What ``export_identity`` has set where no launcher had."""
+_of_ours: dict[str, str] = {}
+"""Variables that a rendezvous of this process has set, and neither a launcher nor the user: another one may set them
+anew."""
 
 
 def export_identity(world_size: int, rank: int, local_rank: int, master_addr: str, master_port: int) -> None:
@@ -216,7 +217,7 @@ def export_identity(world_size: int, rank: int, local_rank: int, master_addr: st
         "MASTER_PORT": str(master_port),
     }
     if launched_as() is None:
-        _identity_of_ours.update(identity)
+        _of_ours.update(identity)
     os.environ.update(identity)
 
 
@@ -224,13 +225,9 @@ def launched_as() -> str | None:
     """Which of several ranks a launcher has started this process as: ``RANK=0, WORLD_SIZE=2``; None: it has not."""
     found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
     several = found["RANK"] and found["WORLD_SIZE"].isdigit() and int(found["WORLD_SIZE"]) > 1
-    if not several or found.items() <= _identity_of_ours.items():
+    if not several or found.items() <= _of_ours.items():
         return None
     return ", ".join(f"{name}={value}" for name, value in found.items())
-
-
-_interfaces_of_ours: dict[str, str] = {}
-"""What ``choose_interface`` has set, which another rendezvous of this process may set anew."""
 
 
 def choose_interface(interface: str) -> None:
@@ -239,15 +236,15 @@ def choose_interface(interface: str) -> None:
     NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with ``=``.
     """
     for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-        if os.environ.get(variable) in (None, _interfaces_of_ours.get(variable)):
-            os.environ[variable] = _interfaces_of_ours[variable] = value
+        if os.environ.get(variable) in (None, _of_ours.get(variable)):
+            os.environ[variable] = _of_ours[variable] = value
 
 
 def chosen_interfaces(backend: str) -> tuple[list[str], str]:
     """The interfaces the user has chosen for a backend, and the variable that says so; NCCL's ``^`` excludes some."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     value = os.environ.get(variable, "")
-    if value == _interfaces_of_ours.get(variable):
+    if value == _of_ours.get(variable):
         value = ""
     return (value.lstrip("=").split(",") if value and not value.startswith("^") else [], variable)
 

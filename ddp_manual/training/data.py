@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ddp_manual.config import is_folder
 from ddp_manual.console import escaped
 from ddp_manual.errors import BadOption
 from ddp_manual.training.images import Normalise
@@ -82,7 +83,7 @@ def check_shapes(dataset: str, train: Split, test: Split) -> None:
     raise BadOption(
         f"the images to train on and to test on differ in shape: {dataset}",
         why=", ".join(shapes),
-        next="make them all alike" + (": --image_size 64" if dataset.startswith("folder:") else ""),
+        next="make them all alike" + (": --image_size 64" if is_folder(dataset) else ""),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_manual import TrainConfig, WorldSpec, environment, spawn, spawning
+from ddp_manual import TrainConfig, WorldSpec, environment, spawn, spawned, spawning
 from ddp_manual import train as train_here
 from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
 from ddp_manual.rendezvous import alone, rendezvous
@@ -80,7 +80,7 @@ def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
 def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment.IDENTITY_VARIABLES.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
-    monkeypatch.setattr(environment, "_identity_of_ours", {})
+    monkeypatch.setattr(environment, "_of_ours", {})
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert environment.launched_as() is None
     monkeypatch.setenv("RANK", "1")
@@ -96,9 +96,9 @@ def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.Monke
 
 def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None:
     stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
-    assert spawning._as_ours(0, stopped) is stopped
+    assert spawned.as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
-        assert spawning._as_ours(0, error).next == "start the script again"
+        assert spawned.as_ours(0, error).next == "start the script again"
     assert spawning._stopped([], signal.SIGINT).next == "start the script again"
 
 

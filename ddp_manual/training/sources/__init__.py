@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ddp_manual.config import TrainConfig
+from ddp_manual.config import FOLDER_PREFIX, TrainConfig, is_folder
 from ddp_manual.errors import BadOption
 from ddp_manual.training.data import Split
 from ddp_manual.training.images import Normalise
@@ -120,8 +120,8 @@ def source(
     from ddp_manual.training.sources.own import OwnData
 
     found: Source
-    if dataset.startswith("folder:"):
-        found = Folder(Path(dataset.removeprefix("folder:")), image_size=image_size)
+    if is_folder(dataset):
+        found = Folder(Path(dataset.removeprefix(FOLDER_PREFIX)), image_size=image_size)
     elif dataset in FAMILY:
         found = IdxFiles(dataset)
     elif dataset == "synthetic":
