@@ -1,11 +1,10 @@
 """Start DistributedDataParallel training one rank at a time, by hand, and be told why it does not come together.
 
-    from ddp_manual import TrainConfig, WorldSpec, train
-    from ddp_manual.rendezvous import rendezvous
+    import ddp_manual
 
-    with rendezvous(WorldSpec.from_environment()) as world:
+    with ddp_manual.join() as world:
         print(world.rank, world.world_size, world.local_rank, world.device, world.backend)
-        train(world, TrainConfig(epochs=1))
+        ddp_manual.train(world, ddp_manual.TrainConfig(epochs=1))
 
 Nothing here imports torch until a run needs it.
 """
@@ -20,15 +19,22 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
-    from ddp_manual.spawning import spawn
-    from ddp_manual.worker import train
+    from ddp_manual.training.main import train
+    from ddp_manual.worker.join import join
+    from ddp_manual.worker.spawn import spawn
+    from ddp_manual.worker.world import World
 
 __version__ = "0.1.0"
 
-__all__ = ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "spawn", "train"]
+__all__ = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__", "join", "spawn", "train"]
 
 # Name -> the module it is taken from when it is first asked for: ``--help`` needs none of them.
-_LATER = {"spawn": "ddp_manual.spawning", "train": "ddp_manual.worker"}
+_LATER = {
+    "World": "ddp_manual.worker.world",
+    "join": "ddp_manual.worker.join",
+    "spawn": "ddp_manual.worker.spawn",
+    "train": "ddp_manual.training.main",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,15 @@ import click
 
 from ddp_manual import console, environment, signals
 from ddp_manual.config import TrainConfig
-from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, Stopped, StopSignal, stopped_by
+from ddp_manual.errors import (
+    BackendUnavailable,
+    BadOption,
+    DdpManualError,
+    Stopped,
+    StopSignal,
+    TrainingFailed,
+    stopped_by,
+)
 from ddp_manual.flags import GroupedCommand, given, options_of
 from ddp_manual.world_spec import WorldSpec
 
@@ -61,15 +70,18 @@ def train(config_file: str | None, **flags: Any) -> None:
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     config = TrainConfig.from_file(config_file, **given(TrainConfig, flags))
 
-    from ddp_manual import outcome, worker
+    from ddp_manual.agent import tasks
 
-    summary = worker.run(spec, config)
-    if spec.rank == 0:
+    ended = tasks.train_by_hand(spec, config)
+    if ended.error is None and spec.rank == 0:
         try:
-            _say(outcome.result_text(summary))
+            _say(console.result_text(ended.result))
         except (DdpManualError, click.exceptions.Exit) as error:  # the run is complete, whether anybody reads so or not
             if isinstance(error, DdpManualError):
-                console.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, summary["run_dir"])
+                result = ended.result["run_dir"]
+                console.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, result)
+    if ended.exit_code:
+        raise click.exceptions.Exit(ended.exit_code)
 
 
 @ddp_manual.command(cls=GroupedCommand)
@@ -81,9 +93,10 @@ def check(as_json: bool, **flags: Any) -> None:
     Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
     own line. The exit code is 0, or 3 with the findings first.
     """
-    from ddp_manual import checkup, reports
+    from ddp_manual import reports
+    from ddp_manual.agent import tasks
 
-    report = checkup.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
+    report = tasks.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
     _say(json.dumps(report) if as_json else reports.check_text(report))
     if report["findings"]:
         raise click.exceptions.Exit(FOUND_A_PROBLEM)
@@ -93,21 +106,24 @@ def check(as_json: bool, **flags: Any) -> None:
 @click.option("--watch", is_flag=True, help="Look again every second, until the run ends or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; with --watch one a line.")
 @click.option("--stacks", is_flag=True, help="Ask every rank for its Python stacks: where a run that hangs, hangs.")
-@options_of(WorldSpec, only=("master_addr", "master_port"))
+@options_of(WorldSpec, only=("master_addr", "master_port", "token_file"))
 def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing."""
+    import asyncio  # of 0.05 s, which --help does without
+
     from ddp_manual import reports
-    from ddp_manual.rendezvous.observer import look
+    from ddp_manual.agent.observer import look
 
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
-    texts = (write(seen) for seen in look(spec, again=watch, stacks=stacks))
+
+    async def show() -> None:
+        with console.redrawing(watch and not as_json and sys.stdout.isatty()) as redraw:
+            async for seen in look(spec, again=watch, stacks=stacks):
+                (redraw or _say)(write(seen))
+
     try:
-        if watch and not as_json and sys.stdout.isatty():
-            console.redraw(texts)
-        else:
-            for text in texts:
-                _say(text)
+        asyncio.run(show())
     except DdpManualError as error:
         if as_json:
             _say(json.dumps({"error": error.as_dict()}))
@@ -115,7 +131,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     except StopSignal as stop:  # the usual way to end --watch: nothing has gone wrong
         raise click.exceptions.Exit(128 + stop.number) from None
     if watch and not as_json:
-        _say("the run has ended: rank 0's store is gone")
+        _say("the run has ended: rank 0 is gone")
 
 
 @ddp_manual.command("checkpoints")
@@ -223,9 +239,14 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
-    from ddp_manual.launching.local import launch_ranks
+    from ddp_manual.agent import local
 
-    status = launch_ranks(nproc, train_options, run_dir, max_restarts)
+    local.check_train_options(nproc, train_options)
+    flags = train.make_context("train", list(train_options)).params
+    config = TrainConfig.from_file(flags.pop("config_file"), **given(TrainConfig, flags))
+    options = given(WorldSpec, flags)  # and no variables, which another launcher may have left
+    spec = WorldSpec(**options, sources=dict.fromkeys(options, "flag"))
+    status = local.launch_ranks(nproc, spec, config, train_options, run_dir, max_restarts)
     if status:
         raise click.exceptions.Exit(status)
 
@@ -268,19 +289,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
             return _print(console.stdout_failed(error))  # click's own text, of --help
-        from ddp_manual.rendezvous.lastwords import training_failed
-
-        return _print(training_failed(None, error))
+        return _print(_as_failed(error))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The console script: like ``run``, then end the process."""
-    status = run(arguments)
-    if "torch" in sys.modules:
-        from ddp_manual.rendezvous.watchdog import exit_now
-
-        exit_now(status)
-    sys.exit(status)
+    sys.exit(run(arguments))
 
 
 def _print(error: DdpManualError) -> int:
@@ -304,6 +318,15 @@ def _as_bad_option(error: click.UsageError) -> BadOption:
     about = getattr(parameter, "help", None) or "the command line has no such option or argument"
     command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
     return BadOption(error.format_message().rstrip("."), why=about, next=f"{shlex.join(command)} --help")
+
+
+def _as_failed(error: Exception) -> TrainingFailed:
+    """What a command did not expect, with the end of its traceback."""
+    return TrainingFailed(
+        f"{type(error).__name__}: {error}".splitlines()[0],
+        why="".join(traceback.format_exception(error, limit=-10)).rstrip(),
+        next="mend the code or the data that raised it, then try again",
+    )
 
 
 def _as_not_installed(error: ModuleNotFoundError) -> DdpManualError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 
 from ddp_manual import environment
@@ -14,14 +13,10 @@ from ddp_manual.world_spec import WorldSpec
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
 
 
-def command_to_go_on(spec: WorldSpec, config: TrainConfig, rank: int, run_dir: str) -> str:
-    """What to type as a rank of a run that was stopped, to go on with it; where ``launch`` has started it, once."""
-    launched = environment.launch_command()
-    if launched is not None:
-        return launched
-    config = dataclasses.replace(config, resume="auto", sources={**config.sources, "resume": "flag"})
-    command = command_template(spec, config).replace("{rank}", str(rank))
-    return f"{command.replace('{master_port}', str(spec.master_port))} --run_dir {shlex.quote(run_dir)}"
+def command_to_go_on(spec: WorldSpec, config: TrainConfig, rank: int) -> str:
+    """What to type as a rank of a run that was stopped, to go on with it in its folder ``{run_dir}``."""
+    command = command_template(spec, config.resumed()).replace("{rank}", str(rank))
+    return f"{command.replace('{master_port}', str(spec.master_port))} --run_dir {{run_dir}}"
 
 
 def command_template(spec: WorldSpec, config: TrainConfig | None = None) -> str:

@@ -261,6 +261,14 @@ class TrainConfig(Options):
         sources = {**dict.fromkeys(values, f"from {path}"), **dict.fromkeys(flags, "flag")}
         return cls(**{**values, **flags}, sources=sources)
 
+    def in_folder(self, run_dir: str) -> TrainConfig:
+        """The same training, with its files in ``run_dir``."""
+        return dataclasses.replace(self, run_dir=run_dir, sources={**self.sources, "run_dir": "flag"})
+
+    def resumed(self) -> TrainConfig:
+        """The same training, from the newest checkpoint in its folder."""
+        return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
+
     def to_json(self) -> str:
         """Every option but those of one run, for ``from_json`` or ``--config``."""
         options = {name: value for name, value in self.as_dict().items() if name not in config_file.OF_ONE_RUN}

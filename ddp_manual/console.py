@@ -7,11 +7,13 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
+from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -50,10 +52,42 @@ def log_to_stderr(rank: int | None) -> None:
     LOGGER.setLevel(logging.INFO)
 
 
+def say(line: str) -> None:
+    """On stderr, unless its reader has gone."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def print_error(error: DdpManualError) -> None:
     """The last thing on this rank's screen; the exit code says it too, should the screen be gone."""
     with suppress(OSError):
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # a progress bar that was cut off has left the cursor hidden
         print(error.render(), file=sys.stderr, flush=True)
+
+
+def result_text(summary: Mapping[str, Any]) -> str:
+    """What rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
+    paths = RunPaths(Path(summary["run_dir"]))
+    lines = [
+        f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
+        f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
+        f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
+        *(
+            f"  {path}"
+            for path in (
+                paths.summary,
+                paths.model,
+                paths.metrics,
+                paths.accuracies,
+                paths.samples,
+                *paths.predictions.all,
+                paths.config,
+            )
+            if path.exists()
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def escape_what_cannot_be_shown() -> None:
@@ -80,20 +114,29 @@ def stdout_failed(error: OSError) -> DdpManualError:
 
 
 class Progress:
-    """Where there is no bar: each line goes to the log."""
+    """Where there is no bar: each line goes to the log.
+
+    Args:
+        lines: whether there are any; what all ranks would say alike, rank 0 says.
+    """
+
+    def __init__(self, *, lines: bool = True) -> None:
+        self._lines = lines
 
     def advance(self) -> None:
         """One step is done."""
 
     def say(self, line: str) -> None:
         """How it goes, every so many steps."""
-        LOGGER.info("%s", line)
+        if self._lines:
+            LOGGER.info("%s", line)
 
 
 class _Bar(Progress):
     """A bar with the last line beside it."""
 
     def __init__(self, drawn: RichProgress, task: TaskID) -> None:
+        super().__init__()
         self._drawn = drawn
         self._task = task
 
@@ -105,10 +148,10 @@ class _Bar(Progress):
 
 
 @contextmanager
-def progress(total_steps: int, *, done: int, bar: bool) -> Iterator[Progress]:
+def progress(total_steps: int, *, done: int, bar: bool, lines: bool = True) -> Iterator[Progress]:
     """Progress over ``total_steps``, of which some are ``done``, as a ``bar`` on stderr or as lines alone."""
     if not bar:
-        yield Progress()
+        yield Progress(lines=lines)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -123,11 +166,14 @@ def on_a_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def redraw(texts: Iterable[str]) -> None:
-    """Each text in the place of the one before, on a terminal."""
+@contextmanager
+def redrawing(wanted: bool) -> Iterator[Callable[[str], None] | None]:
+    """What draws each text in the place of the one before, on a terminal; None where that is not ``wanted``."""
+    if not wanted:
+        yield None
+        return
     from rich.live import Live
     from rich.text import Text
 
     with Live(auto_refresh=False) as drawn:
-        for text in texts:
-            drawn.update(Text(text), refresh=True)
+        yield lambda text: drawn.update(Text(text), refresh=True)

@@ -7,14 +7,18 @@ and remembers which, so that every message can say "world_size 4 (from WORLD_SIZ
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_manual.errors import BadOption
+
+if TYPE_CHECKING:
+    from ddp_manual.messages import Place
 
 T = TypeVar("T")
 
@@ -42,11 +46,9 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",
-    "DDP_MANUAL_LAUNCH_COMMAND",
 )
 
 
-COMMAND_VARIABLE = "DDP_MANUAL_LAUNCH_COMMAND"
 TOKEN_VARIABLE = "DDP_MANUAL_TOKEN"
 LONGEST_TOKEN = 4096
 
@@ -133,11 +135,6 @@ def agent_identity() -> str | None:
     return f"{host_id()}/{agent}/{started}"
 
 
-def launch_command() -> str | None:
-    """What to type to go on with the run if ``launch`` has started this rank; None: it was started in another way."""
-    return os.environ.get(COMMAND_VARIABLE)
-
-
 def launcher_hosts(world_size: int) -> str | None:
     """What a launcher's variables say if they tell of more than one host, such as ``SLURM_STEP_NUM_NODES=2``.
 
@@ -203,22 +200,49 @@ def legacy_store_requested() -> bool:
 
 
 _of_ours: dict[str, str] = {}
-"""Variables that a rendezvous of this process has set, and neither a launcher nor the user: another one may set them
-anew."""
+"""Variables that this process has set as a rank, and neither a launcher nor the user."""
 
 
-def export_identity(world_size: int, rank: int, local_rank: int, master_addr: str, master_port: int) -> None:
-    """Set what torchrun would have set, for the user's own code and the libraries that look there."""
-    identity = {
+@contextmanager
+def of_a_rank(
+    world_size: int, rank: int, place: Place, store_address: str, store_port: int, interface: str | None
+) -> Iterator[None]:
+    """While the body runs, the variables are what torchrun would have set, for the user's own code and the libraries
+    that look there; and gloo and NCCL use ``interface``, unless the user has already chosen one.
+
+    Args:
+        store_address, store_port: of torch's store; "" where there is none.
+    """
+    wanted = {
         "WORLD_SIZE": str(world_size),
         "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
     }
+    if store_address:
+        # init_process_group() of any library then joins that store as a client.
+        wanted |= {
+            "MASTER_ADDR": store_address,
+            "MASTER_PORT": str(store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    if interface is not None:
+        # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
+        for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+            wanted[variable] = os.environ.get(variable, value)
+    before = {name: os.environ.get(name) for name in wanted}
     if launched_as() is None:
-        _of_ours.update(identity)
-    os.environ.update(identity)
+        _of_ours.update(wanted)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        _of_ours.clear()
+        for name, earlier in before.items():
+            if earlier is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = earlier
 
 
 def launched_as() -> str | None:
@@ -230,31 +254,40 @@ def launched_as() -> str | None:
     return ", ".join(f"{name}={value}" for name, value in found.items())
 
 
-def choose_interface(interface: str) -> None:
-    """Have gloo and NCCL use ``interface``, unless the user has already chosen one.
-
-    NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with ``=``.
-    """
-    for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-        if os.environ.get(variable) in (None, _of_ours.get(variable)):
-            os.environ[variable] = _of_ours[variable] = value
-
-
 def chosen_interfaces(backend: str) -> tuple[list[str], str]:
     """The interfaces the user has chosen for a backend, and the variable that says so; NCCL's ``^`` excludes some."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     value = os.environ.get(variable, "")
-    if value == _of_ours.get(variable):
-        value = ""
     return (value.lstrip("=").split(",") if value and not value.startswith("^") else [], variable)
 
 
-def bound_reverse_lookups() -> None:
-    """At most one attempt of one second for each look-up of a name, where a dead name server would take 10 s.
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port on loopback, kept for rank 0: bound but not listening, so rank 0 may listen on it and nobody else is
+    given it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        if sys.platform != "linux":
+            # Elsewhere a bound socket keeps others from listening there, SO_REUSEADDR or not.
+            holder.close()
+        yield port
 
-    The resolver reads this before the first look-up of the process: this comes before ours.
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+@contextmanager
+def brief_name_lookups() -> Iterator[None]:
+    """While the body runs, the resolver of a thread that looks up its first name asks no name server; or, where torch
+    would print a warning of that, one, once, for a second."""
+    before = os.environ.get("RES_OPTIONS")
+    os.environ["RES_OPTIONS"] = "attempts:0" if torch_is_quiet() else "timeout:1 attempts:1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["RES_OPTIONS"]
+        else:
+            os.environ["RES_OPTIONS"] = before
 
 
 @contextmanager
@@ -299,32 +332,27 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def for_child(
-    threads_shared_by: int, command: str | None = None, inherited: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The environment of a rank that ``launch`` starts: ours without another launcher's variables.
+def for_worker() -> dict[str, str]:
+    """The environment of a worker: ours, with torch's C++ log quiet, since our own lines say what it would."""
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
 
-    Args:
-        command: goes on with the run if that is ended; see ``launch_command``.
-    """
-    env = {
-        name: value
-        for name, value in (os.environ if inherited is None else inherited).items()
-        if name not in LAUNCHER_VARIABLES
-    }
-    if command is not None:
-        env[COMMAND_VARIABLE] = command
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    # Each rank would set its own share once it knows its neighbours; torch's pools are sized before that.
-    env.setdefault("OMP_NUM_THREADS", str(cpu_threads(threads_shared_by)))
-    return env
+
+def likely_backend(device: str, backend: str) -> str:
+    """What ``auto`` will most likely become, before torch can say so: the variables of which backend are looked at."""
+    gpu = device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
+    return backend if backend != "auto" else "nccl" if gpu else "gloo"
 
 
 @contextmanager
 def of_children(threads_shared_by: int) -> Iterator[None]:
-    """While the body runs, what this process starts has the environment of ``for_child``, and torch is quiet in it."""
+    """While the body runs, what this process starts has our environment without another launcher's variables, and
+    torch is quiet in it."""
     before = dict(os.environ)
-    there = {"TORCH_CPP_LOG_LEVEL": "ERROR", **for_child(threads_shared_by)}
+    there = {name: value for name, value in before.items() if name not in LAUNCHER_VARIABLES}
+    there.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    there.setdefault("PYTHONUNBUFFERED", "1")
+    # Each rank would set its own share once it knows its neighbours; torch's pools are sized before that.
+    there.setdefault("OMP_NUM_THREADS", str(cpu_threads(threads_shared_by)))
     try:
         os.environ.update(there)
         for name in before.keys() - there.keys():

@@ -92,7 +92,7 @@ class DdpManualError(Exception):
         )
 
     def as_dict(self) -> dict[str, str]:
-        """What travels through the store and into ``failure-rank<k>.json``."""
+        """What agents tell each other, and what goes into ``failure-rank<k>.json``."""
         return {"identifier": self.identifier, "what": self.what, "why": self.why, "next": self.next}
 
 
@@ -298,12 +298,18 @@ def every_error() -> dict[str, type[DdpManualError]]:
     return found
 
 
-def from_dict(fields: dict[str, str]) -> DdpManualError:
-    """Rebuild an error that another rank published with ``as_dict``."""
+def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManualError:
+    """Rebuild an error from what ``as_dict`` made of it.
+
+    Args:
+        exit_code: where it is not the one of its class, as of Stopped.
+    """
     kind = every_error().get(fields.get("identifier", ""), PeerFailed)
-    if kind is Stopped:
-        kind = PeerFailed
-    return kind(fields.get("what", ""), why=fields.get("why", ""), next=fields.get("next", ""))
+    error = kind.__new__(kind)
+    DdpManualError.__init__(error, fields.get("what", ""), why=fields.get("why", ""), next=fields.get("next", ""))
+    if exit_code is not None:
+        error.exit_code = exit_code  # type: ignore[misc]
+    return error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``ddp-manual evaluate``: what a saved model makes of a test set, in one process and without a rendezvous."""
+"""``ddp-manual evaluate``: what a saved model makes of a test set, in one process and without other ranks."""
 
 from __future__ import annotations
 

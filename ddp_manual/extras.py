@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 
 # Extra -> the packages it brings; setup.cfg has the same extras.
@@ -32,6 +33,13 @@ def require(extra: str, for_what: str) -> None:
             why="it is an extra: nothing else here needs it",
             next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install -e '.[{extra}]'",
         )
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """On rank 0, which alone has any: raises BadOption where a package for ``--track`` is missing."""
+    for name in config.trackers:
+        if name in PACKAGES:
+            require(name, f"--track {name}")
 
 
 def _is_installed(package: str) -> bool:

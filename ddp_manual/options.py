@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
@@ -65,6 +65,10 @@ class Options:
     def named(self, name: str) -> str:
         """``rank 4 (from RANK)``"""
         return f"{name} {getattr(self, name)} ({self.source(name)})"
+
+    def values(self) -> dict[str, Any]:
+        """Option -> its value, for all of them."""
+        return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
 
     def given_options(self) -> dict[str, Any]:
         """The options that were typed, or that a variable or a file has given another value than their default."""
@@ -173,3 +177,26 @@ def as_flags(options: Mapping[str, Any]) -> str:
         elif value is not False and value is not None:
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) and value == int(value) else str(value)]
     return shlex.join(words)
+
+
+Compared = Mapping[str, Sequence[Any]]
+"""Option -> [value, source], of one rank."""
+
+
+def differing_options(rank_0: Compared, options: Compared) -> list[str]:
+    """The options whose values are not the same, whatever their sources."""
+    return [
+        name
+        for name in sorted({*rank_0, *options})
+        if list(rank_0.get(name, ()))[:1] != list(options.get(name, ()))[:1]
+    ]
+
+
+def side_by_side(names: Iterable[str], rank_0: Compared, options: Compared, rank: str) -> str:
+    return "\n".join(
+        f"{name}: rank 0 has {_shown(rank_0.get(name))}, {rank} has {_shown(options.get(name))}" for name in names
+    )
+
+
+def _shown(option: Sequence[Any] | None) -> str:
+    return f"{option[0]} ({option[1]})" if option else "no such option"

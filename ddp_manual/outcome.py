@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_manual import console
 from ddp_manual.config import TrainConfig
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
-    from ddp_manual.rendezvous import World
     from ddp_manual.training.course import Position
     from ddp_manual.training.engine import Trainer
     from ddp_manual.training.run import Run
+    from ddp_manual.worker.world import World
 
 
 def described(
@@ -73,31 +73,7 @@ def earlier_summary(paths: RunPaths, epochs: int) -> dict[str, Any] | None:
     there cannot be read or is of another end."""
     try:
         found = {**json.loads(paths.summary.read_bytes()), "run_dir": str(paths.run_dir)}
-        result_text(found)
+        console.result_text(found)
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
     return found if found["epochs"] == epochs else None
-
-
-def result_text(summary: dict[str, Any]) -> str:
-    """What rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
-    paths = RunPaths(Path(summary["run_dir"]))
-    lines = [
-        f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
-        f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
-        f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
-        *(
-            f"  {path}"
-            for path in (
-                paths.summary,
-                paths.model,
-                paths.metrics,
-                paths.accuracies,
-                paths.samples,
-                *paths.predictions.all,
-                paths.config,
-            )
-            if path.exists()
-        ),
-    ]
-    return "\n".join(lines)

@@ -58,9 +58,8 @@ def status_text(seen: Mapping[str, Any]) -> str:
         lines += ["", "no stacks yet: the ranks have not met"]
     elif "stacks" in seen:
         lines += _stacks(seen["ranks"], seen["stacks"])
-    for name in ("error", "failure"):
-        if seen[name]:
-            lines += ["", *_finding(seen[name])]
+    if seen["failure"]:
+        lines += ["", *_finding(seen["failure"])]
     return "\n".join(lines)
 
 

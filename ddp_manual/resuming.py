@@ -6,7 +6,6 @@ raises; the others learn it as its last words.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import checkpoint_file, checkpoints, environment, rundir
+from ddp_manual import checkpoint_file, checkpoints
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.options import as_flags, option_fields
+from ddp_manual.resume_option import AUTO, goes_on_in
 from ddp_manual.rundir import RunPaths
 
 if TYPE_CHECKING:
@@ -30,39 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 # With another value of these it is another network, or it has seen other images, or not the samples that the checkpoint
 # counts as seen.
 MUST_MATCH = ("model", "dataset", "image_size", "normalization", "seed", "sync_bn")
 # And what the data set made of its options; other images make another network too.
 OF_THE_DATA = ("samples", "shape", "class_count")
-
-
-def in_the_agents_run_dir(config: TrainConfig) -> TrainConfig:
-    """Under torchrun ``--resume auto`` needs no ``--run_dir``: all that one torchrun starts has the same."""
-    agent = environment.agent_identity()
-    if config.resume != AUTO or config.run_dir is not None or agent is None:
-        return config
-    return dataclasses.replace(config, run_dir=rundir.run_dir_of_agent(agent))
-
-
-def check_run_dir(config: TrainConfig) -> None:
-    """On rank 0, before the others are met: make the folder, if its name is known by now.
-
-    Raises:
-        CheckpointMissing: there is nothing at the path of ``--resume``.
-        BadOption: it cannot be used; or ``--resume auto`` without a folder to look in.
-    """
-    if config.resume not in (None, AUTO):
-        checkpoints.exists(Path(str(config.resume)))
-    if config.run_dir is not None:
-        RunPaths(Path(config.run_dir)).create(resuming=_goes_on_in(config.resume, Path(config.run_dir)))
-    elif config.resume == AUTO:
-        raise BadOption(
-            "--resume auto needs a --run_dir to look in",
-            why="without --run_dir each start has a new folder, which holds no checkpoint",
-            next="give the --run_dir of the run that is to go on; or a checkpoint: --resume runs/.../checkpoints/...",
-        )
 
 
 @contextmanager
@@ -72,18 +44,11 @@ def run_folder(config: TrainConfig, paths: RunPaths) -> Iterator[None]:
     Raises:
         BadOption: it cannot be used, holds an earlier run, or another process trains into it.
     """
-    resuming = _goes_on_in(config.resume, paths.run_dir)
+    resuming = goes_on_in(config.resume, paths.run_dir)
     paths.create(resuming=resuming)
     with paths.locked():
         paths.create(resuming=resuming)  # whoever held the lock until now may have begun a run there
         yield
-
-
-def _goes_on_in(resume: str | None, run_dir: Path) -> bool:
-    """Whether the run in ``run_dir`` goes on, rather than a new one with what another had learnt."""
-    if resume is None or resume == AUTO:
-        return resume == AUTO
-    return checkpoint_file.run_dir_of(Path(resume)).resolve() == run_dir.resolve()
 
 
 def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
@@ -131,7 +96,8 @@ def go_on(
     except checkpoint.Unreadable as error:
         raise checkpoint_file.corrupt(path, str(error)) from error
     position = saved.position
-    logger.info(
+    logger.log(
+        logging.INFO if trainer.rank == 0 else logging.DEBUG,
         "going on after step %d, %.2f epochs, from %s%s",
         *(position.step, trainer.course.seen(position) / trainer.course.samples, path),
         f", saved by {saved.world_size} rank(s)" if saved.world_size != trainer.world_size else "",

@@ -63,11 +63,11 @@ class RunFolder:
 
     Args:
         path: None: they have not, or the run keeps no files.
-        of_rendezvous: what they agreed on when they met, as opposed to what they do now.
+        of_join: what they agreed on when they met, as opposed to what they do now.
     """
 
     path: Path | None = None
-    of_rendezvous: Path | None = None
+    of_join: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,23 @@
-"""What signals ask of a run that is training: to stop after a step all ranks agree on, or to save a checkpoint.
+"""What signals ask of a run: to stop after a step that all ranks agree on, or to save a checkpoint.
 
-Python runs a signal's handler in the main thread, between two of its own instructions, and so not while that thread is
-inside a collective. What C writes to the wake-up descriptor comes through at once; a thread reads it. So a second
-signal can end a process that hangs.
+An agent takes them from its event loop, and tells its worker what is wished; a worker itself ignores them. Where the
+worker is a person's own script, Python's handlers note them in it.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 
-from ddp_manual.errors import StopSignal, signal_name
+from ddp_manual.errors import StopSignal
 
-logger = logging.getLogger(__name__)
-
-STOP = (signal.SIGINT, signal.SIGTERM)
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE = signal.SIGUSR1
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
-_NO_MORE = b"\0"
 # Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
 ONCE_WITHIN = 0.3
 
@@ -34,15 +28,13 @@ class Wishes:
     def __init__(self) -> None:
         self.stop = 0
         """The number of the signal that asked for it, or 0."""
-        self.heeded = True
-        """Whether the ranks still agree on what is asked for; False once they have agreed to stop, or are done."""
         self._save = threading.Event()
 
-    def ask(self, number: int) -> None:
-        if number == SAVE:
-            self._save.set()
-        else:
-            self.stop = number
+    def ask_stop(self, number: int) -> None:
+        self.stop = self.stop or number
+
+    def ask_save(self) -> None:
+        self._save.set()
 
     def take_save(self) -> bool:
         """Whether a checkpoint has been asked for since the last time."""
@@ -52,16 +44,35 @@ class Wishes:
         return asked
 
 
+def handled() -> list[signal.Signals]:
+    """Those that ask to stop, without one that this process was told to ignore, as nohup does with SIGHUP."""
+    return [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT]
+
+
+@contextmanager
+def taken(take: Callable[[int], None]) -> Iterator[None]:
+    """While the body runs, the event loop calls ``take`` with the number of each of these signals."""
+    import asyncio  # of 0.05 s, which the command line's --help does without
+
+    loop = asyncio.get_running_loop()
+    numbers = [*handled(), SAVE]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        loop.add_signal_handler(number, take, int(number))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            # What comes from here on is too late: this process is leaving.
+            signal.signal(number, signal.SIG_IGN if before[number] is signal.SIG_DFL else before[number])
+
+
 @contextmanager
 def as_errors() -> Iterator[None]:
-    """While the body runs, Ctrl-C and SIGTERM raise StopSignal: the stack unwinds, what is open is closed, and the
-    others are told. An echo of the first within ``ONCE_WITHIN`` does nothing.
-
-    In a thread other than the main one they do what they did before.
+    """While the body runs, Ctrl-C, SIGTERM and SIGHUP raise StopSignal: the stack unwinds, and what is open is closed.
+    An echo of the first within ``ONCE_WITHIN`` does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     first = -ONCE_WITHIN
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -71,101 +82,52 @@ def as_errors() -> Iterator[None]:
             first = now
             raise StopSignal(number)
 
-    before = {number: signal.signal(number, stop) for number in STOP}
+    with _handlers(dict.fromkeys(handled(), stop)):
+        yield
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """While the body runs, what asks to stop is held back; after it, the first raises StopSignal."""
+    arrived: list[int] = []
+    with _handlers(dict.fromkeys(handled(), lambda number, frame: arrived.append(number))):
+        yield
+    if arrived:
+        raise StopSignal(arrived[0])
+
+
+@contextmanager
+def without_saving(instead: Callable[[int], None] = lambda number: None) -> Iterator[None]:
+    """While the body runs, except where signals are ``noted``, SIGUSR1 does nothing, or what is to be done instead;
+    else it would end the process."""
+    with _handlers({SAVE: lambda number, frame: instead(number)}):
+        yield
+
+
+@contextmanager
+def noted(wishes: Wishes, tell: Callable[[int], None]) -> Iterator[None]:
+    """While the body runs, signals to this process become ``wishes`` instead of interrupting it, and ``tell`` hears."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == SAVE:
+            wishes.ask_save()
+        else:
+            wishes.ask_stop(number)
+        tell(number)
+
+    with _handlers(dict.fromkeys([*handled(), SAVE], note)):
+        yield
+
+
+@contextmanager
+def _handlers(wanted: dict[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """In a thread other than the main one, where Python sets no handlers, signals do what they did before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def without_saving() -> Iterator[None]:
-    """While the body runs, but for where signals are ``noted``, SIGUSR1 does nothing, instead of ending the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def decline(number: int, frame: FrameType | None) -> None:
-        logger.info("SIGUSR1: %s", NOTHING_TO_SAVE)
-
-    before = signal.signal(SAVE, decline)
-    try:
-        yield
-    finally:
-        signal.signal(SAVE, before)
-
-
-@contextmanager
-def noted(leave: Callable[[int, bool], None], *, while_blocked: bool = True) -> Iterator[Wishes]:
-    """While the body runs, Ctrl-C, SIGTERM and SIGUSR1 are noted instead of interrupting it.
-
-    In a thread other than the main one, where Python sets no handlers, signals do what they did before.
-
-    Args:
-        leave: called with the number of the second signal that asks to stop, and whether the ranks could still heed the
-            first; ends the process.
-        while_blocked: a thread notes them, also while the main thread is inside a collective. A process without others
-            is in none, and needs no thread.
-    """
-    wishes = Wishes()
-    if threading.current_thread() is not threading.main_thread():
-        yield wishes
-        return
-    note = _note(wishes, leave)
-    with _read_by_a_thread(note) if while_blocked else nullcontext():
-        handlers = {
-            number: signal.signal(number, lambda number, frame: None if while_blocked else note(number))
-            for number in (*STOP, SAVE)
-        }
-        try:
-            yield wishes
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
-@contextmanager
-def _read_by_a_thread(note: Callable[[int], None]) -> Iterator[None]:
-    """While the body runs, each signal that has a handler is noted by a thread."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-
-    def read() -> None:
-        while (byte := os.read(reading, 1)) != _NO_MORE:
-            note(byte[0])
-
-    thread = threading.Thread(target=read, name="ddp_manual signals", daemon=True)
-    thread.start()
-    wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup_before)
-        os.write(writing, _NO_MORE)
-        thread.join(timeout=5)
-        os.close(writing)
-        os.close(reading)
-
-
-def _note(wishes: Wishes, leave: Callable[[int, bool], None]) -> Callable[[int], None]:
-    first = 0.0
-
-    def note(number: int) -> None:
-        nonlocal first
-        if number == SAVE or (number in STOP and not wishes.stop):
-            logger.info("%s", _answer(number, heeded=wishes.heeded))
-            wishes.ask(number)
-            first = time.monotonic()
-        elif number in STOP and time.monotonic() - first > ONCE_WITHIN:
-            leave(number, wishes.heeded)
-
-    return note
-
-
-def _answer(number: int, *, heeded: bool) -> str:
-    if number == SAVE:
-        return f"SIGUSR1: {'a checkpoint at the next step all ranks agree on' if heeded else NOTHING_TO_SAVE}"
-    if not heeded:
-        return f"{signal_name(number)}: this rank has done its part and is leaving; once more leaves at once"
-    return f"{signal_name(number)}: stopping after the next step all ranks agree on; once more leaves at once"

@@ -144,7 +144,7 @@ def _importing(option: str, value: str) -> Iterator[None]:
     """Turn what a module of the user's raises while it is imported, which can be anything, into BadOption."""
     module_name = value.partition(":")[0]
     # A script's arguments may be meant for its modules too; those of our own command line are not.
-    ours = "ddp_manual.cli" in sys.modules
+    ours = {"ddp_manual.cli", "ddp_manual.worker.main"} & sys.modules.keys()
     try:
         with user_code.importing(module_name), _as_if_typed(module_name) if ours else nullcontext():
             yield

@@ -173,7 +173,8 @@ class Run:
             )
         self.position = self.position.next_epoch()
         self.evaluations.append(result)
-        logger.info(
+        logger.log(
+            logging.INFO if trainer.rank == 0 else logging.DEBUG,
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
             *(self.position.epoch, trainer.course.epochs, 100 * result.accuracy, result.loss, result.samples),
         )

@@ -1,0 +1,194 @@
+"""Whether a process belongs with rank 0: pure comparisons of what each says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_manual.errors import (
+    ConfigMismatch,
+    DdpManualError,
+    DeviceMissing,
+    DeviceTaken,
+    LoopbackMaster,
+    VersionMismatch,
+    WorldSizeMismatch,
+)
+from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.options import differing_options, side_by_side
+
+Options = Mapping[str, Sequence[Any]]
+"""Option -> [value, source]."""
+Versions = Mapping[str, str | None]
+"""Part of the program -> its version or digest."""
+
+OR_GO_ON = "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)"
+# Seconds. Nothing here depends on clocks that agree, but logs of two hosts are then hard to read side by side.
+CLOCKS_AGREE_WITHIN = 30.0
+
+
+def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:
+    """Why a process cannot be a rank of this run (None if it can), and what is odd about it but no obstacle.
+
+    Args:
+        now: rank 0's clock when the hello came, in seconds since the epoch.
+    """
+    warnings: list[str] = []
+    ahead = info.since - now
+    if abs(ahead) > CLOCKS_AGREE_WITHIN and info.host_id != rank_0.host_id:
+        differs = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {rank_0.host}'s"
+        warnings.append(f"the clock of {info.host} is {differs}")
+    if info.world_size != run.world_size:
+        error: DdpManualError = WorldSizeMismatch(
+            f"{info.who} expects {info.world_size} ranks, rank 0 expects {run.world_size}",
+            why=f"rank 0 runs on {run.host} (pid {run.pid}) with world_size {run.world_size}; "
+            f"rank {info.rank} has world_size {info.world_size} ({info.world_size_source})",
+            next=run.command_for(min(info.rank, run.world_size - 1)),
+        )
+        return error, warnings
+    if info.host_id != rank_0.host_id and run.only_on_its_host:
+        error = LoopbackMaster(
+            f"rank 0 listens on {run.address}, which is not for other hosts, and rank {info.rank} is on {info.host}",
+            why=f"{info.who} came through a tunnel to {run.host}; the ranks could not connect to one another",
+            next=f"give every rank an address of {run.host} that {info.host} can reach as --master_addr",
+        )
+        return error, warnings
+    if all(getattr(info, name) == getattr(rank_0, name) for name in ("versions", "code", "options")):
+        return None, warnings  # as nearly all are, and part by part below it takes ten times as long
+    for difference in (
+        _other_versions(info, rank_0, rank_0.versions, info.versions, ("python", "torch")),
+        _other_code(info, rank_0),
+    ):
+        if difference is not None and (info.allow_mismatch or rank_0.allow_mismatch):
+            warnings.append(f"{difference.what} (allowed)")
+        elif difference is not None:
+            return difference, warnings
+    return _other_options(info, rank_0.options, info.options, run), warnings
+
+
+def unlike_when_ready(
+    info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready, run: RunInfo
+) -> DdpManualError | None:
+    """Why a rank cannot stay, now that it and rank 0 know their devices; None if it can."""
+    if of_rank_0.backend == "nccl" and not (info.allow_mismatch or rank_0.allow_mismatch):
+        names = ("torch", "cuda", "nccl")
+        if (difference := _other_versions(info, rank_0, of_rank_0.versions, ready.versions, names)) is not None:
+            return difference
+    return _other_device(info, ready, rank_0, of_rank_0) or _other_options(info, of_rank_0.options, ready.options, run)
+
+
+def _other_versions(
+    info: RankInfo, rank_0: RankInfo, theirs: Versions, own: Versions, names: Sequence[str]
+) -> VersionMismatch | None:
+    def compared(versions: Versions, name: str) -> str | None:
+        version = versions.get(name)
+        # gloo speaks the same whatever CUDA a torch was built for.
+        return version.split("+")[0] if version and name == "torch" and "cuda" not in names else version
+
+    differing = [name for name in names if compared(own, name) != compared(theirs, name)]
+    if not differing:
+        return None
+    mend = {
+        "python": f"use Python {theirs.get('python')} on {info.host}",
+        "torch": f"on {info.host}: pip install torch=={compared(theirs, 'torch')}",
+    }
+    return VersionMismatch(
+        f"{info.who} has other versions than rank 0: {', '.join(differing)}",
+        why=_both(info, rank_0, own, theirs, differing),
+        next=f"{mend.get(differing[0], 'install the same torch on every host')}\n{OR_GO_ON}",
+    )
+
+
+def _other_code(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
+    differing = [part for part in sorted({*rank_0.code, *info.code}) if rank_0.code.get(part) != info.code.get(part)]
+    if not differing:
+        return None
+    return ConfigMismatch(
+        f"{info.who} runs other code than rank 0: {', '.join(differing)}",
+        why=_both(info, rank_0, info.code, rank_0.code, differing, "digest "),
+        next=f"bring the code on {info.host} to what {rank_0.host} has (git pull, pip install)\n{OR_GO_ON}",
+    )
+
+
+def _both(
+    info: RankInfo, rank_0: RankInfo, own: Versions, theirs: Versions, names: Sequence[str], what: str = ""
+) -> str:
+    return "\n".join(
+        f"{name}: rank 0 ({rank_0.host}) has {what}{theirs.get(name) or 'none'}, "
+        f"rank {info.rank} has {own.get(name) or 'none'}"
+        for name in names
+    )
+
+
+def _other_device(info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready) -> DeviceMissing | None:
+    """Left to themselves one host found a GPU and the other did not: that one has a fault, not other options."""
+    chosen = {one.options.get("device", (None, "flag"))[1] for one in (ready, of_rank_0)}
+    if ready.device == of_rank_0.device or chosen != {"default"}:
+        return None
+    without, having = (info, rank_0) if ready.device == "cpu" else (rank_0, info)
+    return DeviceMissing(
+        f"{without.who} has no GPU, {having.who} has",
+        why=f"--device auto chose cpu on {without.host} and cuda on {having.host}",
+        next=f"look at nvidia-smi on {without.host}, or start every rank with --device cpu",
+    )
+
+
+def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) -> ConfigMismatch | None:
+    differing = differing_options(theirs, own)
+    if not differing:
+        return None
+    if "command" in differing:
+        differing = ["command"]  # of which all the other differences follow
+    next = run.command_for(info.rank)
+    if {"device", "backend"} & set(differing):
+        # Left to themselves the two hosts chose differently, and would again.
+        next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"
+    if "address_family" in differing:
+        next = "name interfaces of one address family on both: GLOO_SOCKET_IFNAME=<interface>"
+    if all(name.endswith(" source") for name in differing):
+        next = f"the same options name other code: bring that on {info.host} to what {run.host} has"
+    return ConfigMismatch(
+        f"{info.who} was started with other options than rank 0: {', '.join(differing)}",
+        why=side_by_side(differing, theirs, own, f"rank {info.rank}"),
+        next=next,
+    )
+
+
+def named_gpu(info: RankInfo, ready: Ready) -> str | None:
+    """The UUID of the GPU that a process was told to take; None if it is given one when all are here."""
+    if ready.backend != "nccl" or info.local_rank is None or info.local_rank >= len(ready.gpus):
+        return None
+    return ready.gpus[info.local_rank]
+
+
+def shared_gpu(
+    ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place] | None = None
+) -> DdpManualError | None:
+    """Two ranks on one GPU, or a rank on one that does not exist; NCCL can do with neither.
+
+    Args:
+        ranks: of one backend.
+        places: what GPU each rank gets; None while not all are here, when only a --local_rank that was given counts.
+    """
+    if not ranks or ranks[0][1].backend != "nccl":
+        return None
+    holders: dict[str, RankInfo] = {}
+    for info, ready in ranks:
+        local_rank = places[info.rank].local_rank if places else info.local_rank
+        if local_rank is None or ready.device != "cuda":
+            continue
+        if local_rank >= len(ready.gpus):
+            return DeviceMissing(
+                f"{info.who} wants cuda:{local_rank}, which does not exist",
+                why=f"{info.host} has {len(ready.gpus)} usable GPU(s): {', '.join(ready.gpus) or 'none'}",
+                next=f"start at most {len(ready.gpus)} rank(s) on {info.host}, or choose with --local_rank",
+            )
+        uuid = ready.gpus[local_rank]
+        holder = holders.setdefault(uuid, info)
+        if holder is not info:
+            return DeviceTaken(
+                f"{holder.who} and {info.who} would share one GPU",
+                why=f"both have the GPU {uuid}; for rank {info.rank} it is cuda:{local_rank} of {info.host}",
+                next="give each rank a GPU of its own: leave --local_rank out, or see CUDA_VISIBLE_DEVICES",
+            )
+    return None

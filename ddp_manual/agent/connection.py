@@ -1,0 +1,196 @@
+"""One TCP connection between an agent and the coordinator: messages as JSON lines, and the proof of the token.
+
+When a process ends, however it ends, the kernel closes its connections, and the other side knows at once.
+
+With a token both sides prove once per connection that they have it (HMAC-SHA256, RFC 2104): the one that connects signs
+its hello over the challenge in the coordinator's greeting, the coordinator its answer over a nonce in the hello. A
+recorded one fits no other connection. The token itself never leaves the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddp_manual.messages import LONGEST_LINE, LineReader, encode
+
+# How a connection has ended that nothing has broken.
+CLOSED = "closed by the other side"
+# Bytes that may wait for a reader.
+MOST_UNSENT = 1 << 20
+# Bytes that one connection is read of before the next one has its turn.
+LONGEST_READ = 1 << 16
+
+Message = Mapping[str, Any]
+
+
+class _Buffer(threading.local):
+    """Where bytes are until they are handled, in the same turn: one for all connections of an event loop.
+
+    asyncio's own reading allocates 256 KiB for each message, which is a third of what a heartbeat costs.
+    """
+
+    def __init__(self) -> None:
+        self.content = bytearray(LONGEST_READ)
+
+
+_buffer = _Buffer()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One end of a connection, which never blocks.
+
+    Args:
+        on_open: called when it is open.
+        longest: bytes that a message may have.
+    """
+
+    def __init__(self, on_open: Callable[[Connection], None] | None = None, longest: int = LONGEST_LINE) -> None:
+        self.reader = LineReader(longest)
+        self.first_bytes = b""
+        """What came first: it tells what it is that is connected, where that is no message."""
+        self.closed = False
+        self._on_open = on_open
+        self._take: Callable[[dict[str, Any]], None] | None = None
+        self._gone: Callable[[str], None] | None = None
+        self._inbox: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._transport: asyncio.Transport | None = None
+        self.ended = ""
+        """How it ended, if the other side or a failure has ended it."""
+
+    def handle(self, take: Callable[[dict[str, Any]], None], gone: Callable[[str], None]) -> None:
+        """From now on ``take`` each message from the event loop, and tell ``gone`` once how the connection ended."""
+        self._take, self._gone = take, gone
+        while not self._inbox.empty():
+            message = self._inbox.get_nowait()
+            if message is None:
+                gone(self.ended)
+            elif self.ended or not self.closed:  # not what came while we closed it
+                take(message)
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next message, while nothing handles them; None: the connection has ended."""
+        return await self._inbox.get()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._on_open:
+            self._on_open(self)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return _buffer.content
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(memoryview(_buffer.content)[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        self.first_bytes = self.first_bytes or data[:64]
+        try:
+            for message in self.reader.feed(data):
+                if self.closed:
+                    return
+                if self._take is None:
+                    self._inbox.put_nowait(message)
+                else:
+                    self._take(message)
+        except Exception as error:  # whatever others may send ends only their connection
+            self.abort(str(error) or type(error).__name__)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        how = CLOSED if exc is None else getattr(exc, "strerror", None) or str(exc)
+        self.ended = self.ended or how
+        if self._gone is None:
+            self._inbox.put_nowait(None)
+        else:
+            self._gone(self.ended)
+
+    def send(self, message: Message) -> None:
+        self.write(encode(message))
+
+    def write(self, line: bytes) -> None:
+        """Send what ``encode`` made; to a connection that is closed, nothing."""
+        if self._transport is None or self.closed or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() > MOST_UNSENT:
+            self.abort("it reads nothing")
+        else:
+            self._transport.write(line)
+
+    def close(self) -> None:
+        """Once what was sent is written; nothing that comes from now on is looked at."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Close at once, for this reason."""
+        self.ended = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other side has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport is not None and not self.closed else 0
+
+
+class Unsealed(Exception):
+    """A message is not signed with this run's token, or was signed for something else."""
+
+
+class Seal:
+    """Signs and checks messages with the run's token.
+
+    Args:
+        token: None for a run without one; messages then travel as they are.
+    """
+
+    def __init__(self, token: bytes | None) -> None:
+        self._token = token
+
+    def __bool__(self) -> bool:
+        return self._token is not None
+
+    def close(self, purpose: str, content: Message) -> Message:
+        """The message to send; ``purpose`` must be told to ``open`` in the same words."""
+        if self._token is None:
+            return content
+        text = json.dumps(content)
+        return {"sealed": text, "signature": self._sign(purpose, text)}
+
+    def open(self, purpose: str, message: Message) -> Any:
+        """What was sent.
+
+        Raises:
+            Unsealed: there is a token, and the message is not signed with it for this purpose.
+        """
+        if self._token is None:
+            if "sealed" in message:
+                raise Unsealed("it is signed with a token, and this process has none")
+            return message
+        text, signature = message.get("sealed"), message.get("signature")
+        if not isinstance(text, str) or not isinstance(signature, str):
+            raise Unsealed("it is not signed with a token")
+        if not hmac.compare_digest(signature.encode(), self._sign(purpose, text).encode()):
+            raise Unsealed("it is signed with another token, or was recorded elsewhere")
+        return json.loads(text)
+
+    def _sign(self, purpose: str, text: str) -> str:
+        assert self._token is not None
+        return hmac.new(self._token, json.dumps([purpose, text]).encode(), hashlib.sha256).hexdigest()
+
+
+def claimed(message: Message) -> Message:
+    """What a message says, whether or not it may be believed: to name a stranger by what it calls itself."""
+    text = message.get("sealed")
+    found = json.loads(text) if isinstance(text, str) else message
+    return found if isinstance(found, dict) else {}

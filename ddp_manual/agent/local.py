@@ -1,0 +1,336 @@
+"""The small orchestrator: all ranks of this machine from one terminal.
+
+One process has the agents of all ranks. Their workers are forks of one that has torch imported, once; each has a
+session of its own, and its lines come out with its rank in front and go to a log file. When one rank fails the others
+are told by its agent, as anywhere; then, if there may be another attempt, all go on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from ddp_manual import checkpoints, console, environment, signals
+from ddp_manual.agent import tasks
+from ddp_manual.agent.main import Agent
+from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of, start_python
+from ddp_manual.commands import PER_RANK_OPTIONS
+from ddp_manual.config import TrainConfig
+from ddp_manual.console import say
+from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
+from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
+from ddp_manual.world_spec import WorldSpec
+
+COLOURS = (36, 33, 32, 35, 34, 31)
+FORKER = Path(__file__).parent.parent / "worker" / "forker.py"
+# What another attempt may escape: an exception of the training, a peer that is gone. Not so the rest: options, names,
+# versions, files, data and devices are the same again. A rank that a signal has stopped was asked to.
+MENDED_BY_A_RESTART = (TrainingFailed.exit_code, PeerGone.exit_code)
+ASKED_TO_STOP = tuple(128 + number for number in signals.STOP)
+# Seconds, for ranks that wait for one that has left.
+GIVE_UP_AFTER = 0.3
+# Seconds, for what a worker has written last.
+LAST_LINES_WITHIN = 1.0
+
+
+def launch_ranks(
+    nproc: int, spec: WorldSpec, config: TrainConfig, typed: Sequence[str], run_dir: str | None, max_restarts: int = 0
+) -> int:
+    """Start ``nproc`` ranks and wait for them; returns the exit code of the one that failed first, else 0.
+
+    Args:
+        spec: rank 0's, without its place in the world.
+        typed: the training options as they were typed.
+        max_restarts: how often to start them all again, from the newest checkpoint, after a failure that this may mend.
+
+    Raises:
+        BadOption: a run_dir that cannot be used. Stopped: by a signal, after all ranks have ended.
+    """
+    run_id = new_run_id()
+    run_dir = run_dir or default_run_dir(run_id)
+    paths = RunPaths(Path(run_dir)).create(resuming=config.resume is not None)
+    launch = Launch(nproc, run_id, paths, max_restarts, list(typed))
+    with environment.reserved_port() as port:
+        return asyncio.run(launch.run(spec, config, port))
+
+
+@dataclass
+class Launch:
+    """A run of ranks on this machine, through all attempts at it."""
+
+    nproc: int
+    run_id: str
+    paths: RunPaths
+    max_restarts: int
+    typed: list[str]
+    agents: list[Agent] = field(default_factory=list)
+    signalled: int = 0
+
+    async def run(self, spec: WorldSpec, config: TrainConfig, port: int) -> int:
+        with signals.taken(self._take_signal), ExitStack() as closing:
+            forker = Forker(self.nproc)
+            closing.callback(forker.close)
+            restarts = 0
+            while (failed := await self._attempt(spec, config, port, forker)) is not None:
+                if self.signalled or not failed.may_be_mended or restarts >= self.max_restarts:
+                    break
+                say(f"restart {restarts + 1} of {self.max_restarts} after {failed.told}")
+                for rank in range(self.nproc):
+                    self.paths.set_failure_aside(rank, restarts)
+                config = self._to_go_on(config)
+                restarts += 1
+        saved = bool(checkpoints.find(self.paths.checkpoints))
+        if self.signalled:
+            raise Stopped(
+                self.signalled,
+                why="the signal came to launch, which has passed it on; all ranks have ended",
+                next=f"to go on from the newest checkpoint:\n{self.command_to_go_on()}" if saved else None,
+            )
+        if failed is None:
+            return 0
+        say(f"rank {failed.rank} failed first, with exit code {failed.exit_code}: {failed.told}")
+        if saved:
+            say(f"to go on from the newest checkpoint:\n  {self.command_to_go_on()}")
+        return failed.exit_code
+
+    async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failed | None:
+        """From the start of the first rank to the end of the last; returns what has ended it, if not its end."""
+        with ExitStack() as closing:
+            logs = [closing.enter_context(self.paths.log(rank).open("ab")) for rank in range(self.nproc)]
+            mouths = [Mouth(log, rank) for rank, log in enumerate(logs)]
+            self.agents = [self._agent(rank, spec, config, port, forker, mouth) for rank, mouth in enumerate(mouths)]
+            failed: list[Failed] = []
+
+            async def live(rank: int) -> None:
+                ended = await self.agents[rank].run()
+                if ended.error is not None:
+                    failed.append(Failed(rank, ended.error))
+                    await asyncio.sleep(GIVE_UP_AFTER)  # they may be told why, and then say it themselves
+                    for agent in self.agents:
+                        agent.give_up(PeerFailed(f"rank {rank} has left", why=ended.error.what, next=ended.error.next))
+                elif rank == 0:
+                    mouths[0].say(f"{console.result_text(ended.result)}\n".encode(), sys.stdout)
+
+            await asyncio.gather(*(live(rank) for rank in range(self.nproc)))
+        # A rank that lost a peer may have ended before the one that was lost.
+        return next((one for one in failed if one.exit_code != PeerGone.exit_code), failed[0]) if failed else None
+
+    def _agent(self, rank: int, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker, mouth: Mouth) -> Agent:
+        # The options of a rank that is started by hand, so that its commands are what a person could type.
+        given = {name: getattr(spec, name) for name in spec.sources if name not in PER_RANK_OPTIONS}
+        place: dict[str, Any] = {"world_size": self.nproc, "rank": rank, "master_port": port, "run_id": self.run_id}
+        own = WorldSpec(**given, **place, sources={**spec.sources, **dict.fromkeys(place, "flag")})
+        return Agent(
+            own,
+            tasks.training(own, config.in_folder(str(self.paths.run_dir)), launched=self.command_to_go_on()),
+            start_worker=lambda: forker.fork(rank, mouth),
+            say=lambda line: mouth.say(f"{console.tag(rank)} {line}\n".encode()),
+            tell=lambda error: mouth.say(f"{error.render()}\n".encode()),
+            alone=config.no_ddp,
+            takes_signals=False,
+            says_who_is_missing=rank == 0,
+        )
+
+    def _take_signal(self, number: int) -> None:
+        if number == signals.SAVE:
+            self.agents[0].take_signal(number)
+            return
+        if not self.signalled:
+            say("stopping; once more ends it at once")
+        self.signalled = self.signalled or number
+        for agent in self.agents:
+            agent.take_signal(number)
+
+    def _to_go_on(self, config: TrainConfig) -> TrainConfig:
+        """The newest checkpoint of the run itself, unless it has none yet and began with another's."""
+        if config.resume is not None and not checkpoints.find(self.paths.checkpoints):
+            return config
+        return config.resumed()
+
+    def command_to_go_on(self) -> str:
+        """What to type for another ``launch`` in place of this one."""
+        program, _ = environment.typed_command()
+        restarts = ["--max_restarts", str(self.max_restarts)] if self.max_restarts else []
+        words = [*program, "launch", "--nproc", str(self.nproc), *restarts, "--run_dir", str(self.paths.run_dir), "--"]
+        return shlex.join([*words, *from_the_newest(self.typed)])
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank that has failed."""
+
+    rank: int
+    error: DdpManualError
+
+    @property
+    def exit_code(self) -> int:
+        return self.error.exit_code
+
+    @property
+    def may_be_mended(self) -> bool:
+        """Whether to start all ranks again; also one that was killed, as by the kernel when memory is short."""
+        killed = self.exit_code > 128 and self.exit_code not in ASKED_TO_STOP
+        return self.exit_code in MENDED_BY_A_RESTART or killed
+
+    @property
+    def told(self) -> str:
+        return f"error[{self.error.identifier}]: {self.error.what}"
+
+
+class Mouth:
+    """What one rank says: to the terminal with its rank in front, and to its log as it is."""
+
+    def __init__(self, log: BinaryIO, rank: int) -> None:
+        self._log = log
+        self._tag = console.tag(rank)
+        self._colour = COLOURS[rank % len(COLOURS)]
+        if log.tell():
+            log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+
+    def say(self, text: bytes, sink: TextIO | None = None) -> None:
+        """Whatever becomes of the log or the terminal, the rank goes on."""
+        sink = sys.stderr if sink is None else sink
+        tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and environment.colour_allowed() else self._tag
+        with suppress(OSError, ValueError):
+            self._log.write(text)
+            self._log.flush()
+        with suppress(OSError, ValueError):
+            for line in text.decode(errors="replace").splitlines(keepends=True):
+                sink.write(f"{tag} {line.removeprefix(self._tag + ' ')}")
+            sink.flush()
+
+    async def copy(self, descriptor: int, sink: TextIO) -> None:
+        """What the worker writes to this pipe, line by line, until its end."""
+        reader = asyncio.StreamReader(limit=1 << 20)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
+        rest = b""
+        while piece := await reader.read(1 << 16):
+            *lines, rest = (rest + piece).split(b"\n")
+            if lines:
+                self.say(b"\n".join(lines) + b"\n", sink)
+        if rest:
+            self.say(rest + b"\n", sink)
+
+
+class Forker:
+    """The process that imports torch, and then forks each worker: see ``worker/forker.py``."""
+
+    def __init__(self, nproc: int) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, environment.of_children(nproc):
+            self._process = start_python(
+                FORKER, [theirs.fileno()], [f"ranks={nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def fork(self, rank: int, mouth: Mouth) -> Worker:
+        """Ask for a worker; it is there once the forker has torch."""
+        channel, theirs = socket.socketpair()
+        (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
+        with theirs:
+            request = json.dumps({"rank": rank}).encode()
+            socket.send_fds(self._control, [request], [theirs.fileno(), *their_pipes])
+        for descriptor in their_pipes:
+            os.close(descriptor)
+        sinks = zip(ours, (sys.stdout, sys.stderr), strict=True)
+        copies = [asyncio.ensure_future(mouth.copy(pipe, sink)) for pipe, sink in sinks]
+        return ForkedWorker(self._process, channel, faults, copies)
+
+
+class ForkedWorker(Worker):
+    """A worker that is there only once its forker has torch, and says so itself.
+
+    Args:
+        forker: which ends, if it cannot import torch.
+        copies: done when all is read that the worker has written.
+    """
+
+    def __init__(
+        self,
+        forker: subprocess.Popen[bytes],
+        channel: socket.socket,
+        faults: int,
+        copies: Sequence[asyncio.Future[None]],
+    ) -> None:
+        super().__init__(forker.pid, channel, faults)
+        self.exists = False
+        self._forker = forker
+        self._copies = copies
+        self._born = asyncio.Event()
+
+    def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
+        if "born" in message:
+            self.pid, self.exists = int(message["born"]), True
+            self.look_at_memory()
+            self._born.set()
+        else:
+            super()._take(message, take)
+
+    async def _watch(self, gone: Callable[[], None]) -> None:
+        await first_of(self._born, self._hung_up)
+        if self.exists:
+            await super()._watch(gone)
+            return
+        await asyncio.sleep(LOOK_EVERY)  # the forker may only be about to end, and a child of it may have ended alone
+        self.status = self._forker.poll()
+        self.ended.set()
+        gone()
+
+    async def end(self, error: DdpManualError | None, *, own: bool) -> None:
+        if self._born.is_set():
+            await super().end(error, own=own)
+            await asyncio.wait(self._copies, timeout=LAST_LINES_WITHIN)
+        else:  # it ends at once when it is forked, since nobody is there any more
+            self.close()
+        for copy in self._copies:
+            copy.cancel()
+
+
+def check_train_options(nproc: int, typed: Sequence[str]) -> None:
+    """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence; and for a
+    script, which is none of this package's training."""
+    if typed and not typed[0].startswith("-"):
+        program = typed[0]
+        raise BadOption(
+            f"launch starts no program, and was given {program}",
+            why="its ranks are those of this package's own training; what follows are options of train",
+            next=f"leave {program} out\n"
+            f"or, if it is a script of your own: torchrun --nproc-per-node {nproc} {shlex.quote(program)}\n"
+            "or call ddp_manual.spawn in it, and start it with python",
+        )
+    for option in typed:
+        name = option.removeprefix("--").split("=")[0].replace("-", "_")
+        if option.startswith("--") and name in PER_RANK_OPTIONS:
+            raise BadOption(
+                f"--{name} cannot be passed on by launch",
+                why=f"launch gives every rank its --{name}",
+                next="put --run_dir before the --" if name == "run_dir" else f"leave --{name} out",
+            )
+
+
+def from_the_newest(typed: Sequence[str]) -> list[str]:
+    """The options with which ranks go on from the newest checkpoint of their own run."""
+    kept: list[str] = []
+    options = iter(typed)
+    for option in options:
+        if option.split("=")[0] != "--resume":
+            kept.append(option)
+        elif "=" not in option:
+            next(options, None)
+    return [*kept, "--resume", "auto"]

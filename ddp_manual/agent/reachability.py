@@ -1,0 +1,124 @@
+"""Whether ranks on different hosts can connect to each other, tried while their workers load torch.
+
+Each agent answers at a port of its own until the ranks train. The first rank of each host connects to those of the
+other hosts, and rank 0 tells everybody which pairs failed, in which direction, and what the network answered. Nothing
+is joined. On one host there is nothing to try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ddp_manual.agent.address import at, family
+from ddp_manual.errors import PeerUnreachable
+from ddp_manual.messages import RankInfo
+
+# All pairs are tried up to this many hosts; beyond it a host tries those 1, 2, 4, 8, ... further on in rank order, so
+# that every host is still tried in both directions.
+ALL_PAIRS_UP_TO = 32
+# Seconds. Failing pairs have to be known within 10 s of the roll call.
+CONNECT_TIMEOUT = 3.0
+REPORT_TIMEOUT = 8.0
+# More than one packet, in each direction: where large ones are dropped, small ones still connect.
+GREETING_BYTES = 16_384
+# Pairs named in an error.
+MOST_SHOWN = 16
+
+
+async def answer_at(address: str) -> asyncio.Server:
+    """Answer at a free port of this IP address, until the server is closed."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, EOFError, TimeoutError, asyncio.TimeoutError):
+            writer.write(greeting(writer.get_extra_info("sockname")[1]))
+            await asyncio.wait_for(reader.readexactly(GREETING_BYTES), CONNECT_TIMEOUT)
+            await asyncio.wait_for(writer.drain(), CONNECT_TIMEOUT)
+        writer.close()
+
+    return await asyncio.start_server(answer, address, 0, limit=2 * GREETING_BYTES)
+
+
+def greeting(port: int) -> bytes:
+    """What ``answer_at`` sends, and is sent: tells it from something else that listens there."""
+    return f"ddp_manual {port}\n".encode().ljust(GREETING_BYTES, b".")
+
+
+async def try_to_reach(address: str, port: int) -> str | None:
+    """None if an agent answers there, else what the network answered."""
+    expected = greeting(port)
+    received = b""
+    loop = asyncio.get_running_loop()
+    connection = socket.socket(family(address))
+    connection.setblocking(False)
+    try:
+        await asyncio.wait_for(loop.sock_connect(connection, (address, port)), CONNECT_TIMEOUT)
+        await asyncio.wait_for(loop.sock_sendall(connection, expected), CONNECT_TIMEOUT)
+        while len(received) < len(expected):
+            # Not a StreamReader, which forgets what came before a reset.
+            piece = await asyncio.wait_for(loop.sock_recv(connection, 65536), CONNECT_TIMEOUT)
+            if not piece:
+                break
+            received += piece
+    except ConnectionRefusedError:
+        return "connection refused"
+    except (TimeoutError, asyncio.TimeoutError):
+        if received:
+            return f"connected, but only {len(received)} of {len(expected)} bytes came through (packet size?)"
+        return f"no answer within {CONNECT_TIMEOUT:.0f} s: dropped"
+    except OSError as error:
+        if not received:
+            return os.strerror(error.errno) if error.errno else str(error)
+    finally:
+        connection.close()
+    return None if received == expected else "something else answers there"
+
+
+async def try_all(wanted: Sequence[tuple[int, str, int]]) -> list[list[Any]]:
+    """Those of the hosts (number, address, port) that cannot be reached, each with what the network answered."""
+    outcomes = await asyncio.gather(*(try_to_reach(address, port) for _, address, port in wanted))
+    return [[number, outcome] for (number, _, _), outcome in zip(wanted, outcomes, strict=True) if outcome]
+
+
+def targets(node: int, nodes: int) -> list[int]:
+    """The hosts that host ``node`` tries: all others, or beyond ALL_PAIRS_UP_TO hosts those 1, 2, 4, ... further on."""
+    if nodes <= ALL_PAIRS_UP_TO:
+        return [other for other in range(nodes) if other != node]
+    return [(node + (1 << power)) % nodes for power in range((nodes - 1).bit_length())]
+
+
+Pair = tuple[RankInfo, RankInfo | None, str]
+"""From, to (None: nothing was heard from the first), and what the network answered."""
+
+
+def failing_pairs(reports: Mapping[int, Sequence[Sequence[Any]] | None], hosts: Sequence[RankInfo]) -> list[Pair]:
+    """What the hosts have reported: by number of a host those that it could not reach, None if it said nothing."""
+    silent = (None, f"said nothing for {REPORT_TIMEOUT:.0f} s")
+    return [
+        (hosts[node], None if other is None else hosts[other], str(answer))
+        for node, failures in reports.items()
+        for other, answer in ([silent] if failures is None else failures)
+    ]
+
+
+def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
+    """The error for all ranks."""
+    named, lines = [], []
+    for start, end, answer in failing[:MOST_SHOWN]:
+        named.append(f"{start.host} -> {end.host}" if end else f"{start.host} is silent")
+        tried = f" to {at(end.address, end.answer_port)} (rank {end.rank} on {end.host})" if end else ""
+        lines.append(f"from {start.address} (rank {start.rank} on {start.host}){tried}: {answer}")
+    if len(failing) > MOST_SHOWN:
+        named.append("...")
+    start, end, _ = failing[0]
+    opened = f"from {start.address} to {end.address}" if end else f"between {start.host} and the others"
+    return PeerUnreachable(
+        f"{len(failing)} of the connections between hosts cannot be made: {', '.join(named)}",
+        why="\n".join(lines),
+        next=f"open all TCP ports {opened}, such as: iptables -I INPUT -p tcp -s {start.address} -j ACCEPT\n"
+        "or name an interface that connects the hosts: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+    )

@@ -1,0 +1,1 @@
+"""A rank's life seen from inside: the process that has torch."""

@@ -1,0 +1,69 @@
+"""How a worker begins, before torch is loaded, and how it ends: signals are left to the agent, crashes leave their
+stack, and the kernel ends it with its agent."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+
+from ddp_manual.signals import SAVE, STOP
+
+# What has faulthandler write the stacks of all threads; no library uses it.
+STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+# What a worker is not to see before it can take it on.
+HELD_BACK = (*STOP, SAVE, STACKS_SIGNAL)
+PR_SET_PDEATHSIG = 1
+# Seconds, for a terminal or a pipe that nobody may read.
+FLUSH_WITHIN = 0.5
+
+
+def leave_signals_to_the_agent() -> None:
+    """The terminal sends Ctrl-C to agent and worker alike; the agent says what is wished."""
+    for number in (*STOP, SAVE):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process with the one that has started it; where it cannot, the channel's end does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_stacks_in(faults: int) -> None:
+    """From now on a native crash, or ``STACKS_SIGNAL``, writes the Python stacks of all threads to this descriptor."""
+    faulthandler.enable(file=faults)
+    faulthandler.register(STACKS_SIGNAL, file=faults)
+
+
+def leave_no_stacks(*, was_enabled: bool) -> None:
+    """Undo ``leave_stacks_in``; a faulthandler that was on writes to stderr again."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.disable()
+    if was_enabled:
+        faulthandler.enable()
+
+
+def flush_briefly() -> None:
+    """Write what is still unwritten, unless nobody reads it."""
+
+    def flush() -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_WITHIN)
+
+
+def end_process(status: int) -> None:
+    """From any thread, without the interpreter's teardown: the main thread may be blocked for good."""
+    os._exit(status)

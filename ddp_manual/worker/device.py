@@ -1,0 +1,115 @@
+"""Which device and backend a rank uses: decided before it joins, pinned once it knows its place on the host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import sys
+
+import torch
+import torch.distributed
+
+from ddp_manual import environment
+from ddp_manual.errors import BackendUnavailable, DeviceMissing
+from ddp_manual.steps import Step
+from ddp_manual.world_spec import WorldSpec
+
+logger = logging.getLogger(__name__)
+
+# NCCL's shared-memory transport takes up to about 10 MB for each pair of ranks on a host.
+SHARED_MEMORY_PER_RANK = 32 << 20
+SHARED_MEMORY = "/dev/shm"
+
+
+def choose(spec: WorldSpec) -> tuple[str, str, int]:
+    """The kind of device (``cpu`` or ``cuda``), the backend (``gloo`` or ``nccl``), and how many GPUs can be used.
+
+    Raises:
+        DeviceMissing: cuda was asked for and there is none. BackendUnavailable: nccl without cuda, or not built in.
+    """
+    host = environment.host_name()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
+    if device == "cuda" and not gpus:
+        raise DeviceMissing(
+            f"rank {spec.rank} on {host} has no GPU",
+            why=f"{spec.named('device')}, but torch {torch.__version__} finds no usable CUDA device",
+            next="check with nvidia-smi, or train on the CPU: --device cpu on every rank",
+        )
+    backend = ("nccl" if device == "cuda" else "gloo") if spec.backend == "auto" else spec.backend
+    if backend == "nccl" and device != "cuda":
+        raise BackendUnavailable(
+            f"rank {spec.rank} on {host} cannot use nccl without a GPU",
+            why=f"{spec.named('backend')}, device {device}; NCCL moves data between CUDA devices only",
+            next="use --backend gloo on every rank",
+        )
+    if not torch.distributed.is_backend_available(backend):
+        raise BackendUnavailable(
+            f"rank {spec.rank} on {host} cannot use {backend}",
+            why=f"{spec.named('backend')}; torch {torch.__version__} was built without it",
+            next=f"use --backend {'gloo' if backend == 'nccl' else 'nccl'} on every rank",
+        )
+    if device == "cuda" and spec.local_rank is not None:
+        _check_gpu(spec.rank, spec.local_rank, gpus)
+    return device, backend, gpus
+
+
+def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """Make ``cuda:local_rank`` the current device, or take this rank's share of the cores.
+
+    Raises:
+        DeviceMissing: this host has fewer GPUs than ranks.
+    """
+    if device == "cpu":
+        torch.set_num_threads(environment.cpu_threads(local_world_size))
+        return torch.device("cpu")
+    _check_gpu(rank, local_rank, torch.cuda.device_count())
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _check_gpu(rank: int, local_rank: int, gpus: int) -> None:
+    if local_rank >= gpus:
+        raise DeviceMissing(
+            f"rank {rank} on {environment.host_name()} wants cuda:{local_rank}, which does not exist",
+            why=f"this host has {gpus} usable GPU(s), cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
+            next=f"start at most {gpus} rank(s) on this host, choose with --local_rank, "
+            "or use --device cpu on every rank",
+        )
+
+
+def gpu_uuids() -> list[str]:
+    """The UUID of each GPU this process may use, by index."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def versions() -> dict[str, str | None]:
+    """torch, python, cuda, nccl."""
+    nccl = getattr(torch.cuda, "nccl", None)
+    return {
+        "torch": str(torch.__version__),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl.version())) if nccl and torch.distributed.is_nccl_available() else None,
+    }
+
+
+def look_at_shared_memory(step: Step, backend: str, ranks_on_host: int) -> None:
+    """With a warning where NCCL may crash with a bus error on this host."""
+    if os.path.isdir(SHARED_MEMORY):
+        usage, needed = shutil.disk_usage(SHARED_MEMORY), SHARED_MEMORY_PER_RANK * ranks_on_host
+        step.detail = f"{SHARED_MEMORY}: {usage.free >> 20} of {usage.total >> 20} MB free"
+        if usage.free >= needed:
+            return
+        complaint = (
+            f"{SHARED_MEMORY} has {usage.free >> 20} MB free, and NCCL may need {needed >> 20} MB for {ranks_on_host} "
+            "ranks: a container takes --shm-size or --ipc=host"
+        )
+    else:
+        step.detail = f"{SHARED_MEMORY}: none"
+        complaint = f"there is no {SHARED_MEMORY}, which NCCL uses between the ranks of a host"
+    if backend == "nccl" and sys.platform == "linux":
+        step.warn(complaint)
+        logger.warning("%s", complaint)

@@ -1,0 +1,156 @@
+"""The thread through which a worker speaks with its agent: what it does now goes out, what it is asked for comes in.
+
+While a C call keeps the interpreter's lock this thread stands still; the agent does not.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ddp_manual import console
+from ddp_manual.errors import from_dict
+from ddp_manual.messages import LONGEST_ANSWER, SAVING, Beat, LineReader, Progress, encode
+from ddp_manual.signals import Wishes
+from ddp_manual.worker.process_group import collectives_begun
+from ddp_manual.worker.whereabouts import OWN_THREADS, whereabouts
+
+LOOK_EVERY = 0.25
+# While a checkpoint is being written and the agent waits for its end.
+LOOK_WHILE_SAVING = 0.02
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A process that a DataLoader forks would keep its parent's channel open after the parent's death."""
+    for channel in list(_open):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Reporter:
+    """Speaks for one rank. Once the agent is gone it ends this process, since nobody would explain or end it any more.
+
+    Args:
+        channel: the worker's end of a socket pair.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.progress = Progress()
+        self.wishes = Wishes()
+        self.thread = threading.get_ident()
+        """Of the thread that trains."""
+        self.verdict: dict[str, Any] | None = None
+        """Why the run ends, once the agent has said so; only in a person's own script."""
+        self.unwinding = False
+        """Whether the thread that trains is on its way out of a failure, and closes what is open."""
+        self.over = False
+        """Whether this rank has left the run: the agent may go."""
+        self.on_exit: Callable[[int], None] = lambda status: None
+        """Called in the reporter's thread with the exit code, where the agent asks for the end of a process that is not
+        its own."""
+        self._channel = channel
+        _open.add(channel)
+        self._reader = LineReader(LONGEST_ANSWER)
+        self._turn = threading.Lock()
+        self._answers: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
+            kind: queue.SimpleQueue() for kind in ("start", "place", "close", "over", "verdict")
+        }
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}reporter", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        with self._turn, suppress(OSError):  # the agent is gone; the thread sees that too
+            self._channel.sendall(encode(message))
+
+    def wait(self, kind: str, timeout: float | None = None) -> dict[str, Any]:
+        """The next message of a kind: start, place, close, over or verdict.
+
+        Raises:
+            TimeoutError: none has come within ``timeout`` seconds. DdpManualError: the run has ended meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self.verdict is not None and kind != "verdict":
+                raise from_dict(self.verdict, int(self.verdict["exit_code"]))
+            # In short waits, since Python hears of no signal in a long one.
+            left = 0.2 if deadline is None else min(0.2, deadline - time.monotonic())
+            try:
+                return self._answers[kind].get(timeout=max(0.0, left))
+            except queue.Empty:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"the agent did not say {kind}") from None
+
+    def close(self) -> None:
+        self.over = True
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=5)
+        self._channel.close()
+
+    def _run(self) -> None:
+        """The thread."""
+        sent: Beat | None = None
+        next_beat = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while True:
+                if selector.select(LOOK_WHILE_SAVING if self._ending else LOOK_EVERY) and not self._read():
+                    break
+                if self._ending and not self._busy:
+                    self._ending = False
+                    self.send({"may_end": True})
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + LOOK_EVERY
+                    beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
+                    self.send({"beat": beat.as_message() if beat != sent else None})
+                    sent = beat
+        if not self.over:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether it would lose something that is ended now."""
+        return self.progress.phase == SAVING or self.unwinding
+
+    def _read(self) -> bool:
+        """What the agent says; False: it is gone."""
+        try:
+            data = self._channel.recv(1 << 16)
+        except OSError:
+            return False
+        for message in self._reader.feed(data):
+            self._take(message)
+        return bool(data)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        for kind, answers in self._answers.items():
+            if kind in message:
+                if kind == "verdict":
+                    self.verdict = message["verdict"]
+                answers.put(message)
+        if "stop" in message:
+            self.wishes.ask_stop(int(message["stop"]))
+        if "save" in message:
+            self.wishes.ask_save()
+        if "quiet" in message:
+            console.LOGGER.disabled = True  # the agent has the last word
+        if "end" in message:
+            self._ending = self._busy
+            self.send({"may_end": not self._ending})
+        if "exit" in message:
+            self.on_exit(int(message["exit"]))
