@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -57,7 +58,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 class RankProcess:
-    """A command in a process of its own, its output in files. Times are seconds."""
+    """A command in a process of its own, its output in files; of a rank that is its agent. Times are seconds."""
 
     def __init__(
         self,
@@ -70,11 +71,41 @@ class RankProcess:
         fresh: bool,
     ) -> None:
         self.arguments = arguments
-        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        self._out, self._err, self._note = (folder / f"{name}.{suffix}" for suffix in ("out", "err", "worker"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = forking.start(arguments, env=env, cwd=cwd, out=out, err=err, place=place, fresh=fresh)
+            self.process = forking.start(
+                *(arguments, self._note), env=env, cwd=cwd, out=out, err=err, place=place, fresh=fresh
+            )
         # Now, and not before: the first fork of a test process waits until the server has torch.
         self.started = time.monotonic()
+        self._worker: int | None = None
+        self._watching = threading.Thread(target=self._watch_for_worker, daemon=True)
+        self._watching.start()
+
+    @property
+    def worker(self) -> int:
+        """The pid of the worker, which errors and rosters name, also when it has ended."""
+        while self._worker is None and self._watching.is_alive() and not self._noted:
+            time.sleep(0.005)
+        found = self._noted or self._worker
+        if found is None:
+            pytest.fail(f"{self.arguments} was never seen with a worker; it said:\n{self.err}")
+        return found
+
+    @property
+    def _noted(self) -> int | None:
+        """What an agent that is a fork has noted."""
+        return int(self._note.read_text()) if self._note.exists() else None
+
+    def _watch_for_worker(self) -> None:
+        """Until an agent that is none has its first child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        with suppress(OSError):
+            while time.monotonic() < self.started + 10:
+                if found := children.read_text().split():
+                    self._worker = int(found[0])
+                    return
+                time.sleep(0.005)
 
     @property
     def out(self) -> str:

@@ -4,17 +4,20 @@ python tests/faulty.py raise@training:30 -- --world_size 3 --rank 1 <more train 
 
 A fault is ``KIND[:SECONDS]@PHASE[:N]``: in step N of training, else the Nth time the rank enters that phase (1 unless
 told otherwise). Kinds: raise; loop (for ever, in Python); sleep; hold (a call of C that keeps the GIL for SECONDS);
-slow (this and every later step takes SECONDS longer); eat (memory, until the kernel ends the process); kill and stop
-(the signals, to itself). ``--set MODULE.NAME=NUMBER`` before the ``--`` changes a constant, such as one that would make
-a test long. With no fault at all it still says on stderr when it enters each phase and when each fault strikes.
+slow (this and every later step takes SECONDS longer); eat (memory, until the kernel ends the process); abort (in C++);
+break (into the debugger); kill and stop (the signals, to itself). ``--set MODULE.NAME=NUMBER`` before the ``--``
+changes a constant, such as one that would make a test long. With no fault at all it still says on stderr when it enters
+each phase and when each fault strikes.
 
-The three places where it gets in are all in ``install``. Times are seconds of CLOCK_MONOTONIC.
+What is started is the agent, which starts this program once more in place of its worker; the faults are the worker's.
+The three places where they get in are all in ``install``. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import os
 import re
 import signal
@@ -28,6 +31,8 @@ from typing import Any
 
 # Bytes. A process that has more of them and still lives was never limited; the machine should not pay for it.
 MOST_EATEN = 4 << 30
+# Through it the worker hears what the agent was told.
+VARIABLE = "DDP_MANUAL_TEST_FAULTS"
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,10 @@ class Fault:
             "raise": fail,
             "loop": loop_for_ever,
             "sleep": lambda: time.sleep(self.seconds),
-            # PyDLL, other than CDLL, does not let go of the GIL.
-            "hold": lambda: ctypes.PyDLL(None).usleep(int(1e6 * self.seconds)),
+            "hold": lambda: hold(self.seconds),
             "eat": eat,
+            "abort": abort,
+            "break": breakpoint,
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         }[self.kind]()
@@ -91,11 +97,24 @@ def eat() -> None:
     raise AssertionError(f"{MOST_EATEN} bytes are eaten, and nothing has ended this process")
 
 
+def hold(seconds: float) -> None:
+    """Wait for a lock that nobody lets go of, which no signal interrupts."""
+    mutex, until = ctypes.create_string_buffer(64), time.time() + seconds
+    library = ctypes.PyDLL(None)  # which, other than CDLL, does not let go of the GIL
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_timedlock(mutex, (ctypes.c_long * 2)(int(until), int(until % 1 * 1e9)))
+
+
+def abort() -> None:
+    """What a C++ library does with an exception that nobody catches."""
+    ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
+
+
 def install(faults: Sequence[Fault]) -> None:
     """Get in where the phase is set, where a batch is made, and where a training step begins."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from ddp_manual.rendezvous.progress import Progress
+    from ddp_manual.messages import ENDED, Progress
     from ddp_manual.training.images import Normalise
 
     entered: Counter[str] = Counter()
@@ -108,6 +127,8 @@ def install(faults: Sequence[Fault]) -> None:
         if name != "phase" or value == now:
             return
         now = value
+        if value == ENDED:  # by then the agent may have had the last word
+            return
         say(f"phase {value}")
         if value != "training":  # of which the steps are counted
             entered[value] += 1
@@ -129,7 +150,7 @@ def install(faults: Sequence[Fault]) -> None:
     def begin_step(model: DistributedDataParallel, *inputs: Any, **options: Any) -> Any:
         for fault in faults:
             if (fault.phase, fault.number) == ("training", entered["training"]) and fault.kind in (
-                *("raise", "eat", "kill", "stop"),
+                *("raise", "eat", "kill", "stop", "abort", "break"),
             ):
                 fault.strike()
         return forward(model, *inputs, **options)
@@ -139,27 +160,42 @@ def install(faults: Sequence[Fault]) -> None:
     DistributedDataParallel.forward = begin_step  # type: ignore[method-assign]
 
 
-def change(setting: str) -> None:
+def change(setting: str, *, without: tuple[str, ...]) -> None:
+    """Change a constant, unless it is in a module that this process has no business with."""
     name, _, number = setting.partition("=")
     module, _, constant = name.rpartition(".")
+    if module.startswith(without):
+        return
     place = importlib.import_module(module)
     assert hasattr(place, constant), f"{module} has no {constant}"
     setattr(place, constant, float(number))
 
 
 def main(arguments: Sequence[str]) -> None:
+    """As an agent."""
     words, options = list(arguments[: arguments.index("--")]), list(arguments[arguments.index("--") + 1 :])
-    # Python has put this folder there; a rank is started from the one above.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from ddp_manual.cli import main as ddp_manual
-
+    settings = []
     while "--set" in words:
         place = words.index("--set")
-        change(words[place + 1])
+        settings.append(words[place + 1])
         del words[place : place + 2]
-    install([Fault.parse(word) for word in words])
-    ddp_manual(["train", *options])
+    for setting in settings:
+        change(setting, without=("ddp_manual.worker", "ddp_manual.training"))
+    os.environ[VARIABLE] = json.dumps({"faults": words, "settings": settings})
+    run_agent(__file__, ["train", *options])
+
+
+def become_faulty() -> None:
+    """As the worker of such an agent."""
+    told = json.loads(os.environ[VARIABLE])
+    for setting in told["settings"]:
+        change(setting, without=("ddp_manual.agent",))
+    install([Fault.parse(word) for word in told["faults"]])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    # Python has put this folder there; a rank is started from the one above.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from tests.changed import is_worker, run_agent, run_worker
+
+    run_worker(become_faulty) if is_worker() else main(sys.argv[1:])

@@ -20,14 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+from tests.forkserver import READ_BY_THE_FORK, would_see
+
 SERVER = Path(__file__).with_name("forkserver.py")
-# What Python, its libraries or torch look at once, while they are loaded.
-READ_AT_START = (
-    *("FAKETIME", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
-    *("PYTORCH_", "TORCH_", "TRITON_"),
-)
-# Those of them that a fork looks at itself.
-READ_BY_THE_FORK = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
 
 
 class Process(Protocol):
@@ -100,22 +95,19 @@ class Server:
 
     def would_see(self, env: Mapping[str, str]) -> bool:
         """Whether a fork takes notice of all that is in this environment."""
-        return all(
-            env.get(name) == self._environment.get(name)
-            for name in {*env, *self._environment}
-            if name.startswith(READ_AT_START) and name not in READ_BY_THE_FORK
-        )
+        return would_see(self._environment, env)
 
     def fork(
         self,
         arguments: Sequence[str],
+        note: Path,
         env: Mapping[str, str],
         cwd: Path,
         place: tuple[str, str] | None,
         out: IO[bytes],
         err: IO[bytes],
     ) -> Forked:
-        request = {"words": arguments, "env": dict(env), "cwd": str(cwd), "place": place}
+        request = {"words": arguments, "env": dict(env), "cwd": str(cwd), "place": place, "note": str(note)}
         status, theirs = os.pipe()
         with self._turn:
             message = json.dumps(request).encode()
@@ -132,11 +124,11 @@ def server() -> Server:
 
 
 def becomes_a_rank(arguments: Sequence[str]) -> bool:
-    """Whether a command is a Python program that may need torch: not ``launch``, which starts its ranks itself."""
+    """Whether a command is a Python program that may need torch, or starts what does."""
     if sys.platform != "linux" or arguments[0] != sys.executable or len(arguments) < 2:
         return False
     if arguments[1] == "-m":
-        return arguments[2] == "ddp_manual" and arguments[3:4] != ["launch"]
+        return arguments[2] == "ddp_manual"
     return arguments[1] == "-c" or arguments[1].endswith(".py")
 
 
@@ -147,6 +139,7 @@ def named(host: str) -> tuple[str, ...]:
 
 def start(
     arguments: Sequence[str],
+    note: Path,
     *,
     env: Mapping[str, str],
     cwd: Path,
@@ -158,11 +151,12 @@ def start(
     """A command in a session of its own, without a terminal.
 
     Args:
+        note: where a fork writes the pid of its worker.
         place: the network namespace it runs in, and the host name it sees there.
         fresh: not as a fork, which ``ps`` shows with the server's command.
     """
     if not fresh and becomes_a_rank(arguments) and server().would_see(env):
-        return server().fork(arguments, env, cwd, place, out, err)
+        return server().fork(arguments, note, env, cwd, place, out, err)
     if place:
         namespace, host = place
         arguments = ["ip", "netns", "exec", namespace, *named(host), *arguments]

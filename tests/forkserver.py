@@ -4,6 +4,9 @@
 becomes is to differ in nothing else from a new Python: it imports what the program imports, finds torch not yet
 imported, and runs the program as ``__main__``. It shares the seed of ``hash(str)`` with the others, which no new Python
 would. Only the standard library is imported here, and torch.
+
+A rank is two processes: the fork becomes the agent, and is forked once more when the agent starts its worker. The
+second fork forgets what the first has imported of this project. In ``ps`` all of them have the server's command.
 """
 
 from __future__ import annotations
@@ -14,20 +17,31 @@ import gc
 import importlib.abc
 import importlib.machinery
 import json
+import logging
 import os
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # What a rank imports sooner or later, and what is slow in it: torch._dynamo comes with the first step of an optimizer.
 SLOW = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "click", "psutil", "rich.progress")
+# What Python, its libraries or torch look at once, while they are loaded.
+READ_AT_START = (
+    *("FAKETIME", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
+    *("PYTORCH_", "TORCH_", "TRITON_"),
+)
+# Those of them that a fork looks at itself.
+READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL")
+WORKER_PROCESS = "ddp_manual.agent.worker_process"
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
@@ -58,6 +72,173 @@ class TorchOnceImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.default_generator.seed()
         library = Path(str(module.__file__)).parent / "lib" / "libc10.so"
         ctypes.CDLL(str(library))._ZN3c1011initLoggingEv()
+
+
+def would_see(started_with: Mapping[str, str], env: Mapping[str, str]) -> bool:
+    """Whether a fork of a process that was started with one environment takes notice of all that is in another."""
+    return all(
+        env.get(name) == started_with.get(name)
+        for name in {*env, *started_with}
+        if name.startswith(READ_AT_START) and name not in READ_BY_THE_FORK
+    )
+
+
+class WorkersAreForks(importlib.abc.MetaPathFinder):
+    """Once an agent imports what starts its worker, that forks the agent in place of starting a new Python.
+
+    Args:
+        path, started_with: of a new Python without a program, and of the fork server.
+        note: where the worker's pid is to be written.
+    """
+
+    def __init__(self, path: Sequence[str], started_with: Mapping[str, str], note: Path) -> None:
+        self._path, self._started_with, self._note = path, started_with, note
+
+    def find_spec(self, name: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != WORKER_PROCESS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            execute = spec.loader.exec_module  # type: ignore[union-attr]
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                module.start_python = self._instead_of(module.start_python, module)  # type: ignore[attr-defined]
+
+            spec.loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
+        return spec
+
+    def _instead_of(self, start_python: Callable[..., Any], module: Any) -> Callable[..., Any]:
+        def start(program: Path, descriptors: Sequence[int], who: Sequence[str], **options: Any) -> Any:
+            env = options.get("env") or module.environment.for_worker()
+            known = {"env", "cwd", "stdin", "stdout", "stderr", "start_new_session"}
+            # A fork has torch, not yet imported, and one thread.
+            forkable = "torch" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
+            if not forkable or options.keys() - known or subprocess.PIPE in options.values():
+                return start_python(program, descriptors, who, **options)
+            if not would_see(self._started_with, env):
+                return start_python(program, descriptors, who, **options)
+            words = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
+            held_back = signal.pthread_sigmask(signal.SIG_BLOCK, module.HELD_BACK)
+            try:
+                fork = Fork(self._path, words, descriptors, {**options, "env": env})
+                self._note.with_suffix(".new").write_text(str(fork.pid))
+                self._note.with_suffix(".new").replace(self._note)
+                return fork
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
+
+        return start
+
+
+class Fork(subprocess.Popen):  # type: ignore[type-arg]
+    """A fork of this process that runs another program: to its parent what ``Popen`` would be."""
+
+    def __init__(
+        self, path: Sequence[str], words: Sequence[str], descriptors: Sequence[int], options: Mapping[str, Any]
+    ) -> None:
+        self.args = words
+        self.stdin = self.stdout = self.stderr = None
+        self.returncode = None
+        self._waitpid_lock = threading.Lock()
+        self._input, self._communication_started = None, False
+        self._child_created = True
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_in_fork(path, words, descriptors, options)
+
+
+# What the objects of the process that was forked still hold: they close the descriptors that they think are theirs.
+_kept: list[Any] = []
+
+
+def run_in_fork(
+    path: Sequence[str], words: Sequence[str], descriptors: Sequence[int], options: Mapping[str, Any]
+) -> None:
+    """Run a program like a new Python, with these descriptors alone, to its end; never returns."""
+
+    def program() -> None:
+        gc.freeze()
+        _kept.extend([*sys.modules.values(), sys._getframe()])
+        forget_handlers()
+        take_descriptors(descriptors, options)
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(options["env"])
+        if options.get("start_new_session"):
+            os.setsid()
+        if options.get("cwd"):
+            os.chdir(options["cwd"])
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("ddp_manual", "tests")]:
+            del sys.modules[name]
+        for name in [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] == "ddp_manual"]:
+            del logging.Logger.manager.loggerDict[name]
+        run(words, [*python_path(), *path])
+
+    end_with(program, keep=lambda: False)
+
+
+def end_with(program: Callable[[], None], *, keep: Callable[[], bool]) -> None:
+    """Run a program to its end, and end the process without taking down an interpreter that has torch, which takes 1 s
+    and which an agent's does not have.
+
+    Args:
+        keep: whether to leave that end to Python after all.
+    """
+    code = 1
+    try:
+        program()
+        code = 0
+    except SystemExit as leaving:
+        if keep():
+            raise
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException as error:
+        if keep() or isinstance(error, KeyboardInterrupt):  # which Python ends with the signal itself
+            raise
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    if keep():
+        return
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)
+
+
+def forget_handlers() -> None:
+    """What a new program has: it ignores what its parent ignores, and handles nothing."""
+    signal.set_wakeup_fd(-1)
+    if "asyncio" in sys.modules:
+        sys.modules["asyncio"]._set_running_loop(None)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def take_descriptors(descriptors: Sequence[int], options: Mapping[str, Any]) -> None:
+    """Have the standard streams that ``Popen`` would be told, these ``descriptors`` and no others."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        given = options.get(name)
+        if given == subprocess.DEVNULL:
+            given = os.open(os.devnull, os.O_RDWR)
+        elif given == subprocess.STDOUT:
+            given = 1
+        if given is not None:
+            os.dup2(given if isinstance(given, int) else given.fileno(), number)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in descriptors and os.path.exists(f"/proc/self/fd/{number}"):
+            os.close(number)
+    for number in descriptors:
+        os.set_inheritable(number, True)
 
 
 def serve(control: socket.socket) -> dict[str, Any]:
@@ -130,11 +311,12 @@ def _checked(result: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def become(request: dict[str, Any], path: Sequence[str]) -> None:
+def become(request: dict[str, Any], path: Sequence[str], started_with: Mapping[str, str]) -> None:
     """Run the program of a request as a new Python would.
 
     Args:
         path: sys.path of a new Python without a program and without PYTHONPATH.
+        started_with: the environment of the server.
     """
     atexit.register(gc.unfreeze)  # before the last collection, or triton complains of what it finds left
     os.environ.clear()
@@ -146,13 +328,26 @@ def become(request: dict[str, Any], path: Sequence[str]) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # the standard library's has a new one in each fork
     sys.meta_path.insert(0, TorchOnceImported())
-    added = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    sys.path[:] = [*added, *path]
-    if any(Path(folder, "sitecustomize.py").exists() for folder in added):
+    sys.meta_path.insert(0, WorkersAreForks(path, started_with, Path(request["note"])))
+    run(request["words"], [*python_path(), *path])
+
+
+def python_path() -> list[str]:
+    return [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def run(words: Sequence[str], path: Sequence[str]) -> None:
+    """Run the program of a command as ``__main__``.
+
+    Args:
+        words: the command; the first one is Python.
+        path: sys.path, without the program's own folder.
+    """
+    sys.path[:] = path
+    sys.orig_argv[:] = words
+    if any(Path(folder, "sitecustomize.py").exists() for folder in python_path()):
         sys.modules.pop("sitecustomize", None)
         __import__("sitecustomize")
-    words = request["words"]
-    sys.orig_argv[:] = words
     # multiprocessing, which torch imports, gives the program this second name.
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
@@ -168,6 +363,8 @@ def become(request: dict[str, Any], path: Sequence[str]) -> None:
     else:
         sys.argv[:] = words[1:]
         script = os.path.abspath(words[1])
+        if os.path.isdir(script):
+            script = os.path.join(script, "__main__.py")
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
         main.__file__ = script
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
@@ -176,10 +373,11 @@ def become(request: dict[str, Any], path: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    own_path = sys.path[1:]
+    own_path, own_environment = sys.path[1:], dict(os.environ)
     for name in SLOW:
         __import__(name)
     # A fork has one thread, and none of the others' locks.
     assert len(os.listdir("/proc/self/task")) == 1
     gc.freeze()
-    become(serve(socket.socket(fileno=int(sys.argv[1]))), own_path)
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    end_with(lambda: become(request, own_path, own_environment), keep=lambda: "torch" in sys.modules)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.clock import clocked
 from tests.conftest import Start
 from tests.hosts.hosts import Host, Network, RankCommand, remove_leftovers, why_not
 
@@ -38,9 +36,3 @@ def hosts(_namespaces: None, start: Start, rank_command: RankCommand) -> Iterato
     yield hosts
     for network in networks:
         network.remove()
-
-
-@pytest.fixture
-def clock(tmp_path: Path) -> dict[str, str]:
-    """The environment of a rank that says when it had torch: see ``tests/clock.py``."""
-    return clocked(tmp_path / "clock")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.catalogue import record
-from tests.clock import all_loaded, loaded, said
+from tests.clock import all_started, said
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import start_ranks
 from tests.world.test_rendezvous import last_error
@@ -47,11 +47,11 @@ while True:
 # -- 3: rank 0's name -----------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_one_host_cannot_resolve_ends_its_rank_at_once(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_a_name_that_one_host_cannot_resolve_ends_its_rank_at_once(hosts: Hosts) -> None:
     two = hosts(2)
     rank_0 = two[0].start_rank(0, 2)
-    lost = two[1].start_rank(1, 2, "--master_addr", "no.such.host.invalid", **clock)
-    seconds = said(lost, "error[master-unresolvable]: rank 0's address 'no.such.host.invalid' has no") - loaded(lost)
+    lost = two[1].start_rank(1, 2, "--master_addr", "no.such.host.invalid")
+    seconds = said(lost, "error[master-unresolvable]: rank 0's address 'no.such.host.invalid' has no") - lost.started
     assert "looking it up on hostB gave: " in lost.err
     right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, lost)]
@@ -60,14 +60,12 @@ def test_a_name_that_one_host_cannot_resolve_ends_its_rank_at_once(hosts: Hosts,
     record("no such name", "master-unresolvable", named, seconds=seconds, within=2, codes=codes, row=3)
 
 
-def test_all_addresses_of_a_name_are_shown_and_the_one_that_answers_is_used(
-    hosts: Hosts, clock: dict[str, str]
-) -> None:
+def test_all_addresses_of_a_name_are_shown_and_the_one_that_answers_is_used(hosts: Hosts) -> None:
     two = hosts(2)
     for host in two:
         host.resolve("rank0.example", two[0].network.silent, two[0].address)
-    ranks = start_ranks(two, "--master_addr", "rank0.example", **clock)
-    seconds = max(said(rank, "rank 0's address rank0.example is ") - loaded(rank) for rank in ranks)
+    ranks = start_ranks(two, "--master_addr", "rank0.example")
+    seconds = max(said(rank, "rank 0's address rank0.example is ") - rank.started for rank in ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [0, 0], ranks[1].err
     for rank in ranks:
@@ -77,10 +75,10 @@ def test_all_addresses_of_a_name_are_shown_and_the_one_that_answers_is_used(
     record(fault, "(joins)", named, seconds=seconds, within=2, codes=codes, row=3)
 
 
-def test_rank_0s_own_host_name_works_though_it_is_a_loopback_address_there(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_rank_0s_own_host_name_works_though_it_is_a_loopback_address_there(hosts: Hosts) -> None:
     two = hosts(2)
-    ranks = start_ranks(two, "--master_addr", "hostA", **clock)
-    seconds = max(said(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
+    ranks = start_ranks(two, "--master_addr", "hostA")
+    seconds = max(said(rank, "process group ready") for rank in ranks) - all_started(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [0, 0], ranks[1].err
     line = f"rank 0's address hostA is {two[0].address}, 127.0.1.1 ({two[0].address} first: other hosts cannot reach "
@@ -90,13 +88,13 @@ def test_rank_0s_own_host_name_works_though_it_is_a_loopback_address_there(hosts
     record(fault, "(joins)", named, seconds=seconds, within=30, codes=codes, row=3)
 
 
-def test_a_host_name_of_digits_alone_is_not_taken_for_an_address(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_a_host_name_of_digits_alone_is_not_taken_for_an_address(hosts: Hosts) -> None:
     two = hosts(2)
     for host in two:
         host.resolve("26727", two[0].address)
-    ranks = start_ranks(two, "--master_addr", "26727", **clock)
+    ranks = start_ranks(two, "--master_addr", "26727")
     what = "error[master-unresolvable]: rank 0's address '26727' is all digits, and is read as the IP address "
-    seconds = max(said(rank, f"{what}0.0.104.103\n") - loaded(rank) for rank in ranks)
+    seconds = max(said(rank, f"{what}0.0.104.103\n") - rank.started for rank in ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [11, 11]
     assert "26727.example.org" in last_error(ranks[1].err)
@@ -107,12 +105,10 @@ def test_a_host_name_of_digits_alone_is_not_taken_for_an_address(hosts: Hosts, c
 # -- 8: an address that is not rank 0's -----------------------------------------------------------------------------
 
 
-def test_localhost_is_refused_at_once_where_a_launcher_tells_of_several_hosts(
-    hosts: Hosts, clock: dict[str, str]
-) -> None:
+def test_localhost_is_refused_at_once_where_a_launcher_tells_of_several_hosts(hosts: Hosts) -> None:
     two = hosts(2)
-    ranks = start_ranks(two, "--master_addr", "localhost", SLURM_STEP_NUM_NODES="2", **clock)
-    seconds = max(said(rank, "error[loopback-master]: rank 0's address localhost ") - loaded(rank) for rank in ranks)
+    ranks = start_ranks(two, "--master_addr", "localhost", SLURM_STEP_NUM_NODES="2")
+    seconds = max(said(rank, "error[loopback-master]: rank 0's address localhost ") - rank.started for rank in ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [11, 11]
     for host, rank in zip(two, ranks, strict=True):
@@ -122,13 +118,11 @@ def test_localhost_is_refused_at_once_where_a_launcher_tells_of_several_hosts(
     record(fault, "loopback-master", named, seconds=seconds, within=2, codes=codes, row=8)
 
 
-def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(
-    hosts: Hosts, port: int, clock: dict[str, str]
-) -> None:
+def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(hosts: Hosts, port: int) -> None:
     two = hosts(2)
-    ranks = start_ranks(two, "--master_addr", "localhost", "--join_timeout", 4, **clock)
+    ranks = start_ranks(two, "--master_addr", "localhost", "--join_timeout", 4)
     line = f"nothing listens at localhost:{port} (localhost is ::1, 127.0.0.1), which is hostB itself: is rank 0 start"
-    seconds = said(ranks[1], line) - loaded(ranks[1])
+    seconds = said(ranks[1], line) - ranks[1].started
     ranks[0].wait_for("(only hostA itself reaches ::1: for ranks elsewhere give all its real --master_addr)")
     codes = [rank.wait(20) for rank in ranks]
     assert codes == [10, 11]
@@ -144,13 +138,13 @@ def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(
     record(fault, "master-refused, rank-missing", named, seconds=seconds, within=2, codes=codes, row=8)
 
 
-def test_rank_0_on_a_host_that_does_not_have_its_address_is_told_which_has(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_rank_0_on_a_host_that_does_not_have_its_address_is_told_which_has(hosts: Hosts) -> None:
     two = hosts(2)
     rank_1 = two[1].start_rank(1, 2)
     rank_1.wait_for("is rank 0 started?")
-    astray = two[1].start_rank(0, 2, **clock)
+    astray = two[1].start_rank(0, 2)
     what = f"rank 0 runs on hostB, but {two[0].address} is not an address of this host"
-    seconds = said(astray, f"error[address-not-local]: {what}\n") - loaded(astray)
+    seconds = said(astray, f"error[address-not-local]: {what}\n") - astray.started
     assert astray.wait() == 11
     assert two[1].address in last_error(astray.err)
     assert f"start rank 0 on the host that has {two[0].address}" in last_error(astray.err)
@@ -163,7 +157,7 @@ def test_rank_0_on_a_host_that_does_not_have_its_address_is_told_which_has(hosts
 
 
 def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
-    hosts: Hosts, port: int, tmp_path: Path, clock: dict[str, str]
+    hosts: Hosts, port: int, tmp_path: Path
 ) -> None:
     two = hosts(2)
     rank_0 = two[0].start_rank(0, 2, "--master_addr", "127.0.0.1")
@@ -171,9 +165,9 @@ def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
     tunnel = tmp_path / "tunnel"
     two[0].start(sys.executable, "-c", FORWARD, tunnel, port).wait_for("forwarding")
     two[1].start(sys.executable, "-c", FORWARD, port, tunnel).wait_for("forwarding")
-    through = two[1].start_rank(1, 2, "--master_addr", "127.0.0.1", **clock)
+    through = two[1].start_rank(1, 2, "--master_addr", "127.0.0.1")
     what = "rank 0 listens on 127.0.0.1, which is not for other hosts, and rank 1 is on hostB"
-    seconds = said(through, f"error[loopback-master]: {what}\n") - loaded(through)
+    seconds = said(through, f"error[loopback-master]: {what}\n") - through.started
     assert through.wait() == 11
     assert "came through a tunnel to hostA" in last_error(through.err)
     rank_0.wait_for(f"rank 1 (hostB, pid {through.process.pid}) was refused: loopback-master")
@@ -192,15 +186,15 @@ def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
 
 @pytest.mark.parametrize("closed", [1, 2])
 def test_where_only_rank_0s_port_is_open_every_rank_names_the_pairs_and_leaves(
-    hosts: Hosts, port: int, clock: dict[str, str], closed: int
+    hosts: Hosts, port: int, closed: int
 ) -> None:
     two = hosts(2)
     for host in two[:closed]:
         host.only_port_open(port)
-    ranks = start_ranks(two, **clock)
+    ranks = start_ranks(two)
     pairs = ("hostB -> hostA", "hostA -> hostB, hostB -> hostA")[closed - 1]
     what = f"error[peer-unreachable]: {closed} of the connections between hosts cannot be made: {pairs}\n"
-    seconds = max(said(rank, what) for rank in ranks) - all_loaded(ranks)
+    seconds = max(said(rank, what) for rank in ranks) - all_started(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [18, 18]
     for rank in ranks:
@@ -215,13 +209,13 @@ def test_where_only_rank_0s_port_is_open_every_rank_names_the_pairs_and_leaves(
     ("verdict", "answer"), [("drop", "no answer within 3 s: dropped"), ("reject", "connection refused")]
 )
 def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_named(
-    hosts: Hosts, clock: dict[str, str], verdict: str, answer: str, tmp_path: Path
+    hosts: Hosts, verdict: str, answer: str, tmp_path: Path
 ) -> None:
     three = hosts(3)
     getattr(three[2], f"{verdict}_from")(three[1])
-    ranks = start_ranks(three, **clock)
+    ranks = start_ranks(three)
     what = "error[peer-unreachable]: 1 of the connections between hosts cannot be made: hostB -> hostC\n"
-    seconds = max(said(rank, what) for rank in ranks) - all_loaded(ranks)
+    seconds = max(said(rank, what) for rank in ranks) - all_started(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [18, 18, 18]
     _, second, third = (host.address for host in three)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.catalogue import record
-from tests.clock import all_loaded, clocked, loaded, said
+from tests.clock import all_started, said, with_site
 from tests.conftest import REPOSITORY, RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host, start_ranks
@@ -39,9 +39,9 @@ def test_a_rank_with_other_code_is_told_which_part_differs(hosts: Hosts, other_c
     two = hosts(2)
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    odd = two[1].start_rank(1, 2, cwd=other_code, **clocked(tmp_path / "clock", package=other_code))
+    odd = two[1].start_rank(1, 2, cwd=other_code, **with_site(tmp_path / "odd", package=other_code))
     what = f"rank 1 (hostB, pid {odd.process.pid}) runs other code than rank 0: ddp_manual/training"
-    seconds = said(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
+    seconds = said(odd, f"error[config-mismatch]: {what}\n") - odd.started
     assert odd.wait() == 12
     assert "ddp_manual/training: rank 0 (hostA) has digest " in last_error(odd.err)
     assert "--allow_mismatch" in last_error(odd.err)
@@ -53,14 +53,12 @@ def test_a_rank_with_other_code_is_told_which_part_differs(hosts: Hosts, other_c
     record(fault, "config-mismatch", named, seconds=seconds, within=2, codes=codes, row=14)
 
 
-def test_other_code_that_is_allowed_is_a_warning(
-    hosts: Hosts, other_code: Path, tmp_path: Path, clock: dict[str, str]
-) -> None:
+def test_other_code_that_is_allowed_is_a_warning(hosts: Hosts, other_code: Path, tmp_path: Path) -> None:
     two = hosts(2)
-    rank_0 = two[0].start_rank(0, 2, "--allow_mismatch", **clock)
-    environment = clocked(tmp_path / "odd", package=other_code)
+    rank_0 = two[0].start_rank(0, 2, "--allow_mismatch")
+    environment = with_site(tmp_path / "odd", package=other_code)
     odd = two[1].start_rank(1, 2, "--allow_mismatch", cwd=other_code, **environment)
-    seconds = said(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - all_loaded([rank_0, odd])
+    seconds = said(rank_0, "runs other code than rank 0: ddp_manual/training (allowed)\n") - all_started([rank_0, odd])
     codes = [rank_0.wait(), odd.wait()]
     assert codes == [0, 0], rank_0.err
     fault, named = "the same with --allow_mismatch", "the part of the package, on rank 0"
@@ -71,10 +69,13 @@ def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_pat
     two = hosts(2)
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    # A second torch takes minutes to install. This one only says that it is another.
-    odd = two[1].start_rank(1, 2, **clocked(tmp_path / "clock", "torch.__version__ = '2.9.1'"))
+    # A second torch takes minutes to install. This one only says that it is installed.
+    installed = tmp_path / "other" / "torch-2.9.1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
+    odd = two[1].start_rank(1, 2, PYTHONPATH=f"{installed.parent}:{REPOSITORY}")
     what = f"rank 1 (hostB, pid {odd.process.pid}) has other versions than rank 0: torch"
-    seconds = said(odd, f"error[version-mismatch]: {what}\n") - loaded(odd)
+    seconds = said(odd, f"error[version-mismatch]: {what}\n") - odd.started
     assert odd.wait() == 12
     assert "torch: rank 0 (hostA) has " in last_error(odd.err)
     assert "rank 1 has 2.9.1\n" in last_error(odd.err)
@@ -92,7 +93,7 @@ def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_pat
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
-    hosts: Hosts, small_data: Path, tmp_path: Path, clock: dict[str, str], count: int
+    hosts: Hosts, small_data: Path, tmp_path: Path, count: int
 ) -> None:
     import torch
 
@@ -103,7 +104,7 @@ def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
     content["images"][0, 14, 14] ^= 1
     torch.save(content, path)
     ranks = [
-        host.start_rank(rank, count, "--data_dir", tmp_path / "other" if rank == 1 else small_data, **clock)
+        host.start_rank(rank, count, "--data_dir", tmp_path / "other" if rank == 1 else small_data)
         for rank, host in enumerate(several)
     ]
     # From here on they read it.
@@ -123,17 +124,15 @@ def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
 # -- 25: a name server that does not answer -------------------------------------------------------------------------
 
 
-def test_a_name_server_that_does_not_answer_delays_nobody_for_5_s(
-    hosts: Hosts, tmp_path: Path, clock: dict[str, str]
-) -> None:
+def test_a_name_server_that_does_not_answer_delays_nobody_for_5_s(hosts: Hosts, tmp_path: Path) -> None:
     seconds = {}
     for server in ("none", "silent"):
         two = hosts(2)
         if server == "silent":
             for host in two:
                 host.resolver(host.network.silent)
-        ranks = start_ranks(two, "--run_dir", tmp_path / server, **clock)
-        seconds[server] = max(said(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
+        ranks = start_ranks(two, "--run_dir", tmp_path / server)
+        seconds[server] = max(said(rank, "process group ready") for rank in ranks) - all_started(ranks)
         codes = [rank.wait() for rank in ranks]
         assert codes == [0, 0], ranks[0].err
     fault, named = "a dead name server for every host", f"({seconds['none']:.1f} s where look-ups fail at once)"
@@ -143,35 +142,35 @@ def test_a_name_server_that_does_not_answer_delays_nobody_for_5_s(
 # -- 26: limits of a host -------------------------------------------------------------------------------------------
 
 
-def test_a_host_whose_clock_is_off_is_warned_about(hosts: Hosts, tmp_path: Path, clock: dict[str, str]) -> None:
+def test_a_host_whose_clock_is_off_is_warned_about(hosts: Hosts, tmp_path: Path) -> None:
     """The clock is shifted inside the process: a time namespace leaves the time of day alone, and libfaketime makes
     sleeps of 10 ms fail."""
     two = hosts(2)
-    shifted = clocked(tmp_path / "ahead", "real = time.time; time.time = lambda: real() + 120")
-    ranks = [two[0].start_rank(0, 2, **clock), two[1].start_rank(1, 2, **shifted)]
-    seconds = max(said(rank, "the clock of hostB is 120 s ahead of hostA's") for rank in ranks) - all_loaded(ranks)
+    shifted = with_site(tmp_path / "ahead", "real = time.time; time.time = lambda: real() + 120")
+    ranks = [two[0].start_rank(0, 2), two[1].start_rank(1, 2, **shifted)]
+    seconds = max(said(rank, "the clock of hostB is 120 s ahead of hostA's") for rank in ranks) - all_started(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [0, 0], ranks[0].err
     fault, named = "a clock that is 120 s ahead (shifted in the process)", "both hosts and by how much, on every rank"
     record(fault, "(joins)", named, seconds=seconds, within=2, codes=codes, row=26)
 
 
-def test_rank_0_that_may_not_open_enough_files_says_how_many_it_needs(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_rank_0_that_may_not_open_enough_files_says_how_many_it_needs(hosts: Hosts) -> None:
     (host,) = hosts(1)
-    rank_0 = start_below("-n 256", host, 1000, **clock)
-    what = "error[bad-option]: rank 0 on hostA may open 256 files, and a run of 1000 ranks needs 4100\n"
-    seconds = said(rank_0, what) - loaded(rank_0)
+    rank_0 = start_below("-n 256", host, 1000)
+    what = "error[bad-option]: rank 0 on hostA may open 256 files, and a run of 1000 ranks needs 2100\n"
+    seconds = said(rank_0, what) - rank_0.started
     codes = [rank_0.wait()]
     assert codes == [2]
-    assert "raise it before rank 0 is started: ulimit -n 4100" in last_error(rank_0.err)
+    assert "raise it before rank 0 is started: ulimit -n 2100" in last_error(rank_0.err)
     fault, named = "ulimit -n 256 for rank 0 of 1000", "the limit, and what is needed"
     record(fault, "bad-option", named, seconds=seconds, within=2, codes=codes, row=26)
 
 
-def test_a_soft_limit_of_open_files_is_raised_to_the_hard_one(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_a_soft_limit_of_open_files_is_raised_to_the_hard_one(hosts: Hosts) -> None:
     two = hosts(2)
-    rank_0 = start_below("-S -n 64 && ulimit -H -n 4000", two[0], 2, **clock)
-    seconds = said(rank_0, "listening at ") - loaded(rank_0)
+    rank_0 = start_below("-S -n 64 && ulimit -H -n 4000", two[0], 2)
+    seconds = said(rank_0, "listening at ") - rank_0.started
     limits = Path(f"/proc/{rank_0.process.pid}/limits").read_text()
     (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
     assert line.split()[3:5] == ["4000", "4000"]
@@ -184,16 +183,16 @@ def test_a_soft_limit_of_open_files_is_raised_to_the_hard_one(hosts: Hosts, cloc
 # -- 27: address families -------------------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_interface_has_another_address_family_is_told(hosts: Hosts, clock: dict[str, str]) -> None:
+def test_a_rank_whose_interface_has_another_address_family_is_told(hosts: Hosts) -> None:
     two = hosts(2, ipv6=True)
     commands = ("link add only6 type veth peer name end", "link set end up", "link set only6 up")
     for command in (*commands, "address add fd00:99::1/64 dev only6 nodad"):
         two[1].run("ip", *command.split())
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    odd = two[1].start_rank(1, 2, GLOO_SOCKET_IFNAME="only6", **clock)
+    odd = two[1].start_rank(1, 2, GLOO_SOCKET_IFNAME="only6")
     what = f"rank 1 (hostB, pid {odd.process.pid}) was started with other options than rank 0: address_family"
-    seconds = said(odd, f"error[config-mismatch]: {what}\n") - loaded(odd)
+    seconds = said(odd, f"error[config-mismatch]: {what}\n") - odd.started
     assert odd.wait() == 12
     assert (
         f"rank 0 has IPv4 (eth0, on the way to {two[0].address}), rank 1 has IPv6 (only6, from GLOO_SOCKET_IFNAME)"

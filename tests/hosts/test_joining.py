@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.catalogue import record
-from tests.clock import all_loaded, loaded, said
+from tests.clock import all_started, said
 from tests.conftest import RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host, start_ranks
 from tests.world.test_rendezvous import last_error
 
 
-def train(on: list[Host], folder: Path, clock: dict[str, str]) -> tuple[dict, float]:
+def train(on: list[Host], folder: Path) -> tuple[dict, float]:
     """One rank per host, to its end; the summary of the run, and the seconds until its process group was ready."""
-    ranks = start_ranks(on, **clock)
-    seconds = max(said(rank, "process group ready") for rank in ranks) - all_loaded(ranks)
+    ranks = start_ranks(on)
+    seconds = max(said(rank, "process group ready") for rank in ranks) - all_started(ranks)
     codes = [rank.wait() for rank in ranks]
     assert codes == [0] * len(on), "\n".join(rank.err for rank in ranks)
     return json.loads((folder / "run" / "summary.json").read_text()), seconds
@@ -37,13 +37,11 @@ def first_to_end(processes: list[RankProcess], timeout: float = 60) -> RankProce
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_hosts_whose_own_name_is_a_loopback_address_join_and_train(
-    hosts: Hosts, count: int, tmp_path: Path, clock: dict[str, str]
-) -> None:
+def test_hosts_whose_own_name_is_a_loopback_address_join_and_train(hosts: Hosts, count: int, tmp_path: Path) -> None:
     several = hosts(count)
     for host in several:
         assert host.run("getent", "ahostsv4", host.name).stdout.split()[0] == "127.0.1.1"
-    summary, seconds = train(several, tmp_path, clock)
+    summary, seconds = train(several, tmp_path)
     assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB", "hostC"][:count]
     fault = f"the own name of each of {count} hosts is 127.0.1.1"
     record(fault, "(joins)", "", seconds=seconds, within=30, codes=[0] * count, row=7)
@@ -64,27 +62,23 @@ def test_bare_torch_fails_on_the_same_hosts(hosts: Hosts, port: int) -> None:
     assert "Connection refused, remote=[127.0." in first.err
 
 
-def test_hosts_that_have_ipv6_addresses_only_join_and_train(
-    hosts: Hosts, tmp_path: Path, clock: dict[str, str]
-) -> None:
+def test_hosts_that_have_ipv6_addresses_only_join_and_train(hosts: Hosts, tmp_path: Path) -> None:
     two = hosts(2, ipv4=False, ipv6=True)
     assert two[0].address.startswith("fd00:77:")
-    summary, seconds = train(two, tmp_path, clock)
+    summary, seconds = train(two, tmp_path)
     assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB"]
     record("hosts with IPv6 addresses only", "(joins)", "", seconds=seconds, within=30, codes=[0, 0], row=27)
 
 
-def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(
-    hosts: Hosts, port: int, clock: dict[str, str]
-) -> None:
+def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(hosts: Hosts, port: int) -> None:
     two = hosts(2)
     two[0].drop_from(two[1], port)
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    lost = two[1].start_rank(1, 2, "--join_timeout", 4, **clock)
+    lost = two[1].start_rank(1, 2, "--join_timeout", 4)
     # A connection is given 2 s; the system's own timeout for one is two minutes.
-    seconds = said(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - loaded(lost)
-    ended = said(lost, "error[master-unreachable]: no answer for ") - loaded(lost)
+    seconds = said(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - lost.started
+    ended = said(lost, "error[master-unreachable]: no answer for ") - lost.started
     assert lost.wait(15) == 11
     assert "nothing listens" not in lost.err
     assert f"rank 1 on hostB tried {two[0].address}:{port}: no answer" in last_error(lost.err)
@@ -96,15 +90,13 @@ def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(
     record(fault, "master-unreachable, --join_timeout 4", named, seconds=ended, within=8, codes=codes, row=4)
 
 
-def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(
-    hosts: Hosts, port: int, clock: dict[str, str]
-) -> None:
+def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(hosts: Hosts, port: int) -> None:
     two = hosts(2)
     two[0].reject_from(two[1], port)
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
-    lost = two[1].start_rank(1, 2, "--join_timeout", 3, **clock)
-    seconds = said(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - loaded(lost)
+    lost = two[1].start_rank(1, 2, "--join_timeout", 3)
+    seconds = said(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - lost.started
     assert lost.wait(15) == 11
     assert last_error(lost.err).startswith("error[master-refused]")
     assert "no answer" not in lost.err

@@ -46,7 +46,7 @@ def held_to(expected: dict[int, str], ranks: list[RankProcess], since: float, wi
 
 def both_sides(ranks: list[RankProcess], alone: int) -> dict[int, str]:
     """What each rank has to say where one host is cut off from the two others."""
-    who = [re.escape(f"rank {rank} ({NAMES[rank]}, pid {process.process.pid})") for rank, process in enumerate(ranks)]
+    who = [re.escape(f"rank {rank} ({NAMES[rank]}, pid {process.worker})") for rank, process in enumerate(ranks)]
     seen = r".*step [1-9]\d* of epoch [1-9]"
     if alone == 0:
         hears_nobody = rf"error\[peer-lost\]: (?:{who[1]}|{who[2]}) {SILENT}{seen}.*as silent: rank [12] \(host[BC], "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -11,12 +12,24 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from ddp_manual.agent import address
+from ddp_manual.agent.connection import Connection, Seal
+from ddp_manual.agent.coordinator import Coordinator
+from ddp_manual.agent.listening import listen as listen_at
+from ddp_manual.agent.probe import Answer, Probe, find_rank_0
+from ddp_manual.agent.probe import probe as probe_at
+from ddp_manual.agent.waiting import Waiting
 from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
-from ddp_manual.rendezvous import address
-from ddp_manual.rendezvous.listening import listen
-from ddp_manual.rendezvous.probing import Answer, probe, wait_for_store
-from ddp_manual.rendezvous.waiting import Waiting
+from ddp_manual.messages import RankInfo, RunInfo
 from ddp_manual.world_spec import WorldSpec
+
+
+def probe(host: str, port: int) -> Probe:
+    return asyncio.run(probe_at(host, port))
+
+
+def listen(spec: WorldSpec, addresses: list[str]) -> socket.socket:
+    return asyncio.run(listen_at(spec, addresses, 0 if spec.alone else spec.master_port))
 
 
 @contextmanager
@@ -51,6 +64,40 @@ def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
     assert store.get("key") == b"value"
 
 
+@pytest.mark.parametrize(("over", "answer"), [(False, Answer.GREETED), (True, Answer.OVER)])
+def test_rank_0s_agent_speaks_first_and_a_run_that_is_ending_says_so(over: bool, answer: Answer) -> None:
+    async def look() -> Probe:
+        open_ones: list[Connection] = []
+
+        def greet(connection: Connection) -> None:
+            open_ones.append(connection)
+            connection.send({"ddp_manual": 1, "challenge": "00", "over": over, "host": "a", "pid": 1, "token": False})
+
+        loop = asyncio.get_running_loop()
+        agent = await loop.create_server(lambda: Connection(greet), "127.0.0.1", 0)
+        try:
+            found = await probe_at("127.0.0.1", agent.sockets[0].getsockname()[1])
+            open_ones += [found.connection] if found.connection else []
+            return found
+        finally:
+            agent.close()
+            for connection in open_ones:
+                connection.close()
+            await asyncio.sleep(0.01)
+
+    found = asyncio.run(look())
+    assert found.answer is answer
+    assert (found.connection is None) == over
+    assert over or found.greeting["challenge"] == "00"
+
+
+def test_a_store_without_a_roll_call_is_not_waited_for() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    spec = WorldSpec(world_size=2, rank=1, master_port=store.port)
+    with pytest.raises(MasterNotAStore, match="has no roll call"):
+        asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
+
+
 def test_nothing_listening_is_told_from_something_else_listening(port: int) -> None:
     assert probe("127.0.0.1", port).answer is Answer.REFUSED
     with server(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as other:
@@ -72,7 +119,7 @@ def test_something_else_on_rank_0s_port_ends_the_wait_at_once() -> None:
     with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
         spec = WorldSpec(world_size=2, rank=1, master_port=other)
         with pytest.raises(MasterNotAStore) as caught:
-            wait_for_store(spec, ["127.0.0.1"], Waiting(30, address.logger), "train --rank 0")
+            asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
     assert "HTTP/1.0 400 Bad Request" in caught.value.why
 
 
@@ -98,9 +145,10 @@ def test_a_name_of_digits_that_reads_as_an_impossible_address_is_refused_at_once
         address.resolve("26727")
 
 
-def test_a_name_of_digits_that_reads_as_an_address_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    assert address.resolve("2130706433") == ["127.0.0.1"]
-    assert "is all digits: it is read as the IP address 127.0.0.1" in caplog.text
+def test_a_name_of_digits_that_reads_as_an_address_is_warned_about() -> None:
+    said: list[str] = []
+    assert address.resolve("2130706433", said.append) == ["127.0.0.1"]
+    assert ["is all digits: it is read as the IP address 127.0.0.1" in line for line in said] == [True]
 
 
 def test_a_loopback_address_is_refused_where_the_launcher_tells_of_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +179,39 @@ def test_a_port_in_use_names_the_process_that_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortInUse) as caught:
         listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]), ["127.0.0.1"])
     assert psutil.Process().cmdline()[0] in caught.value.why
+
+
+def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
+    async def listen_twice() -> None:
+        run = RunInfo(
+            run_id="first-run",
+            run_dir=None,
+            world_size=2,
+            host="a",
+            pid=1,
+            address="127.0.0.1",
+            since=0.0,
+            command="",
+            launched=None,
+            peer_timeout=10.0,
+            stall_timeout=300.0,
+            script=False,
+        )
+        rank_0 = RankInfo(rank=0, world_size=2, host="a", pid=1, address="127.0.0.1")
+        listener = socket.create_server(("127.0.0.1", 0))
+        coordinator = Coordinator(run, rank_0, Seal(None), "", join_timeout=30.0)
+        await coordinator.serve(listener)
+        port = listener.getsockname()[1]
+        try:
+            await listen_at(WorldSpec(world_size=2, master_port=port), ["127.0.0.1"], port)
+        finally:
+            coordinator.close()
+
+    with pytest.raises(PortInUse) as caught:
+        asyncio.run(listen_twice())
+    assert caught.value.what.startswith("another rank 0 is already running at 127.0.0.1:")
+    assert "it is run first-run, waiting for ranks 0-1" in caught.value.why
+    assert "--rank 1" in caught.value.next
 
 
 def test_a_world_of_one_takes_any_free_port() -> None:

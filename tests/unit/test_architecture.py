@@ -1,16 +1,20 @@
-"""Which room a line lives in, held by reading the source."""
+"""Which room a line lives in, held by reading the source, and by looking at what agents have loaded."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ddp_manual
+from tests.conftest import REPOSITORY, SHORT, Start, free_port
 
 PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -24,22 +28,21 @@ BOTTOM = {
     "environment",
     "errors",
     "extras",
+    "messages",
     "options",
+    "resume_option",
     "rundir",
     "signals",
+    "steps",
     "user_code",
     "world_spec",
 }
 MAY_IMPORT = {
-    "rendezvous": {"rendezvous", *BOTTOM},
-    "training": {"training", *BOTTOM},
-    "launching": {"launching", *BOTTOM},
-    "worker": {"rendezvous", "training", "outcome", "resuming", *BOTTOM},
-    "outcome": {"rendezvous", "training", *BOTTOM},
+    "agent": {"agent", *BOTTOM},
+    "worker": {"worker", "training", *BOTTOM},
+    "training": {"training", "outcome", "resuming", *BOTTOM},
+    "outcome": {"training", *BOTTOM},
     "resuming": {"training", *BOTTOM},
-    "spawning": {"spawned", "launching", *BOTTOM},
-    "spawned": {"rendezvous", *BOTTOM},
-    "checkup": {"rendezvous", *BOTTOM},
     "recorded": BOTTOM,
     "comparison": {"recorded", "reports", *BOTTOM},
     "comparison_plot": {"comparison", "recorded", *BOTTOM},
@@ -48,72 +51,158 @@ MAY_IMPORT = {
     "showing": {"training", *BOTTOM},
     "reports": set(),
     "flags": BOTTOM,
-    "cli": {
-        "worker",
-        "outcome",
-        "checkup",
-        "comparison",
-        "comparison_plot",
-        "evaluating",
-        "showing",
-        "flags",
-        "reports",
-        "rendezvous",
-        "launching",
-        *BOTTOM,
-    },
-    "__init__": {"config", "errors", "spawning", "worker", "world_spec"},
+    "cli": {"agent", "comparison", "comparison_plot", "evaluating", "flags", "reports", "showing", *BOTTOM},
+    "__init__": {"config", "errors", "world_spec"},
     "__main__": {"cli"},
     **dict.fromkeys(BOTTOM, BOTTOM),
 }
+# What only annotations name.
+MAY_NAME = {
+    "__init__": {"training", "worker"},
+    "environment": {"messages"},
+    "outcome": {"worker"},
+    "training": {"worker"},
+}
+WITHOUT_TORCH = {"agent", "cli", "flags", "reports", "__init__", "__main__", *BOTTOM}
+# Of code, without docstrings, comments and blank lines.
+MOST_LINES_OF_AGENT_AND_WORKER = 5200
 
 
 def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path: Path, *, for_types: bool) -> set[str]:
+    """The modules that a file imports: below ``if TYPE_CHECKING``, or anywhere else."""
+    tree = ast.parse(path.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    guarded = {id(below) for guard in guards for node in guard.body for below in ast.walk(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if (id(node) in guarded) is not for_types:
+            continue
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "ddp_manual" else [module]
-        else:
-            continue
-        rooms |= {name.split(".")[1] for name in names if name.startswith("ddp_manual.")}
-    return rooms
+            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "ddp_manual" else {module}
+    return names
+
+
+def rooms(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith("ddp_manual.")}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down_only(path: Path) -> None:
-    assert imported_rooms(path) <= MAY_IMPORT[room(path)]
+    may_import = MAY_IMPORT[room(path)]
+    assert rooms(imported(path, for_types=False)) <= may_import
+    assert rooms(imported(path, for_types=True)) <= may_import | MAY_NAME.get(room(path), set())
+
+
+def test_agent_and_worker_share_only_messages_and_the_bottom_row() -> None:
+    found = {name: set[str]() for name in ("agent", "worker", "training")}
+    for path in MODULES:
+        if room(path) in found:
+            found[room(path)] |= rooms(imported(path, for_types=False))
+    assert not found["agent"] & {"worker", "training"}
+    assert "agent" not in found["worker"]
+    assert not found["training"] & {"agent", "worker"}
 
 
 @pytest.mark.parametrize(
     ("pattern", "home"),
     [
         (r"os\.environ|os\.getenv", {"environment.py"}),
-        (r"sys\.exit", {"cli.py"}),
-        (r"os\._exit\(", {"watchdog.py"}),
+        (r"sys\.exit\(", {"cli.py"}),
+        (r"os\._exit\(", {"worker/birth.py"}),
         (r"\bpickle\b|weights_only=False", set()),
     ],
 )
 def test_what_has_one_home_stays_there(pattern: str, home: set[str]) -> None:
-    code = {path.name: re.sub(r'""".*?"""|#[^\n]*', "", path.read_text(), flags=re.DOTALL) for path in MODULES}
-    assert {name for name, text in code.items() if re.search(pattern, text)} == home
+    code = {path: re.sub(r'""".*?"""|#[^\n]*', "", path.read_text(), flags=re.DOTALL) for path in MODULES}
+    assert {str(path.relative_to(PACKAGE)) for path, text in code.items() if re.search(pattern, text)} == home
+
+
+def test_no_torch_is_imported_below_agent_and_in_the_bottom_row() -> None:
+    heavy = {"torch", "torchvision", "numpy"}
+    names = {path: imported(path, for_types=False) for path in MODULES if room(path) in WITHOUT_TORCH}
+    assert [str(path) for path in names if heavy & {name.split(".")[0] for name in names[path]}] == []
+
+
+def lines_of_code(path: Path) -> int:
+    """Without docstrings, comments and blank lines."""
+    texts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr)]
+    docstrings = [node for node in texts if isinstance(node.value, ast.Constant)]
+    left_out = {line for node in docstrings for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    with path.open() as file:
+        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type not in blank]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - left_out)
+
+
+def test_agent_and_worker_stay_small() -> None:
+    own = [path for path in MODULES if room(path) in ("agent", "worker")]
+    assert sum(map(lines_of_code, own)) <= MOST_LINES_OF_AGENT_AND_WORKER
 
 
 def test_the_command_line_needs_no_torch() -> None:
-    script = "import sys, ddp_manual.cli, ddp_manual.launching.local; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.attached, ddp_manual.agent.tasks\n"
+        "import ddp_manual.agent.observer, ddp_manual.reports\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
 
 
-def test_the_public_names_are_these() -> None:
-    import ddp_manual.rendezvous
+# Each process that ends in order leaves which command it had, and whether it has loaded torch.
+LOADED = """
+import atexit, json, os, sys
 
-    assert ddp_manual.__all__ == ["DdpManualError", "TrainConfig", "WorldSpec", "__version__", "spawn", "train"]
+def leave(folder={folder!r}, pid=os.getpid()):
+    if os.getpid() == pid:
+        with open(f"{{folder}}/{{pid}}.json", "w") as file:
+            json.dump([sys.orig_argv[1:], "torch" in sys.modules], file)
+
+atexit.register(leave)
+"""
+
+
+def test_no_agent_loads_torch(start: Start, tmp_path: Path, few_images: Path) -> None:
+    """By hand, in check, status and launch, and beside a script that joins."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(LOADED.format(folder=str(seen)))
+    (tmp_path / "joins.py").write_text("import ddp_manual\nwith ddp_manual.join(device='cpu'): pass\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    ddp = [sys.executable, "-m", "ddp_manual"]
+    training = [*SHORT, "--dataset", f"folder:{few_images}", "--batch_size", 50]
+    commands: dict[str, list[object]] = {
+        "train": [*ddp, "train", "--world_size", 1, *training, "--run_dir", tmp_path / "train"],
+        "check": [*ddp, "check", "--world_size", 1],
+        "status": [*ddp, "status", "--master_port", free_port()],
+        "launch": [*ddp, "launch", "--nproc", 1, "--run_dir", tmp_path / "launch", "--", *training],
+        "joins": [sys.executable, tmp_path / "joins.py"],
+    }
+    processes = {name: start(*command, **env) for name, command in commands.items()}
+    codes = {name: process.wait() for name, process in processes.items()}
+    assert codes == {**dict.fromkeys(commands, 0), "status": 11}, processes["train"].err
+    loaded = {word: torch for words, torch in _left_in(seen) for word in words}
+    assert {name: loaded[name] for name in ("train", "check", "status", "launch")} == {
+        **dict.fromkeys(("train", "check", "status", "launch"), False)
+    }
+    assert loaded[str(PACKAGE / "agent")] is False
+    assert loaded[str(tmp_path / "joins.py")] is True  # so it would be seen
+
+
+def _left_in(folder: Path) -> Iterator[tuple[list[str], bool]]:
+    for file in folder.glob("*.json"):
+        words, torch = json.loads(file.read_text())
+        yield words, torch
+
+
+def test_the_public_names_are_these() -> None:
+    public = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__", "join", "spawn", "train"]
+    assert ddp_manual.__all__ == public
     for name in ddp_manual.__all__:
         assert getattr(ddp_manual, name)
-    assert ddp_manual.rendezvous.__all__ == ["World", "alone", "rendezvous"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import queue
 import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_manual import checkpoint_file, checkpoints, cli, resuming, rundir, signals
+from ddp_manual import checkpoint_file, checkpoints, cli, resume_option, resuming, rundir, signals
 from ddp_manual.commands import command_to_go_on
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import (
@@ -163,44 +161,20 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_signals_are_noted_and_the_second_one_that_asks_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: queue.Queue[tuple[int, bool]] = queue.Queue()
+def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
+    told: list[int] = []
+    wishes = signals.Wishes()
     before = signal.getsignal(signal.SIGTERM)
-    with signals.noted(lambda *asked: left.put(asked)) as wishes:
+    threads = threading.active_count()
+    with signals.noted(wishes, told.append):
+        assert threading.active_count() == threads
         assert (wishes.stop, wishes.take_save()) == (0, False)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while not wishes.stop and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
         assert wishes.stop == signal.SIGTERM
         assert (wishes.take_save(), wishes.take_save()) == (True, False)
-        monkeypatch.setattr(signals, "ONCE_WITHIN", 60.0)
-        os.kill(os.getpid(), signal.SIGINT)  # an echo of the first: a terminal and a launcher may both pass it on
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not wishes.take_save() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert left.empty()
-        monkeypatch.setattr(signals, "ONCE_WITHIN", 0.0)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert left.get(timeout=10) == (signal.SIGINT, True)
-        wishes.heeded = False
-        os.kill(os.getpid(), signal.SIGINT)
-        assert left.get(timeout=10) == (signal.SIGINT, False)
+    assert told == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_process_without_others_notes_signals_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[tuple[int, bool]] = []
-    monkeypatch.setattr(signals, "ONCE_WITHIN", 0.0)
-    threads = threading.active_count()
-    with signals.noted(lambda *asked: left.append(asked), while_blocked=False) as wishes:
-        assert threading.active_count() == threads
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (wishes.stop, wishes.take_save(), left) == (signal.SIGTERM, True, [])
-        os.kill(os.getpid(), signal.SIGINT)
-        assert left == [(signal.SIGINT, True)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
@@ -362,7 +336,7 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BadOption, match="--resume auto needs a --run_dir"):
-        resuming.check_run_dir(TrainConfig(resume="auto"))
+        resume_option.check_run_dir(TrainConfig(resume="auto"))
     paths = RunPaths(tmp_path)
     path = checkpoint_file.write(paths.checkpoints, 10, b"ten", {})
     other = tmp_path.parent / f"{tmp_path.name}-other" / path.name
@@ -370,22 +344,22 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
     other.touch()
     for resume in (None, str(other)):
         with pytest.raises(BadOption, match="already holds a run"):
-            resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+            resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
     with pytest.raises(CheckpointMissing, match=r"no checkpoint at .*nowhere"):
-        resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path / "new"), resume=str(tmp_path / "nowhere")))
+        resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path / "new"), resume=str(tmp_path / "nowhere")))
     assert not (tmp_path / "new").exists()
     aside = path.parent / "set-aside" / path.name
     aside.parent.mkdir()
     aside.touch()
     for resume in ("auto", str(path), str(path.parent), str(tmp_path), str(aside)):
-        resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+        resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
     monkeypatch.chdir(aside.parent)
-    resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=aside.name))
+    resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=aside.name))
     (tmp_path / "another").mkdir()
     within = checkpoint_file.write(RunPaths(tmp_path / "another").checkpoints, 10, b"ten", {})
     for resume in (str(tmp_path / "another"), str(within)):
         with pytest.raises(BadOption, match="already holds a run"):
-            resuming.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+            resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
 
 
 @pytest.mark.parametrize(("name", "why"), [("model.pt", "the parameters alone"), ("best.json", "step-<number>")])
@@ -395,7 +369,7 @@ def test_another_file_of_a_run_is_no_checkpoint_and_the_run_is_named(tmp_path: P
     file = tmp_path / "int" / name
     file.touch()
     with pytest.raises(CheckpointMissing, match="is no checkpoint") as caught:
-        resuming.check_run_dir(TrainConfig(resume=str(file)))
+        resume_option.check_run_dir(TrainConfig(resume=str(file)))
     assert why in caught.value.why
     assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
 
@@ -443,10 +417,10 @@ def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest
     monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--seed", "3"])
     monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--seed", "3"])
     config = TrainConfig(seed=3, resume="old.pt", sources={"seed": "flag", "resume": "flag"})
-    command = command_to_go_on(WorldSpec(world_size=2), config, 1, "my run")
+    command = command_to_go_on(WorldSpec(world_size=2), config, 1)
     assert command == (
         "python run_multi_gpu_train.py --world_size 2 --rank 1 --master_addr 127.0.0.1 --master_port 29500 "
-        "--seed 3 --resume auto --run_dir 'my run'"
+        "--seed 3 --resume auto --run_dir {run_dir}"
     )
 
 

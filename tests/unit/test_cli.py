@@ -5,12 +5,12 @@ import io
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ddp_manual import cli, console
+from ddp_manual.agent.main import Ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -140,13 +140,17 @@ def test_a_variable_that_is_not_a_number_exits_2_and_is_named(
 
 
 @pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
-def test_help_answers_in_a_fifth_of_a_second(program: list[str]) -> None:
-    durations = []
-    for _ in range(5):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *program, "--help"], cwd=REPOSITORY, check=True, capture_output=True)
-        durations.append(time.perf_counter() - started)
-    assert min(durations) < 0.2
+def test_help_takes_no_more_than_two_and_a_half_times_what_click_alone_does(program: list[str]) -> None:
+    """A fifth of a second on an idle core; in seconds of a core, since other tests run meanwhile."""
+    alone = [sys.executable, "-c", "import click"]
+    assert min(map(_seconds, [[sys.executable, *program, "--help"]] * 3)) < 2.5 * min(map(_seconds, [alone] * 3))
+
+
+def _seconds(command: list[str]) -> float:
+    before = os.times()
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def test_what_launch_decides_itself_cannot_be_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,8 +188,9 @@ def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cli.click, "echo", echo)
-    monkeypatch.setattr("ddp_manual.worker.run", lambda spec, config: {"run_dir": "runs/mine"})
-    monkeypatch.setattr("ddp_manual.outcome.result_text", lambda summary: "99%")
+    ended = Ended(result={"run_dir": "runs/mine"})
+    monkeypatch.setattr("ddp_manual.agent.tasks.train_by_hand", lambda spec, config: ended)
+    monkeypatch.setattr(console, "result_text", lambda summary: "99%")
     monkeypatch.setattr(console.LOGGER, "propagate", True)
     assert cli.run(["train"]) == 0
     assert "stdout cannot be written (No space left on device): the result is in runs/mine" in caplog.text

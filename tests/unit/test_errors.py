@@ -79,7 +79,7 @@ def test_an_error_reads_what_why_next_and_hangs_its_further_lines() -> None:
     )
 
 
-def test_an_error_keeps_its_kind_on_its_way_through_the_store() -> None:
+def test_an_error_keeps_its_kind_on_its_way_to_another_rank() -> None:
     sent = errors.ConfigMismatch("a", why="b", next="c")
     received = errors.from_dict(sent.as_dict())
     assert type(received) is errors.ConfigMismatch

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_manual import TrainConfig, WorldSpec, checkpoint_file, checkpoints, console, train
-from ddp_manual.outcome import result_text
-from ddp_manual.rendezvous import alone
+from ddp_manual import TrainConfig, checkpoint_file, checkpoints, train
+from ddp_manual.console import result_text
 from ddp_manual.rundir import RunPaths
 from ddp_manual.signals import Wishes
 from ddp_manual.training import metering
@@ -24,6 +23,7 @@ from ddp_manual.training.engine import Trainer
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.metering import Meter
 from ddp_manual.training.tracking import RunFiles
+from tests.alone import alone
 
 STEPS_PER_EPOCH = 4
 PREDICTIONS = ("predictions.csv", "predictions.png", "confusion.csv", "confusion.png")
@@ -42,13 +42,8 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
         **{"dataset": f"{__name__}:images", "model": "mlp", "batch_size": 10, "epochs": 2, "no_ddp": True, **options},
         run_dir=str(folder),
     )
-    with alone(WorldSpec(world_size=1, rank=0, device="cpu")) as world:
+    with alone() as world:
         return train(world, config)
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "log_to_stderr", lambda rank: None)
 
 
 class Died(Exception): ...

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
 
-from ddp_manual.rendezvous.reachability import Answerer, accepts, greeting, try_to_reach
+from ddp_manual.agent.reachability import (
+    GREETING_BYTES,
+    answer_at,
+    failing_pairs,
+    greeting,
+    try_all,
+    try_to_reach,
+    unreachable,
+)
+from ddp_manual.messages import RankInfo
 
 
 def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | None:
@@ -20,21 +30,51 @@ def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | No
 
         thread = threading.Thread(target=accept)
         thread.start()
-        found = try_to_reach("127.0.0.1", port)
+        found = asyncio.run(try_to_reach("127.0.0.1", port))
         thread.join()
     return found
 
 
-def test_an_answerer_is_reached_until_it_is_closed() -> None:
-    answerer = Answerer("127.0.0.1")
-    assert try_to_reach("127.0.0.1", answerer.port) is None
-    assert accepts("127.0.0.1", answerer.port) is True
-    answerer.close()
-    assert try_to_reach("127.0.0.1", answerer.port) == "connection refused"
-    assert accepts("127.0.0.1", answerer.port) is False
+def test_an_agent_is_reached_until_it_answers_no_more() -> None:
+    async def reach() -> list[str | None]:
+        answering = await answer_at("127.0.0.1")
+        port = answering.sockets[0].getsockname()[1]
+        found = [await try_to_reach("127.0.0.1", port)]
+        answering.close()
+        await answering.wait_closed()
+        return [*found, await try_to_reach("127.0.0.1", port)]
+
+    assert asyncio.run(reach()) == [None, "connection refused"]
 
 
-def test_something_else_that_listens_there_is_told_from_an_answerer() -> None:
+def test_of_many_hosts_those_that_cannot_be_reached_are_told_with_what_the_network_answered() -> None:
+    async def reach() -> list[list[object]]:
+        answering = await answer_at("127.0.0.1")
+        port = answering.sockets[0].getsockname()[1]
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))  # and does not listen
+            found = await try_all([(1, "127.0.0.1", port), (2, "127.0.0.1", nobody.getsockname()[1])])
+        answering.close()
+        await answering.wait_closed()
+        return found
+
+    assert asyncio.run(reach()) == [[2, "connection refused"]]
+
+
+def test_both_sides_send_more_than_a_packet() -> None:
+    """Where large packets are dropped in one direction only, that is found out too."""
+    received: list[bytes] = []
+
+    def answer(peer: socket.socket, port: int) -> None:
+        peer.sendall(greeting(port))
+        while piece := peer.recv(65536):
+            received.append(piece)
+
+    assert reach_a_server_that(answer) is None
+    assert len(b"".join(received)) == GREETING_BYTES
+
+
+def test_something_else_that_listens_there_is_told_from_an_agent() -> None:
     assert reach_a_server_that(lambda peer, _: peer.sendall(b"SSH-2.0\r\n")) == "something else answers there"
 
 
@@ -48,3 +88,15 @@ def test_a_connection_that_large_packets_do_not_pass_is_found_out() -> None:
     found = reach_a_server_that(first_packet_only)
     held.set()
     assert found == "connected, but only 1000 of 16384 bytes came through (packet size?)"
+
+
+def test_pairs_that_fail_are_named_with_their_direction_and_a_host_that_said_nothing_is_one() -> None:
+    hosts = [
+        RankInfo(rank=8 * node, world_size=24, host=host, pid=1, address=f"10.0.0.{node}", answer_port=4000 + node)
+        for node, host in enumerate("abc")
+    ]
+    error = unreachable(failing_pairs({0: [], 1: [[0, "no answer"]], 2: None}, hosts))
+    assert error.what == "2 of the connections between hosts cannot be made: b -> a, c is silent"
+    assert "from 10.0.0.1 (rank 8 on b) to 10.0.0.0:4000 (rank 0 on a): no answer" in error.why
+    assert "from 10.0.0.2 (rank 16 on c): said nothing for 8 s" in error.why
+    assert "from 10.0.0.1 to 10.0.0.0" in error.next

@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_manual import TrainConfig, WorldSpec, worker
+from ddp_manual import cli
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError
 from ddp_manual.training import models, own
 from ddp_manual.training.data import Split
@@ -104,19 +104,22 @@ def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for
 ) -> None:
     shutil.rmtree(animals / "test")
     said = []
-    for spec in (WorldSpec(world_size=2, master_port=port), WorldSpec()):
-        with pytest.raises(DataMissing, match="test cannot be read as a folder of images"):
-            worker.run(spec, TrainConfig(dataset=f"folder:{animals}"))
-        said.append("this rank trains alone" in capsys.readouterr().err)
-    assert said == [False, True]
+    for meeting in (["--world_size", "2", "--rank", "0", "--master_port", str(port)], []):
+        assert cli.run(["train", *meeting, "--dataset", f"folder:{animals}"]) == DataMissing.exit_code
+        said.append(err := capsys.readouterr().err)
+        assert "test cannot be read as a folder of images" in err
+    assert ["this rank trains alone" in err for err in said] == [False, True]
 
 
-def test_images_to_test_on_of_another_size_are_refused_before_training(animals: Path, tmp_path: Path) -> None:
+def test_images_to_test_on_of_another_size_are_refused_before_training(
+    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw(animals / "test" / "dog" / "0.png", size=(12, 20))
-    config = TrainConfig(dataset=f"folder:{animals}", no_ddp=True, run_dir=str(tmp_path / "run"))
-    with pytest.raises(BadOption, match="the images to train on and to test on differ in shape") as caught:
-        worker.run(WorldSpec(), config)
-    assert caught.value.why == "train has 3x8x8, test has 3x20x12" and "--image_size" in caught.value.next
+    options = ["train", "--dataset", f"folder:{animals}", "--no_ddp", "--run_dir", str(tmp_path / "run")]
+    assert cli.run(options) == BadOption.exit_code
+    said = capsys.readouterr().err
+    assert "the images to train on and to test on differ in shape" in said
+    assert "train has 3x8x8, test has 3x20x12" in said and "--image_size" in said
 
 
 def test_what_is_hidden_or_a_folder_is_no_image_and_a_link_that_leads_nowhere_is_named(animals: Path) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_manual import TrainConfig, WorldSpec, environment, spawn, spawned, spawning
+from ddp_manual import TrainConfig, WorldSpec, environment, join, spawn
 from ddp_manual import train as train_here
 from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
-from ddp_manual.rendezvous import alone, rendezvous
-from ddp_manual.rendezvous.lastwords import as_ours
-from ddp_manual.rendezvous.store import StoreGone
+from ddp_manual.messages import Place
+from ddp_manual.worker import spawn as spawning
+from ddp_manual.worker import spawned
+from ddp_manual.worker.session import as_ours
 from tests.conftest import REPOSITORY
 
 
@@ -71,7 +72,7 @@ def test_a_function_that_was_typed_at_a_prompt_is_refused_with_where_to_put_it()
 
 def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
     errors = [kind("a", why="b", next="c") for kind in every_error().values() if kind is not Stopped]
-    for error in (*errors, Stopped(15, "after step 3", next="d"), StoreGone("::1", 29500, "e")):
+    for error in (*errors, Stopped(15, "after step 3", next="d")):
         copied = ForkingPickler.loads(ForkingPickler.dumps(error))
         assert type(copied) is type(error)
         assert (copied.render(), copied.exit_code, copied.args) == (error.render(), error.exit_code, error.args)
@@ -86,12 +87,13 @@ def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.Monke
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
-    environment.export_identity(2, 1, 0, "127.0.0.1", 29500)  # by a rendezvous of the launcher's ranks
-    assert environment.launched_as() == "RANK=1, WORLD_SIZE=2"
+    place = Place(local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
+    with environment.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # the launcher's ranks have joined
+        assert environment.launched_as() == "RANK=1, WORLD_SIZE=2"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert environment.launched_as() is None
-    environment.export_identity(2, 1, 0, "127.0.0.1", 29500)  # a rank of spawn may spawn
-    assert environment.launched_as() is None
+    with environment.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # a rank of spawn may spawn
+        assert environment.launched_as() is None
 
 
 def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None:
@@ -102,23 +104,20 @@ def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None
     assert spawning._stopped([], signal.SIGINT).next == "start the script again"
 
 
-def test_a_process_group_that_is_opened_twice_is_to_be_left_to_the_rendezvous() -> None:
+def test_a_process_group_that_is_opened_twice_is_to_be_left_to_join() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="twice") as caught:  # as in a function that spawn calls
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert as_ours(0, caught.value).next.startswith("leave init_process_group out")
-        with (
-            pytest.raises(BadOption, match="has a process group already"),
-            rendezvous(WorldSpec(device="cpu", backend="gloo")),
-        ):
+        with pytest.raises(BadOption, match="has a process group already"), join(device="cpu", backend="gloo"):
             pass
     finally:
         dist.destroy_process_group()
 
 
-def test_a_world_is_not_trained_in_once_its_rendezvous_has_ended() -> None:
-    with alone(WorldSpec(device="cpu")) as world:
+def test_a_world_is_not_trained_in_once_its_rank_has_left() -> None:
+    with join(world_size=1, rank=0, device="cpu") as world:
         world.check_open("train")
-    with pytest.raises(BadOption, match="train was called when the rendezvous had ended"):
+    with pytest.raises(BadOption, match="train was called when this rank had left"):
         train_here(world, TrainConfig())

@@ -19,10 +19,9 @@ import psutil
 import pytest
 import torch
 
-from ddp_manual import cli, environment, extras
+from ddp_manual import cli, environment, extras, join
 from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
-from ddp_manual.rendezvous import alone
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training import trackers
 from ddp_manual.training.data import Split
@@ -33,7 +32,6 @@ from ddp_manual.training.trackers.background import Background
 from ddp_manual.training.trackers.followed import Followed
 from ddp_manual.training.trackers.jsonl import JsonLines
 from ddp_manual.training.trackers.sink import About, Sink
-from ddp_manual.world_spec import WorldSpec
 
 
 class Remembering(Sink):
@@ -235,10 +233,7 @@ def test_nothing_is_waited_for_until_no_other_rank_waits(about: About, warnings:
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_left_to_do_after_a_world_of_one_is_done_whatever_its_end(tmp_path: Path, fails: bool) -> None:
     done = []
-    with (
-        suppress(ZeroDivisionError),
-        alone(WorldSpec(world_size=1, rank=0, device="cpu"), run_dir=str(tmp_path)) as world,
-    ):
+    with suppress(ZeroDivisionError), join(world_size=1, rank=0, device="cpu", run_dir=str(tmp_path)) as world:
         for number in range(2):
             world.after_leaving(partial(done.append, number))
         assert done == []

@@ -134,11 +134,10 @@ def test_a_module_that_parses_arguments_does_not_see_those_of_our_command_line(
     assert sys.modules["needed"].arguments.width == "7"
 
 
-@pytest.mark.parametrize("call", ["rendezvous", "alone", "spawn"])
+@pytest.mark.parametrize("call", ["join", "spawn"])
 def test_a_module_must_not_train_while_it_is_imported(call: str, write: Write) -> None:
-    unguarded = "from ddp_manual import WorldSpec, spawn\nfrom ddp_manual.rendezvous import alone, rendezvous\n"
-    unguarded += "def work(world): ...\n"
-    calls = "spawn(work, 1)\n" if call == "spawn" else f"with {call}(WorldSpec(device='cpu')): ...\n"
+    unguarded = "from ddp_manual import join, spawn\ndef work(world): ...\n"
+    calls = "spawn(work, 1)\n" if call == "spawn" else "with join(device='cpu'): ...\n"
     write("unguarded", unguarded + calls)
     with pytest.raises(BadOption, match="--model unguarded:Net cannot be imported") as caught:
         own.factory("model", "unguarded:Net")

@@ -48,7 +48,11 @@ class Three:
     @property
     def name(self) -> str:
         """The victim, as errors name it."""
-        return f"rank {self.victim} ({self.hosts[self.victim]}, pid {self.process.process.pid})"
+        return f"rank {self.victim} ({self.hosts[self.victim]}, pid {self.process.worker})"
+
+    def signal_worker(self, number: int) -> None:
+        """As what the kernel or a person does to the process that trains; the rank's agent is another process."""
+        os.kill(self.process.worker, number)
 
     @property
     def lost(self) -> str:
@@ -75,6 +79,19 @@ def start_three(
 def until_trained(three: Three, step: int = 100) -> None:
     """Until rank 0 has said that a step is done."""
     three.ranks[0].wait_for(f"[rank 0] step {step}/")
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def gone_at(pid: int, timeout: float = 60) -> float:
+    """When a process was seen to have ended."""
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, timeout)
+    return time.monotonic()
 
 
 def ended(ranks: Mapping[int, RankProcess], timeout: float) -> dict[int, float]:

@@ -6,23 +6,28 @@ RECORD names the file: a line of indices for each step.
 from __future__ import annotations
 
 import os
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from tests.changed import is_worker, run_agent, run_worker
 
-from ddp_manual.cli import main
-from ddp_manual.training import data
-
-share = data.share
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def recorded(order: Tensor, **where: Any) -> Tensor:
-    samples = share(order, **where)
-    with open(os.environ["RECORD"], "a", encoding="utf-8") as file:
-        file.write(" ".join(map(str, samples.tolist())) + "\n")
-    return samples
+def record() -> None:
+    from ddp_manual.training import data
+
+    share = data.share
+
+    def recorded(order: Tensor, **where: Any) -> Tensor:
+        samples = share(order, **where)
+        with open(os.environ["RECORD"], "a", encoding="utf-8") as file:
+            file.write(" ".join(map(str, samples.tolist())) + "\n")
+        return samples
+
+    data.share = recorded
 
 
 if __name__ == "__main__":
-    data.share = recorded
-    main()
+    run_worker(record) if is_worker() else run_agent(__file__, sys.argv[1:])

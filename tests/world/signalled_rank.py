@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 
+from ddp_manual.agent.main import Agent
 from ddp_manual.cli import main
-from ddp_manual.rendezvous.meeting import Meeting
 
-leave = Meeting.leave
+part = Agent._part
 
 
-def signalled(self: Meeting, *, timeout: float) -> None:
+async def signalled(self: Agent) -> None:
     if self.spec.rank == 0:
         os.kill(os.getpid(), signal.SIGINT)
-    leave(self, timeout=timeout)
+        await asyncio.sleep(0.1)  # it is told from the event loop
+    await part(self)
 
 
 if __name__ == "__main__":
-    Meeting.leave = signalled  # type: ignore[method-assign]
+    Agent._part = signalled  # type: ignore[method-assign]
     main(["train", *sys.argv[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import Start, free_port
 from tests.forking import Forked
 
 LOOK_AROUND = """
@@ -58,12 +59,43 @@ def test_no_fork_outlives_the_process_that_started_it_however_that_ends(start: S
         "from tests import forking\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
         "files = {'out': sys.stdout, 'err': sys.stderr, 'cwd': Path(), 'place': None, 'fresh': False}\n"
-        "print(forking.start(command, env=dict(os.environ), **files).pid, flush=True)\n"
+        "print(forking.start(command, Path('note'), env=dict(os.environ), **files).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     killed = start(sys.executable, "-c", starts_another)
-    assert killed.wait(30) == -signal.SIGKILL
+    assert killed.wait(60) == -signal.SIGKILL  # its server loads torch
     deadline = time.monotonic() + 5
     while psutil.pid_exists(int(killed.out)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_the_worker_of_an_agent_that_is_a_fork_is_one_too_and_has_no_more_than_a_new_python_has(
+    start_rank: Start,
+) -> None:
+    ranks = [start_rank(1, 2, "--master_port", free_port(), fresh=fresh) for fresh in (False, True)]
+    workers = [psutil.Process(rank.worker) for rank in ranks]
+    assert ["forkserver.py" in " ".join(worker.cmdline()) for worker in workers] == [True, False]
+    for worker in workers:
+        deadline = time.monotonic() + 60
+        while not any("libtorch" in one.path for one in worker.memory_maps()) or worker.num_threads() < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    status = [Path(f"/proc/{worker.pid}/status").read_text().splitlines() for worker in workers]
+    of_signals = ("SigBlk", "SigIgn")
+    assert [line for line in status[0] if line.startswith(of_signals)] == [
+        line for line in status[1] if line.startswith(of_signals)
+    ]
+    kinds = [sorted(kind_of(worker.pid, number) for number in descriptors(worker.pid)) for worker in workers]
+    assert kinds[0] == kinds[1]
+    assert [os.getpgid(worker.pid) for worker in workers] == [rank.process.pid for rank in ranks]
+
+
+def descriptors(pid: int) -> list[str]:
+    return os.listdir(f"/proc/{pid}/fd")
+
+
+def kind_of(pid: int, number: str) -> str:
+    """``socket``, ``pipe``, or where a file is, without what the test calls it."""
+    target = os.readlink(f"/proc/{pid}/fd/{number}")
+    return target.partition(":")[0] if ":[" in target else "file" if "/process" in target else target

@@ -13,18 +13,23 @@ from tests.conftest import REPOSITORY, RankProcess, Start
 
 # A rank of the command line trains one network. To save its start, this has it train all of them, one after the other.
 EVERY_MODEL = """
-    import dataclasses
-    from ddp_manual import worker
-    from ddp_manual.config import MODELS
+    import dataclasses, os, sys
+    from pathlib import Path
 
-    run = worker.run
+    if os.path.basename(sys.orig_argv[1]) in ("worker", "forker.py"):
+        from ddp_manual.config import MODELS
+        from ddp_manual.worker import main
 
-    def run_every_model(spec, config):
-        for model in MODELS:
-            summary = run(spec, dataclasses.replace(config, model=model, run_dir=f"{config.run_dir}/{model}"))
-        return summary
+        train = main.train_as_agreed
 
-    worker.run = run_every_model
+        def train_every_model(world, config, go_on):
+            run_dir = world.run_dir
+            for model in MODELS:
+                world._folder.path = run_dir / model
+                summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), go_on)
+            return summary
+
+        main.train_as_agreed = train_every_model
 """
 
 SPAWNING = """

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import Start
+from tests.strangers import Stranger
+
+HOST = os.uname().nodename
 
 
 def last_error(text: str) -> str:
@@ -30,13 +37,13 @@ def test_two_ranks_started_in_any_order_train_together(
     assert [ranks[rank].wait() for rank in (0, 1)] == [0, 0]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [entry["rank"] for entry in summary["roster"]] == [0, 1]
-    assert [entry["pid"] for entry in summary["roster"]] == [ranks[rank].process.pid for rank in (0, 1)]
+    assert [entry["pid"] for entry in summary["roster"]] == [ranks[rank].worker for rank in (0, 1)]
 
 
 def test_every_waiting_rank_names_the_missing_one_and_its_command_works(start_rank: Start, start: Start) -> None:
     waiting = [start_rank(0, 3), start_rank(2, 3)]
     for rank in waiting:
-        assert rank.wait_for("waiting for rank 1; 2 of 3 here: 0 (") < 10
+        assert rank.wait_for("waiting for rank 1; 2 of 3 here: 0 (") < 3
         rank.wait_for("to start what is missing:")
     command = waiting[1].err.partition("to start what is missing:\n")[2].splitlines()[0]
     missing = start(*shlex.split(command))
@@ -64,7 +71,7 @@ def test_a_store_without_our_roll_call_is_not_waited_for(start_rank: Start, star
     assert store.process.poll() is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_waiting_rank_can_be_stopped_and_the_others_see_it_missing_again(start_rank: Start, number: int) -> None:
     ranks = [start_rank(rank, 3) for rank in (0, 1)]
     ranks[0].wait_for("waiting for rank 2;")
@@ -85,31 +92,34 @@ def test_when_rank_0_is_stopped_while_it_waits_the_others_leave_and_say_so(start
     assert "stopped by SIGTERM" in last_error(ranks[1].err)
 
 
-def test_garbage_in_the_roll_call_does_not_disturb_the_run(start_rank: Start, start: Start, port: int) -> None:
+def test_garbage_in_the_roll_call_does_not_disturb_the_run(start_rank: Start, port: int) -> None:
     rank_0 = start_rank(0, 2)
     rank_0.wait_for("waiting for rank 1")
-    stranger = start(
-        sys.executable,
-        "-c",
-        "import torch.distributed as dist\n"
-        f"store = dist.TCPStore('127.0.0.1', {port}, None, False, wait_for_workers=False)\n"
-        "for text in ('', 'no json', '[]', '\"stop\"', '{\"stop\": true}', '[' * 100000, '{}',\n"
-        '             \'{"nonce": 1, "rank": "x"}\'):\n'
-        "    store.queue_push('ddp_manual/0/arrivals', text)",
-    )
-    assert stranger.wait() == 0
-    rank_0.wait_for("a stranger put something unreadable into the roll call")
-    assert [start_rank(1, 2).wait(), rank_0.wait()] == [0, 0]
+    for line in (
+        *(b"", b"no json", b"[]", b'"stop"', b"{}", b"\xff\xfe", b"[" * 100_000, b'{"hello": null}', b'{"hello": 1}'),
+        *(b'{"over": true}', b'{"bye": ""}', b'{"verdict": {}}', b'{"look": {}}', b'{"look": {"nonce": null}}'),
+    ):
+        with Stranger(port) as stranger:
+            stranger.connection.sendall(line + b"\n")
+            assert b"welcome" not in stranger.rest()
+    with Stranger(port) as stranger:
+        stranger.say({"hello": {"nonce": 1, "rank": "x"}})
+        assert stranger.hears("refused")["identifier"] == "version-mismatch"
+    rank_0.wait_for("was refused: version-mismatch")
+    codes = [start_rank(1, 2).wait(), rank_0.wait()]
+    assert codes == [0, 0]
+    assert "Traceback" not in rank_0.err
 
 
 def test_a_rank_that_was_killed_while_it_waited_is_missed_before_the_roll_call_is_complete(start_rank: Start) -> None:
     ranks = {rank: start_rank(rank, 3) for rank in (0, 1)}
     ranks[0].wait_for("waiting for rank 2;")
+    gone = ranks[1].worker
     ranks[1].kill()
     ranks[2] = start_rank(2, 3)
     for rank in (0, 2):
-        ranks[rank].wait_for(f"pid {ranks[1].process.pid}) is gone: its process has ended")
-        assert "waiting for rank 1; 2 of 3 here" in ranks[rank].err
+        ranks[rank].wait_for(f"pid {gone}) is gone: its process has ended")
+        ranks[rank].wait_for("waiting for rank 1; 2 of 3 here")
     ranks[1] = start_rank(1, 3)
     assert [rank.wait() for rank in ranks.values()] == [0, 0, 0]
 
@@ -124,3 +134,34 @@ def test_a_rank_can_be_stopped_while_rank_0_is_frozen(start_rank: Start) -> None
     assert late.wait(30) == 11
     assert "something accepts connections there but says nothing" in late.err
     assert "a rank 0 that was stopped" in late.err
+
+
+def test_the_agent_of_a_rank_never_loads_torch_and_is_there_within_a_second(start_rank: Start) -> None:
+    rank_0 = start_rank(0, 2, fresh=True)
+    assert rank_0.wait_for("waiting for rank 1; 1 of 2 here") < 2.5
+    agent, worker = psutil.Process(rank_0.process.pid), psutil.Process(rank_0.worker)
+    deadline = time.monotonic() + 60
+    while not any("libtorch" in one.path for one in worker.memory_maps()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not any("torch" in one.path for one in agent.memory_maps())
+    assert agent.memory_info().rss < 60 << 20
+    assert "rank=0" in worker.cmdline() and "of=2" in worker.cmdline()
+
+
+@pytest.mark.parametrize("killed", ["agent", "worker"])
+def test_when_the_agent_is_killed_the_worker_is_gone_within_2_s_and_the_other_way_round(
+    start_rank: Start, killed: str
+) -> None:
+    """Of a rank that waits for another."""
+    rank_0 = start_rank(0, 2)
+    rank_0.wait_for("waiting for rank 1; 1 of 2 here")
+    worker = psutil.Process(rank_0.worker)
+    os.kill(rank_0.worker if killed == "worker" else rank_0.process.pid, signal.SIGKILL)
+    assert rank_0.wait(2) == (128 + signal.SIGKILL if killed == "worker" else -signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):
+        worker.wait(2)
+    if killed == "worker":
+        error = last_error(rank_0.err)
+        assert error.startswith(f"error[master-lost]: rank 0 ({HOST}, pid {worker.pid}) is gone: SIGKILL\n")
+        assert "memory ran out" not in error

@@ -1,22 +1,52 @@
-"""The roll call of more ranks than a machine has room for: the real rank 0, and light clients of its store."""
+"""More ranks than a machine has room for: the real coordinator, and simulated ranks; and that the benchmarks run."""
 
 from __future__ import annotations
 
+import secrets
 import sys
 
 import pytest
 
+from benchmarks.coordinator_process import hosted, simulated_ranks
+from benchmarks.simulated_ranks import Order
 from tests.conftest import Start
 
 
+def cpu_seconds_of_a_roll_call(ranks: int) -> float:
+    """Of the coordinator, until all ranks have their place; a machine that is busy makes it no longer."""
+    nonce = secrets.token_hex(16)
+    with (
+        hosted(ranks, nonce, token=None) as (port, cpu_seconds),
+        simulated_ranks(Order(ranks, port, "roll call", nonce=nonce)) as ranks_do,
+    ):
+        before = float(cpu_seconds("now"))
+        ranks_do("go")
+        return float(cpu_seconds("now")) - before
+
+
 @pytest.mark.alone
-def test_64_ranks_that_come_at_once_cost_the_store_a_request_and_one_answer_each(start: Start) -> None:
-    sizes = ["--ranks", 64, "--repetitions", 1, "--trickle", 64]
-    benchmark = start(sys.executable, "-m", "benchmarks.rollcall", *sizes)
+def test_four_times_as_many_ranks_take_the_coordinator_about_four_times_as_long() -> None:
+    """Whatever looks at all ranks for each of them made it 19 times."""
+    few, many = (min(cpu_seconds_of_a_roll_call(ranks) for _ in range(3)) for ranks in (256, 1024))
+    assert many < 8 * few
+
+
+@pytest.mark.alone
+def test_64_ranks_that_come_at_once_meet_also_with_a_token(start: Start) -> None:
+    benchmark = start(sys.executable, "-m", "benchmarks.rollcall", "--ranks", 64, "--repetitions", 1)
     assert benchmark.wait() == 0
-    row = next(line for line in benchmark.out.splitlines() if line.startswith("| 64 |"))
-    operations, with_a_token = (float(cell) for cell in row.strip("| ").split("|")[-2:])
-    # Its request, taken off the queue; the verdict, written and read. With a token, the hello.
-    assert operations == pytest.approx(4, abs=0.5)
-    assert with_a_token == pytest.approx(5, abs=0.5)
-    assert "64 ranks over 5 s: " in benchmark.out
+    (row,) = [line for line in benchmark.out.splitlines() if line.startswith("| 64 |")]
+    assert len(row.strip("| ").split("|")) == 5
+
+
+@pytest.mark.alone
+def test_what_watching_costs_is_measured_of_coordinator_agents_and_reporters(start: Start) -> None:
+    sizes = ["--ranks", 64, "--repetitions", 1, "--seconds", 1]
+    benchmark = start(sys.executable, "-m", "benchmarks.watching", *sizes)
+    assert benchmark.wait() == 0
+    rows = [line.split("|")[1].strip() for line in benchmark.out.splitlines() if line.startswith("| ")]
+    assert rows == [
+        "",
+        "coordinator of 64 ranks",
+        *(f"{part} of rank {rank}" for rank in (0, 1) for part in ("agent", "reporter")),
+    ]

@@ -19,7 +19,9 @@ SERIAL = ("--world_size", 1, "--no_ddp")
 def test_it_has_nothing_of_a_rank_and_learns_the_same_parameters_bit_for_bit(
     start: Start, few_images: Path, tmp_path: Path, port: int
 ) -> None:
-    """With batch statistics, and random numbers in every step."""
+    """No other thread than the one that speaks with its agent, no connection, no process group; with batch statistics,
+    and random numbers in every step.
+    """
 
     def train(name: str, *options: object) -> RankProcess:
         command = [sys.executable, "-m", "tests.world.watched_rank", "--run_dir", tmp_path / name, "--batch_size", 20]
@@ -27,7 +29,7 @@ def test_it_has_nothing_of_a_rank_and_learns_the_same_parameters_bit_for_bit(
 
     serial, ddp = train("serial", *SERIAL, "--master_port", port), train("ddp")
     assert [serial.wait(), ddp.wait()] == [0, 0], serial.err
-    assert "['MainThread'] [] False " in serial.err
+    assert "['MainThread', 'ddp_manual reporter'] [] False " in serial.err
     assert " True DistributedDataParallel" in ddp.err
     assert (tmp_path / "serial" / "model.pt").read_bytes() == (tmp_path / "ddp" / "model.pt").read_bytes()
     summary = json.loads((tmp_path / "serial" / "summary.json").read_text())

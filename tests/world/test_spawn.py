@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_manual import checkpoints
 from tests.conftest import RankProcess, Start
-from tests.world.test_launch import gone
+from tests.world.test_launch import gone, wait_until
 
 SCRIPT = """
     import json, os, signal, sys, time
@@ -30,6 +31,19 @@ SCRIPT = """
     def train(world, options):
         summary = ddp_manual.train(world, TrainConfig(**options))
         print(world.rank, summary["run_dir"], flush=True)
+
+    def train_and_save_slowly(world, options):
+        from ddp_manual import checkpoint_file
+
+        write = checkpoint_file.write
+
+        def slowly(*arguments):
+            open("saving", "w").close()
+            time.sleep(3)
+            return write(*arguments)
+
+        checkpoint_file.write = slowly
+        train(world, options)
 
     def sleep(world, options):
         print("asleep", file=sys.stderr, flush=True)
@@ -95,6 +109,18 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(spawn: Start) -> None:
     assert script.wait() == 14
     assert "error[peer-lost]: rank 0 (pid " in script.err
     assert ") was killed by SIGKILL\n" in script.err
+
+
+def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(spawn: Start, tmp_path: Path) -> None:
+    script = spawn("train_and_save_slowly", 2, epochs=200, batch_size=1000, checkpoint_steps=20)
+    wait_until((tmp_path / "saving").exists)
+    ranks = [process for process in ranks_of(script) if "spawn_main" in " ".join(process.cmdline())]
+    max(ranks, key=lambda rank: rank.pid).kill()
+    assert script.wait(20) == 14
+    assert "error[peer-lost]: rank 1 (pid " in script.err
+    (written,) = checkpoints.find(tmp_path / "run" / "checkpoints")
+    assert written.step == 20
+    assert gone(ranks, 0.5)
 
 
 def test_a_signal_to_the_parent_stops_its_ranks_in_order_and_none_is_left(spawn: Start, tmp_path: Path) -> None:

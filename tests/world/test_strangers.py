@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.catalogue import record
-from tests.clock import connected, left
+from tests.clock import left
 from tests.conftest import LONGER, RankProcess, Start
 from tests.world.test_rendezvous import last_error
 
@@ -104,11 +104,10 @@ def test_what_listens_in_rank_0s_place_is_named_to_rank_1_by_its_first_bytes_and
     told, errors = [], []
     for rank in (1, 0):
         process = start_rank(rank, 2)
-        known = connected(process, port)
-        told.append(left(process, 11) - known)
+        told.append(left(process, 11) - process.started)
         errors.append(last_error(process.err))
     of_rank_1, of_rank_0 = errors
-    assert of_rank_1.startswith(f"error[master-not-a-store]: what listens at 127.0.0.1:{port} is not rank 0's store\n")
+    assert of_rank_1.startswith(f"error[master-not-a-store]: what listens at 127.0.0.1:{port} is not rank 0\n")
     assert re.search(answer, of_rank_1)
     owner = psutil.Process(server.process.pid)
     since = datetime.fromtimestamp(owner.create_time()).strftime("%Y-%m-%d %H:%M:%S")
@@ -130,15 +129,14 @@ def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: St
     with ExitStack() as held:
         come_as_strangers(start, port, held)
         ranks.append(start_rank(1, 2, *LONGER, 5))
-        for rank in ranks:
-            rank.wait_for("step 100/")
+        ranks[0].wait_for("step 100/")
         come_as_strangers(start, port, held)
         assert [rank.process.poll() for rank in ranks] == [None, None]
         assert "epoch 5/5 loss" not in ranks[0].err
         codes = [rank.wait() for rank in ranks]
     texts = "".join(rank.err for rank in ranks)
     assert codes == [0, 0], texts
-    assert "error[" not in texts and "refused" not in texts and "a stranger" not in texts
+    assert "error[" not in texts and "refused" not in texts and "Traceback" not in texts
     record("strangers on a healthy run's port", "none", "nothing", seconds=None, within=None, codes=codes, row=29)
 
 
@@ -153,6 +151,7 @@ def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:
     if shutil.which("ssh"):
         assert start("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=1", "-p", port, "127.0.0.1").wait(20) == 255
     held.enter_context(socket.create_connection(address, 5))
-    for _ in range(200):
+    for number in range(200):
         connection = held.enter_context(socket.create_connection(address, 5))
-        connection.sendall(HALF_A_REQUEST)
+        with suppress(ConnectionError):  # some have to make room for others
+            connection.sendall((HALF_A_REQUEST, b'{"hello": {"rank": 1')[number % 2])

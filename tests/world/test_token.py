@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -16,24 +15,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from ddp_manual.rendezvous.seal import Seal
 from tests.catalogue import record
-from tests.clock import connected, left
+from tests.clock import left
 from tests.conftest import LONGER, SHORT, RankProcess, Start
+from tests.strangers import Stranger
+from tests.world.test_check_and_status import look
 from tests.world.test_rendezvous import last_error
 
 HOST = os.uname().nodename
 TOKEN = "correct-horse-battery-staple"
-SEALED = re.compile(rb'\{"sealed": "(?:[^"\\]|\\.)*", "signature": "[0-9a-f]{64}"\}')
-
-
-def client(port: int) -> TCPStore:
-    """A stranger's: it may read and write all that is in the store."""
-    return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
-
-
-def contents(store: TCPStore) -> dict[str, bytes]:
-    return {key: store.get(key) for key in store.list_keys() if store.check([key])}
 
 
 class Eavesdropper:
@@ -52,6 +42,12 @@ class Eavesdropper:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
+
+    def line_to_rank_0(self, kind: str) -> bytes:
+        return line_of(bytes(self.to_rank_0), kind)
+
+    def line_from_rank_0(self, kind: str) -> bytes:
+        return line_of(bytes(self.from_rank_0), kind)
 
     def _accept(self) -> None:
         while True:
@@ -73,6 +69,11 @@ class Eavesdropper:
             to.shutdown(socket.SHUT_WR)
 
 
+def line_of(text: bytes, kind: str) -> bytes:
+    """The first message of a kind, as it was sent."""
+    return next(line + b"\n" for line in text.splitlines() if kind in json.loads(line))
+
+
 @pytest.fixture
 def eavesdropper(port: int) -> Iterator[Eavesdropper]:
     between = Eavesdropper(port)
@@ -88,27 +89,26 @@ def token_file(tmp_path: Path) -> Path:
 
 
 def test_a_process_without_the_token_or_with_another_one_never_becomes_a_rank(
-    start_rank: Start, port: int, token_file: Path
+    start_rank: Start, token_file: Path
 ) -> None:
     ranks = [start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN), start_rank(2, 3, "--token_file", token_file)]
     for rank in ranks:
         rank.wait_for("waiting for rank 1; 2 of 3 here")
     for token in ("", "another"):
         stranger = start_rank(1, 3, DDP_MANUAL_TOKEN=token)
-        known = connected(stranger, port)
-        seconds = left(stranger, 12) - known
+        seconds = left(stranger, 12) - stranger.started
         assert last_error(stranger.err).startswith("error[token-mismatch]")
         for rank in ranks:
             rank.wait_for(f"a process that says it is rank 1 on '{HOST}' was refused: token-mismatch")
         if not token:
-            assert f"rank 0 on {HOST} (pid {ranks[0].process.pid}) says of its request: it is not " in stranger.err
+            assert f"rank 0 on {HOST} (pid {ranks[0].worker}) says of its request: it is not " in stranger.err
     codes = [rank.wait() for rank in (ranks[0], start_rank(1, 3, DDP_MANUAL_TOKEN=TOKEN), ranks[1])]
     assert codes == [0, 0, 0]
     named = "who it says it is, on the others too"
     record("no token, or another one", "token-mismatch", named, seconds=seconds, within=2, codes=[*codes, 12], row=29)
 
 
-def test_a_recorded_request_takes_no_rank_in_its_own_run_nor_in_the_next(
+def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
     start_rank: Start, port: int, eavesdropper: Eavesdropper, tmp_path: Path
 ) -> None:
     rank_0 = start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN)
@@ -118,41 +118,43 @@ def test_a_recorded_request_takes_no_rank_in_its_own_run_nor_in_the_next(
     overheard.process.terminate()
     assert overheard.wait(10) == 143
     rank_0.wait_for(
-        "waiting for ranks 1-2; 1 of 3 here: 0 (" + f"{HOST}); rank 1 ({HOST}, pid {overheard.process.pid})"
+        "waiting for ranks 1-2; 1 of 3 here: 0 (" + f"{HOST}); rank 1 ({HOST}, pid {overheard.worker}) left"
     )
-    request, withdrawal = SEALED.findall(bytes(eavesdropper.to_rank_0))
-    assert b'\\"probe_port\\"' in request and b"withdraw" in withdrawal
+    hello, everything = eavesdropper.line_to_rank_0("hello"), bytes(eavesdropper.to_rank_0)
+    assert b"sealed" in hello and b"answer_port" in hello and b'"bye"' in everything
 
-    store = client(port)
-    for message in (request, request):
-        store.queue_push("ddp_manual/0/arrivals", message)
-    rank_0.wait_for("a request came twice to the roll call: it was recorded, and is ignored")
-    store.queue_push("ddp_manual/0/arrivals", request.replace(b'\\"rank\\": 1', b'\\"rank\\": 2'))
-    rank_0.wait_for("a message that was recorded or altered came to the roll call")
+    refused = f"a process that says it is rank 1 on '{HOST}' was refused: token-mismatch"
+    for recorded in (hello, everything, hello.replace(b'\\"rank\\": 1', b'\\"rank\\": 2')):
+        turned_away(port, recorded)
+    rank_0.wait_for(refused)
+    rank_0.wait_for(refused.replace("rank 1", "rank 2"))
     true = start_rank(1, 3, DDP_MANUAL_TOKEN=TOKEN)
     true.wait_for("waiting for rank 2; 2 of 3 here")
-    for message in (withdrawal, request):
-        store.queue_push("ddp_manual/0/arrivals", message)
-    del store
-    for rank in (rank_0, true):
+    turned_away(port, everything)
+    assert f"pid {true.worker}) " not in rank_0.err
+    for rank in (true, rank_0):
         rank.process.terminate()
-        assert rank.wait(10) in (14, 143)
-        assert "token-mismatch" not in rank.err and f"pid {true.process.pid}) left" not in rank_0.err
+        assert rank.wait(10) == 143
+        assert "error[token-mismatch]" not in rank.err
 
     again = ["--run_dir", tmp_path / "next"]
     ranks = [start_rank(0, 2, *again, DDP_MANUAL_TOKEN=TOKEN)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
-    store = client(port)
-    # With which rank 0 tells itself that it leaves; nobody else's may end its roll call.
-    stop = json.dumps(Seal(TOKEN.encode()).close("stop", {"stop": True}))
-    for message in (stop, request, withdrawal):
-        store.queue_push("ddp_manual/0/arrivals", message)
-    del store
-    ranks[0].wait_for("waiting for rank 1; 1 of 2 here: 0 (" + f"{HOST}); a process that says it is rank 1 on '{HOST}'")
+    turned_away(port, everything)
+    ranks[0].wait_for(f"waiting for rank 1; 1 of 2 here: 0 ({HOST}); {refused}")
     ranks.append(start_rank(1, 2, *again, DDP_MANUAL_TOKEN=TOKEN))
     assert [rank.wait() for rank in ranks] == [0, 0]
     roster = json.loads((tmp_path / "next" / "summary.json").read_text())["roster"]
-    assert [entry["pid"] for entry in roster] == [rank.process.pid for rank in ranks]
+    assert [entry["pid"] for entry in roster] == [rank.worker for rank in ranks]
+
+
+def turned_away(port: int, recorded: bytes) -> None:
+    """Whoever plays this back is welcomed by nobody."""
+    with Stranger(port) as stranger:
+        stranger.connection.sendall(recorded)
+        answer = stranger.rest(timeout=0.5)
+        assert b"welcome" not in answer and b"news" not in answer
+        assert b"refused" in answer and b"signature" in answer
 
 
 @pytest.mark.parametrize("token", ["", "another"])
@@ -160,8 +162,7 @@ def test_a_rank_with_a_token_refuses_a_rank_0_without_it(start_rank: Start, port
     false = start_rank(0, 2, DDP_MANUAL_TOKEN=token)
     false.wait_for("waiting for rank 1; 1 of 2 here")
     rank = start_rank(1, 2, DDP_MANUAL_TOKEN=TOKEN)
-    known = connected(rank, port)
-    seconds = left(rank, 12) - known
+    seconds = left(rank, 12) - rank.started
     why = "it is signed with another token, or was recorded elsewhere" if token else "has no token at all"
     error = last_error(rank.err)
     assert error.startswith(
@@ -175,49 +176,67 @@ def test_a_rank_with_a_token_refuses_a_rank_0_without_it(start_rank: Start, port
 
 
 @pytest.mark.parametrize("forged", [False, True])
-def test_a_rank_refuses_a_store_that_plays_back_what_a_true_rank_0_told(
-    start_rank: Start, port: int, forged: bool
+def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
+    start_rank: Start, port: int, eavesdropper: Eavesdropper, forged: bool
 ) -> None:
     true = start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN)
     true.wait_for("waiting for ranks 1-2; 1 of 3 here")
-    recorded = contents(client(port))
-    verdict = next(value for key, value in recorded.items() if key.startswith("ddp_manual/0/verdict/"))
+    overheard = start_rank(1, 3, "--master_port", eavesdropper.port, DDP_MANUAL_TOKEN=TOKEN)
+    true.wait_for("waiting for rank 2; 2 of 3 here")
+    greeting, welcome = (eavesdropper.line_from_rank_0(kind) for kind in ("ddp_manual", "welcome"))
+    overheard.kill()
     true.kill()
     if forged:
-        verdict = json.loads(verdict)["sealed"].encode()
-    false = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    for key, value in recorded.items():
-        false.set(key, value)
-    rank = start_rank(1, 3, "--master_port", false.port, DDP_MANUAL_TOKEN=TOKEN)
-    request = json.loads(json.loads(false.queue_pop("ddp_manual/0/arrivals"))["sealed"])
-    false.set(f"ddp_manual/0/verdict/{request['nonce']}", verdict)
-    assert rank.wait(10) == 12
+        unsigned = json.loads(json.loads(welcome)["welcome"]["sealed"])
+        welcome = json.dumps({"welcome": unsigned}).encode() + b"\n"
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        false_port = false.getsockname()[1]
+        rank = start_rank(1, 3, "--master_port", false_port, DDP_MANUAL_TOKEN=TOKEN)
+        connection, _ = false.accept()
+        with connection:
+            connection.sendall(greeting)
+            assert b"hello" in connection.recv(65536)
+            connection.sendall(welcome)
+            assert rank.wait(10) == 12
     error = last_error(rank.err)
     assert error.startswith(
-        f"error[token-mismatch]: rank 0 at 127.0.0.1:{false.port} does not have this rank's token\n"
+        f"error[token-mismatch]: rank 0 at 127.0.0.1:{false_port} does not have this rank's token\n"
     )
     assert ("it is not signed with a token" if forged else "or was recorded elsewhere") in error
 
 
-def test_news_that_a_stranger_writes_are_not_believed(start_rank: Start, port: int) -> None:
+def test_what_a_stranger_says_as_if_it_were_a_rank_is_not_listened_to(start_rank: Start, port: int) -> None:
     ranks = [start_rank(rank, 3, DDP_MANUAL_TOKEN=TOKEN) for rank in (0, 1)]
     for rank in ranks:
         rank.wait_for("waiting for rank 2; 2 of 3 here")
-    store = client(port)
-    said = contents(store)
-    version = max(int(key.rpartition("/")[2]) for key in said if key.startswith("ddp_manual/0/news/"))
-    news = json.loads(json.loads(said[f"ddp_manual/0/news/{version}"])["sealed"])
-    forged = {**news, "here": 3, "missing": [], "complete": True}
-    for nonce in {key.rpartition("/")[2] for key in said if key.startswith("ddp_manual/0/verdict/")}:
-        place = {"local_rank": 0, "local_world_size": 3, "node": 0, "nodes": 1, "host_leader": 0}
-        store.set(f"ddp_manual/0/place/{nonce}", json.dumps({"place": place, "error": None}))
-    store.set(f"ddp_manual/0/news/{version + 1}", json.dumps(forged))
-    # Rank 0 leaves because of it, and rank 1 for the same reason or because rank 0 does.
-    codes = [rank.wait(10) for rank in ranks]
-    assert codes[0] == 12 and codes[1] in (12, 14), ranks[1].err
-    assert last_error(ranks[0].err).startswith("error[token-mismatch]")
-    assert "it is not signed with a token" in ranks[0].err
-    assert "process group ready" not in ranks[0].err + ranks[1].err
+    words = {"identifier": "peer-lost", "what": "forged", "why": "", "next": "", "exit_code": 14}
+    for message in (
+        *({"bye": "forged"}, {"failed": words}, {"lost": {"status": -9}}, {"finished": True}, {"beat": None}),
+        *({"over": True}, {"verdict": {**words, "rank": 0}}, {"refused": words}, {"hello": {"rank": 1, "host": "x"}}),
+    ):
+        with Stranger(port) as stranger:
+            stranger.say(message)
+            answer = stranger.rest(timeout=0.3)
+            assert answer == b"" or b"refused" in answer
+    codes = [rank.wait() for rank in (*ranks, start_rank(2, 3, DDP_MANUAL_TOKEN=TOKEN))]
+    assert codes == [0, 0, 0]
+    texts = "".join(rank.err for rank in ranks)
+    assert "forged" not in texts and "error[" not in texts
+
+
+def test_status_needs_the_token_too(start: Start, start_rank: Start, port: int, token_file: Path) -> None:
+    rank_0 = start_rank(0, 2, DDP_MANUAL_TOKEN=TOKEN)
+    rank_0.wait_for("waiting for rank 1; 1 of 2 here")
+    for token in ("", "another"):
+        denied = look(start, port, DDP_MANUAL_TOKEN=token)
+        assert denied.wait(10) == 12, denied.err
+        assert denied.err.startswith("error[token-mismatch]") and denied.out == ""
+    with Stranger(port) as stranger:
+        stranger.say({"look": {"stacks": False, "nonce": "x"}})
+        assert b"seen" not in stranger.rest(timeout=0.5)
+    allowed = look(start, port, "--token_file", token_file)
+    assert allowed.wait(10) == 0 and "1 of 2 ranks are here" in allowed.out
+    assert [start_rank(1, 2, DDP_MANUAL_TOKEN=TOKEN).wait(), rank_0.wait()] == [0, 0]
 
 
 def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
@@ -227,22 +246,37 @@ def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 
 def test_two_ranks_with_the_same_token_train_and_it_is_nowhere_to_be_seen(
+    start_rank: Start, eavesdropper: Eavesdropper, tmp_path: Path, token_file: Path
+) -> None:
+    """Neither on the wire, nor in torch's store, nor in a file."""
+    options = [*LONGER, 3, "--token_file", token_file]
+    ranks = [start_rank(0, 2, *options)]
+    ranks[0].wait_for("listening at")
+    ranks.append(start_rank(1, 2, *options, "--master_port", eavesdropper.port))
+    ranks[0].wait_for("step 100/")
+    address, port = json.loads(eavesdropper.line_from_rank_0("place"))["store"]
+    store = TCPStore(address, port, None, False, timedelta(seconds=20), wait_for_workers=False)
+    keys = {key: store.get(key) for key in store.list_keys() if store.check([key])}
+    del store
+    assert any("process_group/" in key for key in keys)
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    wire = {"to rank 0": bytes(eavesdropper.to_rank_0), "from rank 0": bytes(eavesdropper.from_rank_0)}
+    assert all(b"sealed" in text for text in wire.values())
+    places = {**keys, **wire, **dict(everything_in(tmp_path))}
+    assert {tmp_path / "run" / name for name in ("config.json", "summary.json")} <= {*places}
+    assert [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)] == []
+
+
+def test_launch_passes_the_token_on_and_leaves_it_in_no_file(
     start: Start, small_data: Path, tmp_path: Path, token_file: Path
 ) -> None:
-    options = [*SHORT, *LONGER, 3, "--data_dir", small_data, "--token_file", token_file]
     run_dir = tmp_path / "run"
-    program = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", run_dir, "--", *options]
-    launcher = start(*program)
-    launcher.wait_for("[rank 1] step 100/")
-    found = re.search(r"listening at 127\.0\.0\.1:(\d+)", launcher.err)
-    assert found
-    keys = contents(client(int(found.group(1))))
-    assert any("hello" in key for key in keys) and any("process_group/" in key for key in keys)
-    assert launcher.wait() == 0
-    places = {**keys, **dict(everything_in(tmp_path))}
+    options = [*SHORT, "--data_dir", small_data, "--token_file", token_file]
+    launcher = start(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", run_dir, "--", *options)
+    assert launcher.wait() == 0, launcher.err
+    places = dict(everything_in(tmp_path))
     assert {run_dir / name for name in ("config.json", "summary.json", "log-rank0.txt", "log-rank1.txt")} <= {*places}
-    seen = [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)]
-    assert seen == []
+    assert [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)] == []
 
 
 def test_the_token_is_not_in_the_command_for_a_missing_rank_nor_in_a_failure_file(

@@ -1,11 +1,13 @@
-"""``ddp_manual.train`` inside the rendezvous of a user's own script."""
+"""``ddp_manual.train`` inside ``join``, in a user's own script."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,7 @@ from tests.conftest import RankProcess, Start
 SCRIPT = """
     import json, sys, time
     from pathlib import Path
-    from ddp_manual import TrainConfig, WorldSpec, train
-    from ddp_manual.rendezvous import rendezvous
+    from ddp_manual import TrainConfig, join, train
     from ddp_manual.training.trackers.jsonl import JsonLines
 
     def close_late(sink, *, complete):
@@ -27,7 +28,7 @@ SCRIPT = """
 
     close, JsonLines.close = JsonLines.close, close_late
 
-    with rendezvous(WorldSpec.from_environment()) as world:
+    with join() as world:
         assert world.run_dir is None
         options = json.loads(sys.argv[1 + world.rank % (len(sys.argv) - 1)])
         config = TrainConfig(dataset="synthetic", model="mlp", batch_size=1000, **options)
@@ -42,7 +43,7 @@ SCRIPT = """
 
 @pytest.fixture
 def train(start: Start, port: int, tmp_path: Path, small_data: Path) -> Start:
-    """Start two ranks of a script that trains twice in one rendezvous, in ``tmp_path``; each has its own options."""
+    """Start two ranks of a script that trains twice in one ``join``, in ``tmp_path``; each has its own options."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
 
@@ -86,7 +87,7 @@ def test_ranks_that_are_to_train_differently_are_named_and_leave_that_in_the_fol
 
 def test_a_signal_stops_all_ranks_after_one_step_and_the_script_can_go_on(train: Start, tmp_path: Path) -> None:
     ranks = train({"run_dir": "run", "epochs": 100})
-    ranks[1].wait_for(" step 100/")
+    ranks[0].wait_for(" step 100/")
     ranks[1].process.send_signal(signal.SIGTERM)
     assert [rank.wait(20) for rank in ranks] == [1, 1]  # Python's own exit code of an exception
     for number, rank in enumerate(ranks):
@@ -95,4 +96,15 @@ def test_a_signal_stops_all_ranks_after_one_step_and_the_script_can_go_on(train:
         assert "is gone" not in rank.err
         assert json.loads((tmp_path / "run" / f"failure-rank{number}.json").read_text())["exit_code"] == 143
     again = train({"run_dir": "run", "epochs": 100, "resume": "auto"})
-    again[1].wait_for("going on after step ")
+    again[0].wait_for("going on after step ")
+
+
+def test_a_second_signal_ends_a_script_at_once_and_says_what_is_lost(train: Start) -> None:
+    ranks = train({"run_dir": "run", "epochs": 100})
+    ranks[0].wait_for(" step 100/")
+    ranks[0].process.send_signal(signal.SIGSTOP)  # so the ranks cannot agree on a step
+    for _ in range(2):
+        os.killpg(ranks[1].process.pid, signal.SIGINT)  # as a terminal does: the script is inside a collective
+        time.sleep(0.5)  # the moment between two presses
+    assert ranks[1].wait(5) == 130
+    assert "error[stopped]: stopped by Ctrl-C (SIGINT) at once, by a second signal" in ranks[1].err

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ddp_manual import TrainConfig, WorldSpec
-from ddp_manual.rendezvous import rendezvous
+import ddp_manual
+from ddp_manual import TrainConfig
 from ddp_manual.signals import Wishes
 from ddp_manual.training import data, models
 from ddp_manual.training.course import Position
@@ -17,7 +17,7 @@ from ddp_manual.training.engine import Trainer
 from ddp_manual.training.images import unit_scale
 from ddp_manual.training.metering import Meter
 
-with rendezvous(WorldSpec.from_environment()) as world:
+with ddp_manual.join() as world:
     drawn = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (61, 1, 28, 28), generator=drawn, dtype=torch.uint8)
     train = Split(images, torch.randint(0, 10, (61,), generator=drawn), data.DIGITS)

@@ -1,0 +1,42 @@
+"""A world of one in this process, as the worker of a rank with ``--no_ddp`` has it, without an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ddp_manual.messages import Progress
+from ddp_manual.rundir import RunFolder
+from ddp_manual.signals import Wishes
+from ddp_manual.worker.world import World
+from ddp_manual.world_spec import WorldSpec
+
+
+@contextmanager
+def alone() -> Iterator[World]:
+    with ExitStack() as afterwards:
+        yield World(
+            spec=WorldSpec(world_size=1, rank=0, device="cpu"),
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            node=0,
+            nodes=1,
+            device=torch.device("cpu"),
+            backend="none",
+            host="here",
+            run_id="0" * 32,
+            rendezvous_seconds=0.0,
+            host_leader=0,
+            progress=Progress(),
+            _folder=RunFolder(),
+            _store=None,
+            _roster=[{"rank": 0, "host": "here"}],
+            _wishes=Wishes(),
+            _tell=lambda message: None,
+            _own_process=True,
+            _afterwards=afterwards,
+        )

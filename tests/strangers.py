@@ -1,0 +1,60 @@
+"""A stranger at rank 0's port: a plain TCP connection that speaks JSON lines, or anything else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+
+class Stranger:
+    """A connection to rank 0's agent, which greets first. Times are seconds."""
+
+    def __init__(self, port: int) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", port), 5)
+        self._received = b""
+        self.greeting = self._line()
+
+    def __enter__(self) -> Stranger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.connection.close()
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def hears(self, kind: str, timeout: float = 5) -> Any:
+        """What the next message of a kind holds.
+
+        Raises:
+            ConnectionError: none has come.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            message = self._line()
+            if kind in message:
+                return message[kind]
+        raise ConnectionError(f"no {kind} within {timeout} s")
+
+    def rest(self, timeout: float = 2) -> bytes:
+        """What comes until the other side closes the connection, or says nothing for so long."""
+        self.connection.settimeout(timeout)
+        received, self._received = self._received, b""
+        with suppress(OSError):
+            while piece := self.connection.recv(65536):
+                received += piece
+        return received
+
+    def _line(self) -> dict[str, Any]:
+        while b"\n" not in self._received:
+            piece = self.connection.recv(65536)
+            if not piece:
+                raise ConnectionError("the other side has closed the connection")
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found

@@ -1,0 +1,234 @@
+"""One end of a connection: messages whole, the end noticed, strangers' bytes refused; and the proof of the token."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from ddp_manual.agent.connection import LONGEST_READ, MOST_UNSENT, Connection, Seal, Unsealed, claimed
+from ddp_manual.messages import LONGEST_LINE
+
+WITHIN = 10.0
+
+
+def with_ends(test: Callable[[Connection, socket.socket], Awaitable[None]]) -> None:
+    """Run ``test`` with a connection, and the other end of it as a plain socket."""
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            other = socket.create_connection(listener.getsockname())
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(Connection, sock=listener.accept()[0])
+            with other:
+                other.setblocking(False)
+                try:
+                    await asyncio.wait_for(test(connection, other), 3 * WITHIN)
+                finally:
+                    connection.close()
+
+    asyncio.run(run())
+
+
+async def receive(connection: Connection) -> dict[str, object] | None:
+    return await asyncio.wait_for(connection.receive(), WITHIN)
+
+
+async def read_to_the_end(other: socket.socket) -> bytes:
+    found = b""
+    with suppress(ConnectionResetError):  # as the kernel ends a connection that was closed with bytes still unread
+        while piece := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(other, 1 << 20), WITHIN):
+            found += piece
+    return found
+
+
+def test_messages_come_whole_however_they_were_cut() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        other.sendall(b'{"a": 1}\n{"b"')
+        assert await receive(connection) == {"a": 1}
+        other.sendall(b": 2}\n")
+        assert await receive(connection) == {"b": 2}
+
+    with_ends(test)
+
+
+def test_a_message_that_takes_many_reads_comes_whole_and_so_does_what_comes_with_its_end() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        long = "x" * (3 * LONGEST_READ)
+        await asyncio.get_running_loop().sock_sendall(other, f'{{"long": "{long}"}}\n{{"next": 1}}\n'.encode())
+        assert await receive(connection) == {"long": long}
+        assert await receive(connection) == {"next": 1}
+
+    with_ends(test)
+
+
+def test_two_connections_whose_bytes_come_in_turn_do_not_mix_them() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        ours, theirs = socket.socketpair()
+        _, second = await asyncio.get_running_loop().create_connection(Connection, sock=ours)
+        with theirs:
+            for first_half, second_half in ((b'{"a": "aa', b'aa"}\n'), (b'{"a": "bb', b'bb"}\n')):
+                other.sendall(first_half)
+                theirs.sendall(first_half.replace(b"a", b"c"))
+                await asyncio.sleep(0.02)
+                other.sendall(second_half)
+                theirs.sendall(second_half.replace(b"a", b"c"))
+            assert [await receive(connection) for _ in range(2)] == [{"a": "aaaa"}, {"a": "bbbb"}]
+            assert [await receive(second) for _ in range(2)] == [{"c": "cccc"}, {"c": "bbbb"}]
+        second.close()
+
+    with_ends(test)
+
+
+def test_what_came_before_it_was_handled_is_handled_in_order_and_so_is_the_end() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        other.sendall(b'{"failed": "words"}\n{"bye": ""}\n')
+        other.close()
+        deadline = time.monotonic() + WITHIN
+        while not connection.closed and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        told: list[object] = []
+        connection.handle(told.append, told.append)
+        assert told == [{"failed": "words"}, {"bye": ""}, "closed by the other side"]
+
+    with_ends(test)
+
+
+def test_what_came_before_the_end_is_read_before_the_end_is_told() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        other.sendall(b'{"failed": "words"}\n')
+        other.close()
+        assert await receive(connection) == {"failed": "words"}
+        assert await receive(connection) is None
+        assert connection.ended == "closed by the other side"
+
+    with_ends(test)
+
+
+@pytest.mark.parametrize(
+    "content", [b"GET / HTTP/1.1\n", b"[1]\n", b"\xff\n", b"[" * 20_000 + b"\n", b"x" * LONGEST_LINE * 2]
+)
+def test_bytes_that_are_no_message_end_the_connection(content: bytes) -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(other, content))
+        assert await receive(connection) is None
+        assert "message" in connection.ended
+        assert connection.first_bytes == content[:64]
+        sending.cancel()
+
+    with_ends(test)
+
+
+def test_messages_of_strangers_may_be_shorter_and_a_ranks_longer() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        connection.reader.longest = 100
+        other.sendall(b'{"a": "%s"}\n' % (b"x" * 50))
+        assert await receive(connection) == {"a": "x" * 50}
+        other.sendall(b'{"a": "%s"}\n' % (b"x" * 150))
+        assert await receive(connection) is None
+        assert connection.ended == "a message of more than 100 bytes"
+
+    with_ends(test)
+
+
+def test_a_message_that_a_handler_cannot_read_ends_the_connection() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def take(message: dict[str, object]) -> None:
+            raise KeyError("nonce")
+
+        connection.handle(take, gone.set_result)
+        other.sendall(b'{"hello": {}}\n')
+        assert await asyncio.wait_for(gone, WITHIN) == "'nonce'"
+
+    with_ends(test)
+
+
+def test_a_connection_that_nobody_reads_is_given_up_instead_of_filling_memory() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        for _ in range(1000):
+            connection.send({"words": "x" * (MOST_UNSENT // 50)})
+            assert connection.unsent < 2 * MOST_UNSENT
+        assert await receive(connection) is None
+        assert connection.ended == "it reads nothing"
+
+    with_ends(test)
+
+
+def test_one_message_may_be_longer_than_what_may_wait() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        connection.send({"seen": "x" * (8 * MOST_UNSENT)})
+        assert connection.unsent > MOST_UNSENT
+        connection.close()
+        assert len(await read_to_the_end(other)) > 8 * MOST_UNSENT
+
+    with_ends(test)
+
+
+def test_what_was_sent_before_it_was_closed_arrives_and_what_comes_then_is_not_looked_at() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        told: list[object] = []
+        connection.handle(told.append, told.append)
+        connection.send({"over": True})
+        connection.close()
+        other.sendall(b'{"late": 1}\n')
+        assert await read_to_the_end(other) == b'{"over":true}\n'
+        connection.send({"more": 1})
+        assert told == []
+
+    with_ends(test)
+
+
+# -- the token --------------------------------------------------------------------------------------------------------
+
+HELLO = {"rank": 1, "host": "b", "nonce": "00"}
+
+
+def test_a_sealed_message_is_opened_by_the_same_token_for_the_same_purpose() -> None:
+    sealed = Seal(b"token").close("hello 1", HELLO)
+    assert Seal(b"token").open("hello 1", sealed) == HELLO
+    assert claimed(sealed) == HELLO
+
+
+@pytest.mark.parametrize(
+    ("token", "purpose", "reason"),
+    [
+        (b"other", "hello 1", "another token, or was recorded elsewhere"),
+        (b"token", "hello 2", "another token, or was recorded elsewhere"),
+        (b"token", "look 1", "another token, or was recorded elsewhere"),
+        (None, "hello 1", "this process has none"),
+    ],
+)
+def test_it_is_opened_by_no_other_token_and_for_no_other_purpose(
+    token: bytes | None, purpose: str, reason: str
+) -> None:
+    sealed = Seal(b"token").close("hello 1", HELLO)
+    with pytest.raises(Unsealed, match=reason):
+        Seal(token).open(purpose, sealed)
+
+
+def test_an_altered_message_is_not_opened() -> None:
+    sealed = dict(Seal(b"token").close("hello", HELLO))
+    sealed["sealed"] = sealed["sealed"].replace('"rank": 1', '"rank": 2')
+    with pytest.raises(Unsealed):
+        Seal(b"token").open("hello", sealed)
+
+
+@pytest.mark.parametrize("message", [HELLO, {"sealed": 5, "signature": "x"}, {"sealed": "{}"}])
+def test_with_a_token_a_message_without_a_signature_is_not_opened(message: dict[str, object]) -> None:
+    with pytest.raises(Unsealed, match="not signed with a token"):
+        Seal(b"token").open("hello", message)
+
+
+def test_without_a_token_messages_travel_as_they_are() -> None:
+    assert Seal(None).close("hello", HELLO) is HELLO
+    assert Seal(None).open("hello", HELLO) is HELLO
+
+
+def test_the_token_is_in_no_message() -> None:
+    assert "token" not in str(Seal(b"token").close("hello", {"rank": 1}))

@@ -1,0 +1,294 @@
+"""Who is silent, stopped, stuck or slow, from heartbeats and a clock that the test turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ddp_manual.agent import verdicts
+from ddp_manual.agent.health import SLOW_FOR, Health, Stall
+from ddp_manual.messages import Beat, Progress, RankInfo, RunInfo, as_error
+
+RUN = RunInfo(
+    run_id="r",
+    run_dir=None,
+    world_size=3,
+    host="a",
+    pid=1,
+    address="10.0.0.1",
+    since=0.0,
+    command="",
+    launched=None,
+    peer_timeout=10.0,
+    stall_timeout=300.0,
+    script=False,
+)
+
+
+def training(
+    step: int, collectives: int, *, inside: bool = False, place: str = "train.py:1 in f", own: float = 0
+) -> Beat:
+    return Beat(
+        phase="training",
+        epoch=1,
+        step=step,
+        collectives={"0": collectives},
+        inside=inside,
+        place=place,
+        step_seconds=own,
+    )
+
+
+def health_of(*beats: Beat, async_collectives: bool = False) -> Health:
+    health = Health(replace(RUN, world_size=len(beats)), now=0.0)
+    health.async_collectives = async_collectives
+    for rank, beat in enumerate(beats):
+        health.hear(rank, beat, 0.0)
+    return health
+
+
+def beat_until(health: Health, seconds: float, beats: dict[int, Beat], since: float = 0.0) -> None:
+    for number in range(1, int((seconds - since) * 2) + 1):
+        for rank, beat in beats.items():
+            health.hear(rank, beat, since + number / 2)
+
+
+def test_a_rank_is_silent_after_peer_timeout_and_a_heartbeat() -> None:
+    health = health_of(training(1, 1), training(1, 1), training(1, 1))
+    beat_until(health, 12, {0: training(1, 1), 1: training(1, 1)})
+    assert health.silent(10.9) == []
+    assert health.silent(11.1) == [2]
+    assert health.silence(2, 11.1) == 11.1
+
+
+def test_those_who_are_nearly_as_silent_are_named_with_it_and_the_most_silent_comes_first() -> None:
+    health = health_of(training(1, 1), training(1, 1), training(1, 1))
+    beat_until(health, 12, {0: training(1, 1)})
+    health.hear(1, training(1, 1), 0.5)
+    assert health.silent(11.1) == [2, 1]
+
+
+def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
+    health = health_of(training(1, 1), training(1, 1))
+    health.part_with(1)
+    beat_until(health, 400, {0: training(1, 1)})
+    assert health.silent(400) == []
+    assert health.stall(400) is None
+
+
+def test_a_coordinator_that_was_stopped_itself_gives_everybody_the_full_time_again() -> None:
+    health = health_of(training(1, 1), training(1, 1))
+    health.restart(60.0)
+    assert health.silent(70.9) == []
+    assert health.silent(71.1) == [0, 1]
+
+
+def test_the_rank_with_fewer_collectives_is_behind_the_others_wait() -> None:
+    waits, stuck = training(7, 8, inside=True), training(7, 7)
+    health = health_of(waits, waits, stuck)
+    beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
+    assert health.stall(300.0) is None
+    stall = health.stall(300.1)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0, 1], [2])
+
+
+def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
+    waits = training(7, 8, inside=True)
+    health = health_of(waits, waits)
+    for second in range(1, 302):
+        health.hear(0, waits, second)
+        health.hear(1, training(7 + second, 7), second)
+    stall = health.stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0], [1])
+
+
+def test_nobody_is_behind_where_all_wait_in_the_same_collective() -> None:
+    waits = training(7, 8, inside=True)
+    health = health_of(waits, waits, waits)
+    beat_until(health, 301, {0: waits, 1: waits, 2: waits})
+    stall = health.stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0, 1, 2], [])
+
+
+def test_a_rank_that_waits_for_the_rest_of_a_collective_which_another_has_ended_is_not_behind() -> None:
+    """Where the connection of two followers is cut, rank 0 may have had its part before."""
+    ahead, waits = training(8, 9, inside=True), training(7, 8, inside=True)
+    health = health_of(ahead, waits, waits)
+    beat_until(health, 301, {0: ahead, 1: waits, 2: waits})
+    stall = health.stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind, stall.fewer) == ([0, 1, 2], [], [1, 2])
+
+
+def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_for_each_and_told_what_that_means() -> None:
+    def named(*places: str, fewer: Sequence[int] = ()) -> str:
+        beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
+        infos = [RankInfo(rank=rank, world_size=len(places), host="vm", pid=10 + rank) for rank in range(len(places))]
+        stall = Stall(waiting=list(beats), behind=[], seconds=300.0, fewer=fewer)
+        stacks = {rank: f"stack {rank}" for rank in verdicts.one_per_place(stall, beats)}
+        return as_error(verdicts.stalled(infos, stall, beats, stacks, "again"), 0).render()
+
+    same = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f")
+    assert "stack 0" in same and "stack 2" not in same and "if rank == 0" not in same
+    differ = named("train.py:1 in f", "train.py:1 in f", "train.py:9 in save")
+    assert "stack 0" in differ and "stack 2" in differ and "if rank == 0" in differ and "may be cut" in differ
+    busy = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f", fewer=[1])
+    assert "rank 1 began fewer collectives" in busy and "stack 1" in busy and "stack 0" not in busy
+
+
+def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_behind() -> None:
+    waits, stuck = training(7, 9, place="train.py:9 in loss"), training(7, 8, place="train.py:3 in load")
+    health = health_of(waits, waits, stuck, async_collectives=True)
+    beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
+    stall = health.stall(301)
+    assert stall is not None
+    assert stall.behind == [2]
+
+
+def test_ranks_that_compute_wait_for_nobody_however_many_messages_they_have_exchanged() -> None:
+    talked, silent = training(7, 9), training(7, 3)
+    health = health_of(talked, talked, silent)
+    beat_until(health, 301, {0: talked, 1: talked, 2: silent})
+    assert health.stall(301) is None
+
+
+@pytest.mark.parametrize("phase", ["loading", "evaluating", "saving"])
+def test_a_long_phase_in_which_nobody_waits_is_no_stall(phase: str) -> None:
+    busy = Beat(phase=phase, epoch=1, step=5, collectives={"0": 4})
+    health = health_of(busy, busy)
+    beat_until(health, 1000, {0: busy, 1: busy})
+    assert health.stall(1000) is None
+
+
+def test_ranks_that_leave_wait_for_one_another_as_long_as_it_takes() -> None:
+    leaves, works = Beat(phase="leaving", collectives={"0": 5}, inside=True), training(7, 4)
+    health = health_of(leaves, works)
+    beat_until(health, 400, {0: leaves, 1: works})
+    assert health.stall(400) is None
+
+
+def test_groups_are_compared_among_their_members_only() -> None:
+    first = Beat(phase="training", step=3, collectives={"0": 5, "1": 90})
+    second = Beat(phase="training", step=3, collectives={"0": 5})
+    health = health_of(first, second)
+    beat_until(health, 400, {0: first, 1: second})
+    assert health.stall(400) is None
+
+
+def look_until(health: Health, seconds: float, since: float = 0.0) -> list[tuple[int, float, float]]:
+    """Whom the health has named as slow until then."""
+    return [named for half in range(int(2 * since), int(2 * seconds) + 1) for named in health.newly_slow(half / 2)]
+
+
+def test_a_slow_rank_is_named_once_after_it_was_slow_for_long() -> None:
+    health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.02), training(1, 1, own=0.05))
+    assert look_until(health, SLOW_FOR - 0.5) == []
+    assert look_until(health, 2 * SLOW_FOR, since=SLOW_FOR) == [(2, 0.05, 0.02)]
+    assert [line["slow"] for line in health.progress(0)] == [False, False, True]
+
+
+def test_of_two_ranks_the_slower_one_is_held_against_the_faster() -> None:
+    health = health_of(training(1, 1, own=0.08), training(1, 1, own=0.05))
+    assert look_until(health, SLOW_FOR) == [(0, 0.08, 0.05)]
+
+
+def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
+    health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
+    assert look_until(health, 10) == []
+    health.hear(1, training(2, 2, own=0.02), 10.0)
+    assert look_until(health, 20, since=10.5) == []
+    health.hear(1, training(3, 3, own=0.05), 20.0)
+    assert look_until(health, SLOW_FOR + 15, since=20.5) == []
+
+
+def test_what_passes_between_two_epochs_is_no_slowness() -> None:
+    health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
+    assert look_until(health, 1) == []
+    health.hear(1, Beat(phase="evaluating", step=1, step_seconds=0.05), 1.0)
+    assert look_until(health, 100, since=1.5) == []
+    health.hear(1, training(2, 2, own=0.05), 100.0)
+    assert look_until(health, 101, since=100.5) == []
+
+
+def test_a_rank_whose_worker_is_stopped_is_named_once_and_judged_after_peer_timeout() -> None:
+    stopped = replace(training(1, 1), stopped="SIGSTOP")
+    health = health_of(training(1, 1), stopped)
+    assert health.newly_stopped() == [(1, "SIGSTOP")]
+    beat_until(health, 20, {0: training(1, 1), 1: stopped})
+    assert health.newly_stopped() == []
+    assert health.silent(20.0) == []
+    assert health.stopped(10.0, 10.0) is None
+    assert health.stopped(10.1, 10.0) == (1, 10.1)
+
+
+def test_a_rank_that_went_on_before_has_the_full_time_when_it_is_stopped_again() -> None:
+    stopped = replace(training(1, 1), stopped="SIGTSTP")
+    health = health_of(training(1, 1), stopped)
+    assert health.newly_stopped() == [(1, "SIGTSTP")]
+    health.hear(1, training(1, 1), 9.0)
+    health.hear(1, stopped, 9.5)
+    assert health.newly_stopped() == [(1, "SIGTSTP")]
+    assert health.stopped(19.4, 10.0) is None
+    assert health.stopped(20.0, 10.0) == (1, 10.5)
+
+
+def test_a_person_in_a_debugger_is_named_once_and_may_take_as_long_as_he_likes() -> None:
+    waits, looks = training(7, 8, inside=True), replace(training(7, 7), debugging=True)
+    health = health_of(waits, looks)
+    assert health.newly_debugging() == [1]
+    beat_until(health, 1000, {0: waits, 1: looks})
+    assert health.newly_debugging() == []
+    assert health.stall(1000) is None
+    health.hear(1, training(7, 7), 1000.0)
+    stall = health.stall(1301)
+    assert stall is not None and stall.behind == [1]
+
+
+def test_ranks_that_wait_in_a_collective_for_ranks_that_have_finished_wait_in_vain() -> None:
+    waits, done = training(7, 8, inside=True), training(7, 7)
+    health = health_of(waits, waits, done)
+    assert health.waiting_in_vain(100.0, 2.0) == []
+    health.finish(2)
+    assert health.waiting_in_vain(1.9, 2.0) == []
+    assert health.waiting_in_vain(2.1, 2.0) == [0, 1]
+    health.hear(1, training(8, 9, inside=True), 2.0)
+    assert health.waiting_in_vain(2.1, 2.0) == []
+    assert health.finished == [2]
+
+
+class Odd:
+    """What a user's program may put where a number belongs."""
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "3", Odd()])
+def test_a_heartbeat_is_one_whatever_a_program_has_put_there(value: object) -> None:
+    progress = Progress(phase="a\nb")
+    for name in ("epoch", "step", "samples_per_second", "step_seconds"):
+        setattr(progress, name, value)
+    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J")
+    assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a?b", place="?[2J")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"phase": 3},
+        {"step": "many"},
+        {"collectives": {"0": None}},
+        {"place": "x" * 300},
+        {"place": "\x1b[2J"},
+        {"step": True},
+        {"stopped": 5},
+        {"stopped": "SIG\nSTOP"},
+        {"no": 1},
+    ],
+)
+def test_a_beat_that_is_none_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Beat.from_message(message)

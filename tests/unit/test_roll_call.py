@@ -1,0 +1,525 @@
+"""Who belongs to a run: pure, with a clock that the test turns; and where it is told, with a real coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from ddp_manual.agent.compatibility import shared_gpu, unlike, unlike_when_ready
+from ddp_manual.agent.connection import Connection, Seal
+from ddp_manual.agent.coordinator import Coordinator
+from ddp_manual.agent.reachability import targets
+from ddp_manual.agent.roll_call import RollCall, as_ranges, assign_places, in_words, missing_ranks_error
+from ddp_manual.errors import (
+    ConfigMismatch,
+    DdpManualError,
+    DeviceMissing,
+    DeviceTaken,
+    LoopbackMaster,
+    RankMissing,
+    RankTaken,
+    VersionMismatch,
+    WorldSizeMismatch,
+)
+from ddp_manual.messages import LONGEST_ANSWER, Place, RankInfo, Ready, RunInfo
+
+RUN = RunInfo(
+    run_id="r",
+    run_dir="d",
+    world_size=3,
+    host="a",
+    pid=1,
+    address="10.0.0.1",
+    since=0.0,
+    command="train --rank {rank} --data '{x}'",
+    launched=None,
+    peer_timeout=10.0,
+    stall_timeout=300.0,
+    script=False,
+)
+
+
+def info(rank: int, host_id: str, local_rank: int | None = None, **other: Any) -> RankInfo:
+    fields: dict[str, Any] = {
+        "rank": rank,
+        "world_size": 3,
+        "world_size_source": "flag",
+        "host": host_id,
+        "host_id": host_id,
+        "pid": 1,
+        "since": 0.0,
+        "address": "10.0.0.1",
+        "answer_port": 1,
+        "local_rank": local_rank,
+        "versions": {"torch": "2.15.0+cu132", "python": "3.11"},
+        "code": {"ddp_manual/training": "aa"},
+        "allow_mismatch": False,
+        "options": {"lr": [0.04, "default"]},
+    }
+    return RankInfo(**{**fields, **other})
+
+
+def ready(**other: Any) -> Ready:
+    fields: dict[str, Any] = {
+        "pid": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "gpus": [],
+        "versions": {"torch": "2.15.0+cu132", "python": "3.11", "cuda": "13.2", "nccl": "2.30.7"},
+        "options": {"device": ["cpu", "default"], "backend": ["gloo", "default"]},
+        "store": [],
+    }
+    return Ready(**{**fields, **other})
+
+
+def ready_with(*gpus: str, **other: Any) -> Ready:
+    """Ready for NCCL, which wants a GPU for each rank."""
+    nccl = {"device": ["cuda", "default"], "backend": ["nccl", "default"]}
+    return ready(**{"device": "cuda", "backend": "nccl", "gpus": list(gpus), "options": nccl, **other})
+
+
+def test_local_rank_is_the_position_among_the_ranks_of_the_same_host() -> None:
+    places = assign_places([info(rank, host) for rank, host in enumerate("abab")])
+    assert [place.local_rank for place in places.values()] == [0, 0, 1, 1]
+    assert [place.node for place in places.values()] == [0, 1, 0, 1]
+    assert [place.host_leader for place in places.values()] == [0, 1, 0, 1]
+    assert {place.local_world_size for place in places.values()} == {2}
+
+
+def test_a_local_rank_that_was_given_is_kept() -> None:
+    assert assign_places([info(0, "a", local_rank=3), info(1, "a")])[0].local_rank == 3
+
+
+def test_many_missing_ranks_are_named_as_ranges() -> None:
+    assert in_words(as_ranges([1])) == "rank 1"
+    assert in_words(as_ranges([1, 2, 3, 7])) == "ranks 1-3, 7"
+    assert len(in_words(as_ranges(range(1, 4096)))) < 20
+
+
+def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_braces_alone() -> None:
+    news = {"here": 1, "named": ["0 (a)"], "missing": [[1, 2]], "loading": [], "refused": [], "gone": []}
+    error = missing_ranks_error(news, RUN, 15.0)
+    assert error.what == "2 of 3 ranks never joined within 15 s: ranks 1-2"
+    assert error.next.splitlines()[:2] == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
+    assert "start the others again" in error.next
+
+
+def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
+    news = {"here": 3, "named": ["0 (a)"], "missing": [], "loading": [[1, 2]], "refused": [], "gone": []}
+    error = missing_ranks_error(news, RUN, 15.0)
+    assert "not all could load torch: ranks 1-2" in error.what
+    assert "never joined" not in error.what
+
+
+# -- what a process may say of itself ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": "0"},
+        {"rank": 4},
+        {"rank": -1},
+        {"rank": True},
+        {"host": 5},
+        {"options": []},
+        {"options": {"lr": 5}},
+        {"versions": {"torch": 2}},
+        {"code": "all of it"},
+        {"code": {"part": 5}},
+        {"answer_port": 70_000},
+        {"allow_mismatch": 1},
+        {"since": "noon"},
+        {"since": 1e300},
+        {"local_rank": "0"},
+        {"local_rank": -1},
+        {"unknown": 1},
+        {"address": "no.address"},
+        {"host": "a\x1b[2J"},
+        {"host_id": "a" * 300},
+    ],
+)
+def test_a_hello_that_cannot_be_a_ranks_is_not_believed(wrong: dict[str, object]) -> None:
+    assert RankInfo.from_message(json.loads(json.dumps(asdict(info(0, "a"))))) == info(0, "a")
+    with pytest.raises((TypeError, ValueError)):
+        RankInfo.from_message({**asdict(info(0, "a")), **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pid": "1"},
+        {"device": "cpu" * 100},
+        {"backend": 1},
+        {"gpus": [1]},
+        {"gpus": "GPU-1"},
+        {"gpus": ["GPU\n1"]},
+        {"versions": {"cuda": 13}},
+        {"options": {"device": "cpu"}},
+        {"store": {}},
+        {"unknown": 1},
+    ],
+)
+def test_what_cannot_be_a_ranks_device_is_not_believed(wrong: dict[str, object]) -> None:
+    assert Ready.from_message(json.loads(json.dumps(asdict(ready())))) == ready()
+    with pytest.raises((TypeError, ValueError)):
+        Ready.from_message({**asdict(ready()), **wrong})
+
+
+# -- who belongs together ---------------------------------------------------------------------------------------------
+
+
+def refused(theirs: RankInfo, ours: RankInfo, run: RunInfo = RUN) -> DdpManualError | None:
+    return unlike(theirs, ours, run, now=0.0)[0]
+
+
+def refused_when_ready(theirs: Ready, ours: Ready) -> DdpManualError | None:
+    return unlike_when_ready(info(1, "b"), theirs, info(0, "a"), ours, RUN)
+
+
+def test_a_rank_like_rank_0_belongs_with_it() -> None:
+    assert unlike(info(1, "b"), info(0, "a"), RUN, now=0.0) == (None, [])
+    assert refused_when_ready(ready(), ready()) is None
+
+
+def test_another_world_size_is_named_with_where_it_came_from() -> None:
+    error = refused(info(1, "b", world_size=4), info(0, "a"))
+    assert isinstance(error, WorldSizeMismatch)
+    assert error.what == "rank 1 (b, pid 1) expects 4 ranks, rank 0 expects 3"
+    assert "world_size 4 (flag)" in error.why
+
+
+def test_another_torch_is_named_with_the_command_that_mends_it_and_may_be_allowed() -> None:
+    other = info(1, "b", versions={"torch": "2.11.0", "python": "3.11"})
+    error = refused(other, info(0, "a"))
+    assert isinstance(error, VersionMismatch)
+    assert error.why == "torch: rank 0 (a) has 2.15.0+cu132, rank 1 has 2.11.0"
+    assert "pip install torch==2.15.0\n" in error.next
+    for pair in ((replace(other, allow_mismatch=True), info(0, "a")), (other, info(0, "a", allow_mismatch=True))):
+        assert unlike(*pair, RUN, now=0.0) == (
+            None,
+            ["rank 1 (b, pid 1) has other versions than rank 0: torch (allowed)"],
+        )
+
+
+def test_cuda_and_nccl_versions_count_where_nccl_is_used() -> None:
+    other = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}
+    assert refused(info(1, "b", versions={"torch": "2.15.0+cpu", "python": "3.11"}), info(0, "a")) is None
+    assert refused_when_ready(ready(versions=other), ready()) is None
+    error = refused_when_ready(ready_with("GPU-1", versions=other), ready_with("GPU-2"))
+    assert isinstance(error, VersionMismatch)
+    assert "nccl: rank 0 (a) has 2.30.7, rank 1 has none" in error.why
+    allowed = info(1, "b", allow_mismatch=True)
+    assert (
+        unlike_when_ready(allowed, ready_with("GPU-1", versions=other), info(0, "a"), ready_with("GPU-2"), RUN) is None
+    )
+
+
+def test_other_code_is_named_by_the_part_that_differs() -> None:
+    error = refused(info(1, "b", code={"ddp_manual/training": "bb"}), info(0, "a"))
+    assert isinstance(error, ConfigMismatch)
+    assert error.what == "rank 1 (b, pid 1) runs other code than rank 0: ddp_manual/training"
+
+
+def test_a_host_without_a_gpu_is_named_whichever_rank_it_has() -> None:
+    cpu, cuda = ready(), ready_with("GPU-1")
+    for rank_1, rank_0, without in ((cpu, cuda, "rank 1 (b, pid 1)"), (cuda, cpu, "rank 0 (a, pid 1)")):
+        error = refused_when_ready(rank_1, replace(rank_0, versions=rank_1.versions))
+        assert isinstance(error, DeviceMissing)
+        assert error.what.startswith(f"{without} has no GPU")
+
+
+def test_a_device_that_was_chosen_is_another_option_not_a_missing_gpu() -> None:
+    chosen = ready(options={"device": ["cpu", "flag"], "backend": ["gloo", "default"]})
+    error = refused_when_ready(chosen, ready_with("GPU-1"))
+    assert isinstance(error, ConfigMismatch)
+    assert "start every rank with the same --device and --backend" in error.next
+
+
+def test_another_address_family_is_refused() -> None:
+    families = [{"address_family": [family, "eth0, from GLOO_SOCKET_IFNAME"]} for family in ("IPv4", "IPv6")]
+    error = refused(info(1, "b", options=families[1]), info(0, "a", options=families[0]))
+    assert isinstance(error, ConfigMismatch)
+    assert "address_family: rank 0 has IPv4 (eth0, from GLOO_SOCKET_IFNAME), rank 1 has IPv6" in error.why
+
+
+def test_a_rank_that_came_through_a_tunnel_to_loopback_is_refused() -> None:
+    run = replace(RUN, address="127.0.0.1")
+    assert refused(info(1, "a"), info(0, "a"), run) is None
+    assert isinstance(refused(info(1, "b"), info(0, "a"), run), LoopbackMaster)
+
+
+def test_a_clock_that_is_far_off_is_warned_about() -> None:
+    assert unlike(info(1, "b", since=3600.0), info(0, "a"), RUN, now=0.0)[1] == [
+        "the clock of b is 3600 s ahead of a's"
+    ]
+
+
+# -- GPUs: a second one cannot be had where the tests run, so what the processes say of theirs is made up -------------
+
+
+def test_two_ranks_on_one_gpu_are_named_with_its_uuid() -> None:
+    has = ready_with("GPU-1", "GPU-2")
+    ranks = [info(0, "a"), info(1, "a")]
+    assert shared_gpu([(rank, has) for rank in ranks], assign_places(ranks)) is None
+    ranks[1] = replace(ranks[1], local_rank=0)
+    assert shared_gpu([(rank, has) for rank in ranks]) is None  # rank 0 has not been given its GPU yet
+    error = shared_gpu([(rank, has) for rank in ranks], assign_places(ranks))
+    assert isinstance(error, DeviceTaken)
+    assert error.what == "rank 0 (a, pid 1) and rank 1 (a, pid 1) would share one GPU"
+    assert "GPU-1" in error.why
+    ranks[0] = replace(ranks[0], local_rank=0)
+    assert isinstance(shared_gpu([(rank, has) for rank in ranks]), DeviceTaken)
+
+
+def test_two_containers_that_see_the_same_gpu_share_it() -> None:
+    ranks = [info(rank, host) for rank, host in enumerate("ab")]
+    assert isinstance(shared_gpu([(rank, ready_with("GPU-1")) for rank in ranks], assign_places(ranks)), DeviceTaken)
+
+
+def test_more_ranks_on_a_host_than_gpus_is_a_missing_device() -> None:
+    ranks = [info(rank, "a") for rank in range(2)]
+    error = shared_gpu([(rank, ready_with("GPU-1")) for rank in ranks], assign_places(ranks))
+    assert isinstance(error, DeviceMissing)
+    assert error.what == "rank 1 (a, pid 1) wants cuda:1, which does not exist"
+
+
+def test_gloo_ranks_may_share_a_gpu() -> None:
+    ranks = [info(rank, "a", local_rank=0) for rank in range(2)]
+    has = ready(device="cuda", gpus=["GPU-1"])
+    assert shared_gpu([(rank, has) for rank in ranks], assign_places(ranks)) is None
+
+
+# -- the roll call ----------------------------------------------------------------------------------------------------
+
+
+def roll_call_of(*infos: RankInfo, run: RunInfo = RUN) -> RollCall:
+    """All of these are here since second 0."""
+    roll_call = RollCall(run, infos[0])
+    for one in infos:
+        assert roll_call.admit(one, 0.0, 0.0, 0.0) is True
+    return roll_call
+
+
+def test_a_rank_is_here_with_its_hello_and_ready_with_its_device_and_both_are_wanted_of_all() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "b"))
+    roll_call.get_ready(1, ready())
+    assert not roll_call.all_here
+    assert (roll_call.news()["missing"], roll_call.news()["loading"]) == ([[2, 2]], [[0, 0]])
+    assert roll_call.admit(info(2, "b"), 1.0, 1.0, 0.0) is True
+    assert roll_call.all_here and not roll_call.all_ready
+    for rank in (0, 2):
+        roll_call.get_ready(rank, ready())
+    assert roll_call.all_ready
+    assert list(roll_call.unfit()) == []
+    roll_call.leave(1, "is gone: its process has ended")
+    assert not roll_call.all_ready
+    assert roll_call.news()["gone"] == ["rank 1 (b, pid 1) is gone: its process has ended"]
+    assert roll_call.admit(info(1, "b"), 2.0, 2.0, 0.0) is True
+    assert roll_call.news()["loading"] == [[1, 1]]
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_ranks_that_were_told_their_gpus_are_compared_with_one_another_but_not_with_themselves(second: int) -> None:
+    run = replace(RUN, world_size=2)
+    ranks = [info(rank, "a", local, world_size=2) for rank, local in ((0, 0), (1, second))]
+    roll_call = roll_call_of(*ranks, run=run)
+    for rank in (0, 1):
+        roll_call.get_ready(rank, ready_with("GPU-1", "GPU-2"))
+    unfit = [(rank, type(error)) for rank, error in roll_call.unfit()]
+    if second == 0:
+        assert unfit == [(1, DeviceTaken)]
+        roll_call.leave(1, "has left: it was refused")
+        assert roll_call.admit(replace(ranks[1], local_rank=1), 1.0, 1.0, 0.0) is True
+        roll_call.get_ready(1, ready_with("GPU-1", "GPU-2"))
+        unfit = [(rank, type(error)) for rank, error in roll_call.unfit()]
+    assert unfit == []
+    assert [place.local_rank for place in roll_call.places().values()] == [0, 1]
+    assert roll_call.shared_gpus(roll_call.places()) is None
+
+
+def test_who_takes_the_place_of_a_rank_that_has_left_is_held_to_the_same_as_all() -> None:
+    """The GPU of the one that has left is free; rank 0's is not."""
+    has = ready_with("GPU-1", "GPU-2")
+    roll_call = roll_call_of(info(0, "a", 0), info(1, "a", 1))
+    roll_call.get_ready(0, has)
+    roll_call.get_ready(1, has)
+    assert list(roll_call.unfit()) == []
+    roll_call.leave(1, "is gone: its process has ended")
+    assert roll_call.admit(info(2, "a", 1), 1.0, 1.0, 0.0) is True
+    roll_call.get_ready(2, has)
+    assert list(roll_call.unfit()) == []
+    assert roll_call.admit(info(1, "a", 0), 1.0, 1.0, 0.0) is True
+    roll_call.get_ready(1, has)
+    assert [(rank, error.identifier) for rank, error in roll_call.unfit()] == [(1, "device-taken")]
+
+
+def test_ranks_that_are_ready_before_rank_0_are_compared_with_it_once_it_is() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "b"))
+    roll_call.get_ready(1, ready())
+    assert list(roll_call.unfit()) == []
+    roll_call.get_ready(0, ready(options={"device": ["cpu", "default"], "backend": ["nccl", "flag"]}))
+    assert [(rank, type(error)) for rank, error in roll_call.unfit()] == [(1, ConfigMismatch)]
+
+
+def test_a_rank_that_another_process_holds_is_taken_once_that_process_was_heard_from() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "b", pid=7))
+    again = info(1, "c", pid=8)
+    assert roll_call.admit(again, 0.6, 0.5, 0.0) is False
+    roll_call.hear(1, 0.7)
+    error = roll_call.admit(again, 0.7, 0.5, 0.0)
+    assert isinstance(error, RankTaken)
+    assert error.what == "rank 1 is taken by b (pid 7)"
+    assert "frozen" not in error.why
+    assert error.next == "train --rank 2 --data '{x}'"
+    assert roll_call.news()["refused"][0].startswith("rank 1 (c, pid 8) was refused: rank-taken: ")
+
+
+def test_a_process_that_is_frozen_keeps_its_rank_and_is_named_with_the_command_that_ends_it() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "b", pid=7))
+    again = info(1, "c", pid=8)
+    assert roll_call.admit(again, 1.1, 0.5, 0.0) is False
+    error = roll_call.admit(again, 1.3, 0.5, 0.0)
+    assert isinstance(error, RankTaken)
+    assert "it is frozen" in error.why
+    assert error.next.startswith("on b: kill -9 7\n")
+
+
+def test_the_place_of_a_process_that_is_gone_is_free() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "b", pid=7))
+    again = info(1, "c", pid=8)
+    assert roll_call.admit(again, 0.6, 0.5, 0.0) is False
+    roll_call.leave(1, "is gone: its process has ended")
+    assert roll_call.admit(again, 0.7, 0.5, 0.0) is True
+    assert roll_call.infos()[1].pid == 8
+
+
+def test_when_all_are_here_whoever_comes_is_told_that_no_rank_is_missing() -> None:
+    roll_call = roll_call_of(*(info(rank, "a") for rank in range(3)))
+    error = roll_call.taken_rank_0(info(0, "b", pid=9))
+    assert isinstance(error, RankTaken)
+    assert error.next.startswith("all ranks are here; to replace rank 0, end that process")
+
+
+def test_beyond_32_hosts_every_host_is_still_tried_in_both_directions() -> None:
+    assert targets(1, 3) == [0, 2]
+    for nodes in (33, 64, 100):
+        tried = {(node, other) for node in range(nodes) for other in targets(node, nodes)}
+        assert len(tried) < nodes * 8
+        assert {start for start, _ in tried} == {end for _, end in tried} == set(range(nodes))
+        assert all(start != end for start, end in tried)
+
+
+# -- told over real connections ---------------------------------------------------------------------------------------
+
+WITHIN = 20.0
+Connect = Callable[[], Awaitable[tuple[Connection, dict[str, Any]]]]
+
+
+def with_a_coordinator(
+    test: Callable[[Coordinator, Connect], Awaitable[None]], world_size: int = 3, own_nonce: str = "rank 0's"
+) -> None:
+    """Run ``test`` with a coordinator on loopback, and what makes a connection to it that was greeted."""
+
+    async def run() -> None:
+        rank_0 = info(0, "a", world_size=world_size)
+        coordinator = Coordinator(replace(RUN, world_size=world_size), rank_0, Seal(None), own_nonce, WITHIN)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        await coordinator.serve(listener)
+
+        async def connect() -> tuple[Connection, dict[str, Any]]:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(
+                lambda: Connection(longest=LONGEST_ANSWER), *listener.getsockname()
+            )
+            return connection, await until(connection, "challenge")
+
+        try:
+            await asyncio.wait_for(test(coordinator, connect), 3 * WITHIN)
+        finally:
+            coordinator.close()
+
+    asyncio.run(run())
+
+
+async def until(connection: Connection, kind: str) -> dict[str, Any]:
+    """The next message of a kind; others, such as heartbeats and news, are skipped."""
+    while True:
+        message = await asyncio.wait_for(connection.receive(), WITHIN)
+        assert message is not None, connection.ended
+        if kind in message:
+            return message
+
+
+async def say_hello(connect: Connect, who: RankInfo, nonce: str = "") -> Connection:
+    connection, _ = await connect()
+    connection.send({"hello": {**asdict(who), "nonce": nonce or secrets.token_hex(8)}})
+    return connection
+
+
+def test_a_claim_is_answered_when_the_roll_call_is_given_up() -> None:
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        holder = await say_hello(connect, info(1, "b", pid=7))
+        await until(holder, "welcome")
+        second = await say_hello(connect, info(1, "b", pid=8))
+        await until(await say_hello(connect, info(2, "b")), "welcome")  # so the claim has come too
+        coordinator.end(RankMissing("rank 0 left", why="-", next="-"))
+        for connection in (holder, second):
+            assert (await until(connection, "refused"))["refused"]["what"] == "rank 0 left"
+
+    with_a_coordinator(test)
+
+
+def test_a_claim_is_answered_at_the_holders_next_heartbeat_and_one_after_its_end_is_welcome() -> None:
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        holder = await say_hello(connect, info(1, "b", pid=7))
+        await until(holder, "welcome")
+        second = await say_hello(connect, info(1, "b", pid=8))
+        while not coordinator.roll_call.refused:
+            holder.send({"beat": None})
+            await asyncio.sleep(0.01)
+        assert (await until(second, "refused"))["refused"]["identifier"] == "rank-taken"
+        holder.close()
+        third = await say_hello(connect, info(1, "b", pid=9))
+        await until(third, "welcome")
+        assert "rank 1 (b, pid 7) is gone: its process has ended" in coordinator.roll_call.gone
+
+    with_a_coordinator(test)
+
+
+def test_nobody_but_rank_0s_own_agent_is_rank_0() -> None:
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        stranger = await say_hello(connect, info(0, "b"))
+        assert (await until(stranger, "refused"))["refused"]["identifier"] == "rank-taken"
+        await until(await say_hello(connect, info(0, "a"), "rank 0's"), "welcome")
+
+    with_a_coordinator(test)
+
+
+def test_the_ranks_of_a_large_world_meet_and_rank_0_reads_the_roster_of_all() -> None:
+    """The roster of 4,096 ranks is longer than any other message, and than what a slow reader may leave unread."""
+    ranks = 4096
+    place = Place(local_rank=0, local_world_size=ranks, node=0, nodes=1, host_leader=0)
+
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        rank_0 = await say_hello(connect, info(0, "a", world_size=ranks), "rank 0's")
+        await until(rank_0, "welcome")
+        for rank in range(1, ranks):
+            who = info(rank, "a", world_size=ranks, host="a" * 120)
+            assert coordinator.roll_call.admit(who, time.monotonic(), 0.0, 0.0) is True
+            coordinator.roll_call.get_ready(rank, ready())
+        rank_0.send({"ready": asdict(ready(store=["10.0.0.1", 41000]))})
+        message = await until(rank_0, "place")
+        assert message["place"] == asdict(place)
+        assert len(message["roster"]) == ranks
+        assert len(json.dumps(message)) > 1 << 20
+
+    with_a_coordinator(test, ranks)

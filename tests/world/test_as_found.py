@@ -1,0 +1,140 @@
+"""A process that joins is, after it has left, as it was found; and it and its agent do not outlive each other."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import RankProcess, Start, free_port
+from tests.world.test_launch import gone
+
+AS_FOUND = """
+    import faulthandler, logging, os, resource, signal, sys
+    import ddp_manual
+
+    def state():
+        logger = logging.getLogger("ddp_manual")
+        return {
+            "environment": dict(os.environ),
+            "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+            "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+            "log": (list(logger.handlers), logger.propagate, logger.level, logger.disabled),
+            "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "faulthandler": faulthandler.is_enabled(),
+            "children": open(f"/proc/self/task/{os.getpid()}/children").read(),
+        }
+
+    def changed_by(body, **options):
+        before = state()
+        try:
+            with ddp_manual.join(device="cpu", **options):
+                inside = state()
+                body()
+        except (KeyError, ddp_manual.DdpManualError) as error:
+            print(type(error).__name__)
+        after = state()
+        print([name for name in before if before[name] != after[name]])
+
+    def fail():
+        raise KeyError
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    logging.getLogger("ddp_manual").addHandler(logging.NullHandler())
+    logging.getLogger("ddp_manual").setLevel(logging.WARNING)
+    os.environ["MASTER_ADDR"], os.environ["LOCAL_RANK"] = "localhost", "0"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    changed_by(lambda: None)
+    faulthandler.enable()
+    changed_by(lambda: None, world_size=2, rank=1, master_port=int(sys.argv[1]), join_timeout=0.5)
+    changed_by(fail)
+"""
+
+WAITING = """
+    import sys, time
+    import ddp_manual
+    with ddp_manual.join(device="cpu"):
+        print("inside", file=sys.stderr, flush=True)
+        time.sleep(60)
+"""
+
+JOINING_TWICE = """
+    import os, sys
+    import torch, torch.distributed as dist
+    import ddp_manual
+
+    def work(rank=None):
+        options = {} if rank is None else {"rank": rank, "world_size": 2, "master_port": int(sys.argv[1])}
+        for _ in range(2):
+            with ddp_manual.join(device="cpu", **options) as world:
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                print(world.rank, total.item(), flush=True)
+
+    if __name__ == "__main__":
+        if sys.argv[1:]:
+            torch.multiprocessing.spawn(work, nprocs=2)
+        else:
+            work()
+"""
+
+
+@pytest.fixture
+def waiting(start: Start, tmp_path: Path) -> tuple[RankProcess, psutil.Process]:
+    """A script of one rank that sleeps, and its agent."""
+    script = _written(tmp_path, WAITING)
+    process = start(sys.executable, script)
+    process.wait_for("inside")
+    (agent,) = psutil.Process(process.process.pid).children()
+    return process, agent
+
+
+def _written(folder: Path, code: str) -> Path:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(code))
+    return script
+
+
+def test_a_process_is_as_it_was_after_it_has_left_has_waited_in_vain_or_has_failed(
+    start: Start, tmp_path: Path
+) -> None:
+    script = start(sys.executable, _written(tmp_path, AS_FOUND), free_port())
+    assert script.wait(30) == 0, script.err
+    assert script.out.splitlines() == ["[]", "MasterRefused", "[]", "KeyError", "[]"], script.err
+
+
+def test_a_script_ends_with_its_agent(waiting: tuple[RankProcess, psutil.Process]) -> None:
+    script, agent = waiting
+    agent.kill()
+    assert script.wait(2) == -signal.SIGKILL
+
+
+def test_an_agent_ends_with_its_script(waiting: tuple[RankProcess, psutil.Process]) -> None:
+    script, agent = waiting
+    script.process.send_signal(signal.SIGKILL)
+    assert gone([agent], 2)
+
+
+def test_ranks_join_twice_below_torchrun_and_below_torchs_own_spawn(start: Start, tmp_path: Path, port: int) -> None:
+    script = _written(tmp_path, JOINING_TWICE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    for process in (start(*torchrun, script), start(sys.executable, script, port)):
+        assert process.wait(60) == 0, process.err
+        assert sorted(process.out.splitlines()) == ["0 2.0"] * 2 + ["1 2.0"] * 2
+        assert "error[" not in process.err
+
+
+def test_a_script_that_waits_for_others_is_ended_by_ctrl_c_at_once(start: Start, tmp_path: Path, port: int) -> None:
+    script = start(sys.executable, _written(tmp_path, WAITING), RANK="0", WORLD_SIZE="2", MASTER_PORT=str(port))
+    script.wait_for("waiting for rank 1")
+    signalled = time.monotonic()
+    script.process.send_signal(signal.SIGINT)
+    assert script.wait(5) in (-signal.SIGINT, 130)
+    assert time.monotonic() - signalled < 3
