@@ -67,6 +67,8 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            if rank == 0 and epoch == 0 and running_loss == 0.0:
+                print("first step", flush=True)  # for benchmarks/startup.py
             running_loss += loss.item()
             correct += (scores.argmax(dim=1) == labels).sum().item()
     seconds = time.perf_counter() - started

@@ -1,7 +1,8 @@
-"""The other process of benchmarks/rollcall.py: every rank but rank 0, each a store client that only answers.
+"""The other process of benchmarks/rollcall.py and benchmarks/watching.py: every rank of a world, each a connection.
 
-Reads one line of JSON, ``Order``, says ``ready``, starts at the next line, says how many store operations it took, and
-keeps its connections until its input ends.
+Reads one line of JSON, ``Order``, says ``ready``, starts at the next line, says ``done`` when all ranks have their
+place (the floor: when all keys are written), and keeps its connections until its input ends. Until then ranks that beat
+do so, each at the rate and with the content of one that trains.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import resource
+import selectors
+import socket
 import sys
-import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
+from ddp_manual.agent.connection import Seal
+from ddp_manual.agent.host import code_digests, installed_versions
 from ddp_manual.config import TrainConfig
-from ddp_manual.rendezvous import store as stores
-from ddp_manual.rendezvous.answer import Answering, Asking
-from ddp_manual.rendezvous.entries import Entry, Place
-from ddp_manual.rendezvous.introduction import OwnAddress, Program, introduce
-from ddp_manual.rendezvous.seal import Seal
-from ddp_manual.rendezvous.store import RunStore
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode
 
 LOOPBACK = "127.0.0.1"
+# No hosts file has a name for it: see ``ask_for_no_names``.
+NAMELESS = "127.86.13.7"
 RANKS_PER_HOST = 8
+STEPS_A_SECOND = 20
+CONNECTS_AT_ONCE = 64
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -34,119 +40,220 @@ class Order:
     ranks: int
     port: int
     side: str
-    """floor: connect and write a key. roll call: all at once. trickle: over ``seconds``."""
-    token: str | None
-    seconds: float
-
-
-class CountingClient:
-    """A TCPStore that counts what is asked of it; several keys in one call are as many operations."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._client = _connect(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._client, name)
-
-        def counted(*arguments: Any) -> Any:
-            _counted.append(len(arguments[0]) if isinstance(arguments[0], list) else 1)
-            return call(*arguments)
-
-        return counted
-
-
-_connect = stores._client
-_counted: list[int] = []
-
-
-def prepare() -> None:
-    """Count store operations from now on, and allow as many connections as the system does."""
-    stores._client = CountingClient  # type: ignore[assignment]
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def operations() -> int:
-    return sum(_counted)
+    """floor: connect to a TCPStore and write a key. roll call: join. watching: join, then beat."""
+    token: str | None = None
+    nonce: str = ""
+    """Of rank 0, by which the coordinator knows its own agent."""
 
 
 def seal(token: str | None) -> Seal:
     return Seal(token.encode() if token else None)
 
 
-def entry_of_rank_0(world_size: int) -> Entry:
-    """What a training process says of itself, with all options, versions and digests: 1.6 KB."""
-    spec = WorldSpec(world_size=world_size)
-    options = {**TrainConfig().shared_options(), "device": ("cpu", "default"), "backend": ("gloo", "default")}
-    program = Program.of_this_process("cpu", script=False)
-    return on_its_host(introduce(spec, "cpu", options, OwnAddress(LOOPBACK, "gloo"), 1, program), 0)
+def allow_many_connections() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def on_its_host(entry: Entry, rank: int) -> Entry:
-    host = f"host{rank // RANKS_PER_HOST}"
-    return replace(entry, rank=rank, host=host, host_id=f"{host} {entry.host_id}")
+def run_info(world_size: int) -> RunInfo:
+    """A run as a training describes it."""
+    return RunInfo(
+        run_id="benchmark",
+        run_dir="runs/benchmark",
+        world_size=world_size,
+        host="host0",
+        pid=os.getpid(),
+        address="10.0.0.1",  # on loopback it would refuse ranks that say they are on other hosts
+        since=time.time(),
+        command=f"python run_multi_gpu_train.py --world_size {world_size} --rank {{rank}} --master_addr 10.0.0.1",
+        launched=None,
+        peer_timeout=10.0,
+        stall_timeout=300.0,
+        script=False,
+    )
+
+
+def rank_infos(world_size: int) -> list[RankInfo]:
+    """What training ranks say of themselves, with all options, versions and digests: 2 KB each."""
+    options = {name: list(option) for name, option in TrainConfig().shared_options().items()}
+    rank_0 = RankInfo(
+        rank=0,
+        world_size=world_size,
+        world_size_source="flag",
+        host="host0",
+        host_id="",
+        pid=os.getpid(),
+        since=time.time(),
+        address="10.0.0.1",
+        answer_port=20000,
+        local_rank=None,
+        versions=installed_versions(),
+        code=code_digests(None),
+        allow_mismatch=False,
+        options={
+            **options,
+            "command": ["train", "command"],
+            "address_family": ["IPv4", "eth0, on the way to 10.0.0.1"],
+        },
+    )
+    infos = []
+    for rank in range(world_size):
+        node = rank // RANKS_PER_HOST
+        host, address = f"host{node}", f"10.0.{node // 250}.{node % 250 + 1}"
+        infos.append(replace(rank_0, rank=rank, host=host, host_id=f"{host} 4b2d", address=address))
+    return infos
+
+
+class SimulatedRank:
+    """Says at once what an agent says whose worker has torch already."""
+
+    def __init__(self, info: RankInfo, order: Order) -> None:
+        self.rank = info.rank
+        self.placed = False
+        self.next_beat = 0.0
+        self._seal = seal(order.token)
+        self._nonce = order.nonce if info.rank == 0 else f"{info.rank:032x}"
+        self._hello = {**asdict(info), "nonce": self._nonce}
+        # Ranks do this each on a machine of its own.
+        self._hello_line = None if self._seal else encode({"hello": self._hello})
+        ready = Ready(
+            pid=info.pid,
+            device="cpu",
+            backend="gloo",
+            gpus=[],
+            versions={**info.versions, "cuda": None, "nccl": None},
+            options={"device": ["cpu", "default"], "backend": ["gloo", "default"]},
+            store=["10.0.0.1", 41000] if info.rank == 0 else [],
+        )
+        self._ready_line = encode({"ready": asdict(ready)}) + encode({"beat": None})
+        self._received = b""
+        self._step = 0
+        self.connection = socket.socket()
+
+    def connect(self, port: int) -> None:
+        self.connection.connect((LOOPBACK, port))
+        self.connection.setblocking(False)
+
+    def read(self) -> None:
+        data = self.connection.recv(1 << 18)
+        assert data, f"the coordinator has closed the connection of rank {self.rank}"
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            # To read these too is the work of the ranks' own machines.
+            if not line.startswith((b'{"beat"', b'{"news"')):
+                self._take(json.loads(line))
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "challenge" in message:
+            line = self._hello_line
+            if line is None:
+                line = encode({"hello": self._seal.close(f"hello {message['challenge']}", self._hello)})
+            self.connection.send(line)
+        elif "welcome" in message:
+            RunInfo(**self._seal.open(f"welcome {self._nonce}", message["welcome"])["run"])
+            self.connection.send(self._ready_line)
+        elif "probe" in message:
+            self.connection.send(encode({"probed": [], "node": message["node"]}))
+        elif "place" in message:
+            self.placed = True
+        assert "refused" not in message and "verdict" not in message, message
+
+    def beat(self, beat_every: float) -> None:
+        """With what has changed since the last one: a step, collectives, the line of the program."""
+        self._step += max(1, round(STEPS_A_SECOND * beat_every))
+        beat = Beat(
+            phase="training",
+            epoch=self._step // 600 + 1,
+            step=self._step % 600,
+            samples_per_second=round(2000 + 50 * random.random(), 1),
+            step_seconds=round((1 + 0.05 * random.random()) / STEPS_A_SECOND, 6),
+            collectives={"0": self._step + 7},
+            inside=random.random() < 0.5,
+            place=f"loop.py:{random.randrange(100, 120)} in train_one_epoch",
+        )
+        self.connection.send(encode({"beat": beat.as_message()}))
+
+
+def join(order: Order, ranks: list[SimulatedRank], selector: selectors.BaseSelector) -> None:
+    for number, rank in enumerate(ranks):
+        rank.connect(order.port)
+        selector.register(rank.connection, selectors.EVENT_READ, rank)
+        if number % CONNECTS_AT_ONCE == 0:
+            read_all(selector.select(0))
+    while not all(rank.placed for rank in ranks):
+        read_all(selector.select())
+
+
+def read_all(ready: Iterable[tuple[selectors.SelectorKey, int]]) -> None:
+    for key, _ in ready:
+        key.data.read()
+
+
+def beat_until_the_input_ends(ranks: list[SimulatedRank], selector: selectors.BaseSelector) -> None:
+    beat_every = run_info(len(ranks)).beat_every
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    started = time.monotonic()
+    for rank in ranks:
+        rank.next_beat = started + beat_every * random.random()
+    ranks = sorted(ranks, key=lambda rank: rank.next_beat)
+    turn = 0
+    while True:
+        for key, _ in selector.select(max(0.0, ranks[turn].next_beat - time.monotonic())):
+            if key.data is None:
+                return
+            key.data.read()
+        now = time.monotonic()
+        while (rank := ranks[turn]).next_beat <= now:
+            rank.beat(beat_every)
+            rank.next_beat += beat_every
+            turn = (turn + 1) % len(ranks)
+
+
+def ask_for_no_names() -> None:
+    """Keep torch from looking up the name of every peer of a store: the first look-up that fails ends that, in this
+    process. RES_OPTIONS=attempts:0 lets it fail at once."""
+    from torch.distributed import TCPStore
+
+    TCPStore(NAMELESS, 0, None, True, timedelta(seconds=2), wait_for_workers=False)
 
 
 def write_one_key_each(order: Order) -> None:
+    from torch.distributed import TCPStore
+
     clients = []
     for rank in range(1, order.ranks):
-        clients.append(RunStore.connect(LOOPBACK, order.port))
-        clients[-1].set_left(rank)
-    assert clients[-1].have_left(range(1, order.ranks))
+        clients.append(TCPStore(LOOPBACK, order.port, None, False, CONNECT_TIMEOUT, wait_for_workers=False))
+        clients[-1].set(f"left/{rank}", "true")
+    assert clients[-1].check([f"left/{rank}" for rank in range(1, order.ranks)])
+    kept.extend(clients)
 
 
-def answer_at_once(order: Order, entries: list[Entry]) -> None:
-    """All ask before any reads an answer, so that one thread does what N processes would do at the same time."""
-    asking = [ask(order, entry) for entry in entries]
-    for one in asking:
-        await_place(one)
-
-
-def answer_one_by_one(order: Order, entries: list[Entry]) -> None:
-    """A thread for each rank: this side's time does not count here, only what the store and rank 0 have to do."""
-    started = time.monotonic()
-
-    def answer(entry: Entry) -> None:
-        time.sleep(max(0.0, started + order.seconds * entry.rank / order.ranks - time.monotonic()))
-        await_place(ask(order, entry))
-
-    threads = [threading.Thread(target=answer, args=(entry,)) for entry in entries]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def ask(order: Order, entry: Entry) -> Asking:
-    how = Answering(seal=seal(order.token), met=lambda hello: None, hello_first=False, hello_timeout=60)
-    asking = Asking(RunStore.connect(LOOPBACK, order.port), entry, how)
-    asking.ask()
-    return asking
-
-
-def await_place(asking: Asking) -> None:
-    *_, last = asking.updates()
-    assert isinstance(last, Place)
+kept: list[Any] = []
 
 
 def main() -> None:
     order = Order(**json.loads(sys.stdin.readline()))
-    prepare()
-    rank_0 = entry_of_rank_0(order.ranks)
-    entries = [on_its_host(rank_0, rank) for rank in range(1, order.ranks)]
-    RunStore.connect(LOOPBACK, order.port)  # imports what the first one imports
-    before = operations()
-    gc.disable()  # thousands of clients in one process give it work that no rank of them would have
+    allow_many_connections()
+    selector = selectors.DefaultSelector()
+    ranks: list[SimulatedRank] = []
+    if order.side == "floor":
+        ask_for_no_names()
+    else:
+        ranks = [SimulatedRank(info, order) for info in rank_infos(order.ranks)]
+    gc.disable()  # thousands of ranks in one process give it work that no rank of them would have
     print("ready", flush=True)
     sys.stdin.readline()
     if order.side == "floor":
         write_one_key_each(order)
-    elif order.side == "roll call":
-        answer_at_once(order, entries)
     else:
-        answer_one_by_one(order, entries)
-    print(operations() - before, flush=True)
-    sys.stdin.read()
+        join(order, ranks, selector)
+    print("done", flush=True)
+    if order.side == "watching":
+        gc.freeze()
+        gc.enable()
+        beat_until_the_input_ends(ranks, selector)
+    else:
+        sys.stdin.read()
     os._exit(0)  # taking thousands of clients down one by one takes longer than the measurement
 
 

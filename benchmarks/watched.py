@@ -1,75 +1,50 @@
-"""Starts one rank as ``run_multi_gpu_train.py`` does, with its watchdog or without, and keeps what the threads cost.
+"""Starts one rank as ``run_multi_gpu_train.py`` does; its worker leaves in a file which of its threads is the reporter.
 
-python benchmarks/watched.py on|off FOLDER <train options>
+python benchmarks/watched.py FOLDER <train options>
 
-FOLDER gets ``cost-rank<k>.json``: seconds that the run was watched, and CPU seconds of the watchdog's threads and, on
-rank 0, of the thread that serves the store.
+FOLDER gets ``reporter-rank=<k>``: process and thread, as /proc numbers them.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import runpy
 import sys
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-# As torch names the thread; a thread of C has no other name.
-STORE_THREAD = "pt_tcpstore"
-
-
-def cpu_seconds_of_threads(prefix: str) -> float:
-    """Of the Python threads of this process whose name begins so."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in threads)
+REPOSITORY = Path(__file__).resolve().parent.parent
+FOLDER = "DDP_MANUAL_BENCHMARK_FOLDER"
 
 
-def cpu_seconds_of_the_store() -> float:
-    seconds = 0.0
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            if (task / "comm").read_text().startswith(STORE_THREAD):
-                # The first of the three is the time on a core, in nanoseconds.
-                seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
-    return seconds
+def work() -> None:
+    """Be the worker that the agent has started in place of its usual one."""
+    from ddp_manual.worker.reporter import Reporter
+
+    run, name = Reporter._run, sys.argv[4]
+
+    def note_and_run(reporter: Reporter) -> None:
+        note = Path(os.environ[FOLDER], f"reporter-{name}")
+        note.with_suffix(".new").write_text(f"{os.getpid()} {threading.get_native_id()}")
+        note.with_suffix(".new").replace(note)
+        run(reporter)
+
+    Reporter._run = note_and_run  # type: ignore[method-assign]
+    runpy.run_path(str(REPOSITORY / "ddp_manual" / "worker"), run_name="__main__")
 
 
-def install(side: str, folder: Path) -> None:
-    from ddp_manual.rendezvous.keeper import Keeper
-    from ddp_manual.rendezvous.watchdog import Follower
+def start(folder: str, options: list[str]) -> None:
+    from ddp_manual.agent import worker_process
+    from ddp_manual.cli import main
 
-    for kind in (Follower, Keeper):
-        _install(kind, side, folder)
-
-
-def _install(kind: Any, side: str, folder: Path) -> None:
-    from ddp_manual.rendezvous.stacks import OWN_THREADS
-
-    start, stand_down = kind.start, kind.stand_down
-    began: dict[str, float] = {}
-
-    def start_and_note(watchdog: Any) -> None:
-        began["at"], began["store"] = time.monotonic(), cpu_seconds_of_the_store()
-        if side == "on":
-            start(watchdog)
-
-    def note_and_stand_down(watchdog: Any) -> Any:
-        cost = {
-            "seconds": time.monotonic() - began["at"],
-            "watchdog": cpu_seconds_of_threads(OWN_THREADS),
-            "store": cpu_seconds_of_the_store() - began["store"],
-        }
-        (folder / f"cost-rank{watchdog.watched.rank}.json").write_text(json.dumps(cost))
-        return stand_down(watchdog) if side == "on" else None
-
-    kind.start, kind.stand_down = start_and_note, note_and_stand_down
+    os.environ[FOLDER] = folder
+    worker_process.PROGRAM = Path(__file__)
+    main(["train", *options])
 
 
 if __name__ == "__main__":
-    _, side, folder, *options = sys.argv
-    install(side, Path(folder))
-    from ddp_manual.cli import main
-
-    main(["train", *options])
+    sys.path[0] = str(REPOSITORY)
+    if sys.argv[1].isdigit():
+        work()
+    else:
+        start(sys.argv[1], sys.argv[2:])
