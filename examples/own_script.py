@@ -7,10 +7,9 @@ WORLD_SIZE=2 RANK=1 python examples/own_script.py
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_manual import WorldSpec
-from ddp_manual.rendezvous import rendezvous
+import ddp_manual
 
-with rendezvous(WorldSpec.from_environment()) as world:
+with ddp_manual.join() as world:
     torch.manual_seed(world.rank)
     inputs = torch.randn(256, 8, device=world.device)
     targets = inputs.sum(dim=1, keepdim=True)
