@@ -150,12 +150,13 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if value}
 
 
-@pytest.fixture(autouse=True)
-def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where several processes share the tests, one that is marked ``alone`` has the machine to itself."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where several processes share the tests, one that is marked ``alone`` has the machine to itself. The wait for
+    that does not count in its time limit."""
     with open(__file__, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        yield
+        fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

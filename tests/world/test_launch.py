@@ -206,9 +206,10 @@ def test_a_run_whose_rank_raises_is_started_again_and_ends_with_the_same_paramet
 
 
 def test_a_rank_that_is_killed_is_started_again_as_often_as_was_said(launch: Start) -> None:
+    """Also one that was killed with the process that forks."""
     launcher = launch(1, *LONGER, 200, "--checkpoint_steps", 50, max_restarts=1)
     launcher.wait_for("[rank 0] step 100/")
-    ranks_of(launcher)[0].kill()
+    forker_of(launcher).kill()
     launcher.wait_for("restart 1 of 1 after error[master-lost]: rank 0 (")
     launcher.wait_for("[rank 0] going on after step ")
     ranks_of(launcher)[0].kill()
