@@ -260,7 +260,7 @@ class Stopped(DdpManualError):
 
     def __init__(self, number: int, where: str = "", *, why: str | None = None, next: str | None = None) -> None:
         super().__init__(
-            " ".join(filter(None, (f"stopped by {signal_name(number)}", where))),
+            " ".join(filter(None, (f"stopped by {asked_by(number)}", where))),
             why=why or "the signal came from outside this program: a person, an orchestrator or a scheduler",
             next=next
             or "start this rank again if the others still wait for it, else all ranks, with a new --run_dir\n"
@@ -270,7 +270,13 @@ class Stopped(DdpManualError):
 
 
 def signal_name(number: int) -> str:
-    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+    # A real-time signal has none.
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def asked_by(number: int) -> str:
+    """The signal that a person or an orchestrator has sent, as they would call it."""
+    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal_name(number)
 
 
 class StopSignal(BaseException):

@@ -27,7 +27,7 @@ from ddp_manual.errors import ConfigMismatch, DdpManualError, PeerFailed, from_d
 
 # Bytes of a line. The longest that a rank sends are last words with a traceback, and the stacks of a process.
 LONGEST_LINE = 1 << 18
-# What an observer reads: 4,096 ranks with their stacks.
+# Of a line that an observer reads: a run of thousands of ranks, with their stacks.
 LONGEST_ANSWER = 1 << 26
 # Letters of a name, a version or a digest.
 LONGEST_NAME = 255

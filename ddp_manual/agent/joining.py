@@ -25,6 +25,9 @@ from ddp_manual.messages import RankInfo, RunInfo
 from ddp_manual.steps import Steps
 from ddp_manual.world_spec import WorldSpec
 
+# Seconds until rank 0, which is busy or has to find out whether another process is alive, is said not to answer.
+ANSWER_WITHIN = 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -111,7 +114,11 @@ class Joining:
                 assert there.connection is not None
                 where = addresses.at(there.address, self._spec.master_port)
                 step.detail = f"its agent answers at {where}"
-            run = await self._say_hello(there, there.connection, where)
+            try:
+                run = await self._say_hello(there, there.connection, where, waiting)
+            except BaseException:
+                there.connection.close()
+                raise
             if run is not None:
                 self._begin(None)
                 return run, there.connection
@@ -189,7 +196,7 @@ class Joining:
             )
         return self.who
 
-    async def _say_hello(self, there: Probe, connection: Connection, where: str) -> RunInfo | None:
+    async def _say_hello(self, there: Probe, connection: Connection, where: str, waiting: Waiting) -> RunInfo | None:
         """Ask to be a rank, and wait for the answer; None: that run is over."""
         who, greeting = await self._introduce(there.address), there.greeting
         if self.seal and not greeting.get("token"):
@@ -197,9 +204,7 @@ class Joining:
             raise self._not_believed(where, reason)
         hello = {**dataclasses.asdict(who), "nonce": self.nonce}
         connection.send({"hello": self.seal.close(f"hello {greeting['challenge']}", hello)})
-        answer: Mapping[str, Any] | None = {}
-        while answer is not None and not {"refused", "welcome", "over"} & answer.keys():
-            answer = await connection.receive()
+        answer = await self._answered(connection, where, waiting)
         try:
             if answer is not None and "refused" in answer:
                 raise from_dict(self.seal.open(f"refused {self.nonce}", answer["refused"]))
@@ -208,6 +213,30 @@ class Joining:
         except Unsealed as reason:
             raise self._not_believed(where, str(reason)) from None
         return None
+
+    async def _answered(self, connection: Connection, where: str, waiting: Waiting) -> Mapping[str, Any] | None:
+        """What rank 0 says to the hello; None: it has closed the connection.
+
+        Raises:
+            MasterLost: it says nothing, as one that was stopped after it had greeted.
+        """
+        while True:
+            receiving = asyncio.ensure_future(connection.receive())
+            try:
+                while not (await asyncio.wait([receiving], timeout=ANSWER_WITHIN))[0]:
+                    waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
+                    if waiting.over:
+                        raise MasterLost(
+                            f"rank 0 at {where} has greeted this rank, and has not answered it for "
+                            f"{waiting.waited:.0f} s",
+                            why="its process is stopped or frozen, its host is down, or the network is cut",
+                            next=f"look at rank 0; to start it again: {self._command_for(0)}",
+                        )
+            finally:
+                receiving.cancel()
+            answer = receiving.result()
+            if answer is None or {"refused", "welcome", "over"} & answer.keys():
+                return answer
 
     def _not_believed(self, where: str, reason: str) -> TokenMismatch:
         return TokenMismatch(

@@ -8,7 +8,6 @@ are told by its agent, as anywhere; then, if there may be another attempt, all g
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import socket
@@ -89,6 +88,7 @@ class Launch:
                 for rank in range(self.nproc):
                     self.paths.set_failure_aside(rank, restarts)
                 config = self._to_go_on(config)
+                forker.start_again()
                 restarts += 1
         saved = bool(checkpoints.find(self.paths.checkpoints))
         if self.signalled:
@@ -134,7 +134,7 @@ class Launch:
         return Agent(
             own,
             tasks.training(own, config.in_folder(str(self.paths.run_dir)), launched=self.command_to_go_on()),
-            start_worker=lambda: forker.fork(rank, mouth),
+            start_worker=lambda: forker.fork(mouth),
             say=lambda line: mouth.say(f"{console.tag(rank)} {line}\n".encode()),
             tell=lambda error: mouth.say(f"{error.render()}\n".encode()),
             alone=config.no_ddp,
@@ -228,24 +228,33 @@ class Forker:
     """The process that imports torch, and then forks each worker: see ``worker/forker.py``."""
 
     def __init__(self, nproc: int) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, environment.of_children(nproc):
+        self._nproc = nproc
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs, environment.of_children(self._nproc):
             self._process = start_python(
-                FORKER, [theirs.fileno()], [f"ranks={nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
+                FORKER, [theirs.fileno()], [f"ranks={self._nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
             )
+
+    def start_again(self) -> None:
+        """Where it has been killed, as by the kernel when memory is short; its workers went with it."""
+        if self._process.poll() is not None:
+            self.close()
+            self._start()
 
     def close(self) -> None:
         self._control.close()
         self._process.kill()
         self._process.wait()
 
-    def fork(self, rank: int, mouth: Mouth) -> Worker:
+    def fork(self, mouth: Mouth) -> Worker:
         """Ask for a worker; it is there once the forker has torch."""
         channel, theirs = socket.socketpair()
         (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
-        with theirs:
-            request = json.dumps({"rank": rank}).encode()
-            socket.send_fds(self._control, [request], [theirs.fileno(), *their_pipes])
+        with theirs, suppress(BrokenPipeError):  # it has just ended; the worker's channel tells that too
+            socket.send_fds(self._control, [b"."], [theirs.fileno(), *their_pipes])
         for descriptor in their_pipes:
             os.close(descriptor)
         sinks = zip(ours, (sys.stdout, sys.stderr), strict=True)

@@ -34,8 +34,8 @@ from ddp_manual.errors import (
     RanksDoNotBelongTogether,
     RankTaken,
     Stopped,
+    asked_by,
     from_dict,
-    signal_name,
 )
 from ddp_manual.messages import Beat, Place, RankInfo, RunInfo, Verdict, as_error, last_words
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
@@ -445,7 +445,7 @@ class Agent:
             if heeded and not script:
                 self._to_worker({"stop": number})
             what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
-            self.say(f"{signal_name(number)}: {what}; once more leaves at once")
+            self.say(f"{asked_by(number)}: {what}; once more leaves at once")
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
         self._stopped_at.setdefault(seen_by, now)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_manual.agent.health import Stall
 from ddp_manual.agent.roll_call import MOST_NAMED, as_ranges, in_words
-from ddp_manual.errors import MasterLost, PeerLost, PeerStalled
+from ddp_manual.errors import MasterLost, PeerLost, PeerStalled, signal_name
 from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, Verdict, judged
 
 LOST_ITS_AGENT = (
@@ -45,15 +45,15 @@ def lost(who: RankInfo, beat: Beat, how: Mapping[str, Any], again: str) -> Verdi
     if not known:
         what, why, next = "its process has ended", "how it ended nobody could see", "look at its last lines"
     elif how.get("oom"):
-        what = f"{name_of(-status)}, since memory ran out"
+        what = f"{signal_name(-status)}, since memory ran out"
         why = "the kernel's OOM killer ended it: its memory cgroup counts one more oom_kill"
         next = "give it more memory, or a smaller --batch_size"
     elif status < 0:
-        what = name_of(-status)
-        why = f"{name_of(-status)} ended its worker; no memory cgroup of it has run out of memory"
+        what = signal_name(-status)
+        why = f"{signal_name(-status)} ended its worker; no memory cgroup of it has run out of memory"
         next = f"look at its last lines, and at who sends signals on {who.host}"
         if -status in CRASHES:
-            why = f"its worker crashed in native code: {name_of(-status)}"
+            why = f"its worker crashed in native code: {signal_name(-status)}"
             next = "mend the call that the stack shows; its last lines may say more"
     else:
         what = f"its worker exited with code {status}, without last words"
@@ -71,13 +71,6 @@ def lost(who: RankInfo, beat: Beat, how: Mapping[str, Any], again: str) -> Verdi
 
 
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-
-
-def name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def stopped(who: RankInfo, beat: Beat, seconds: float, again: str) -> Verdict:

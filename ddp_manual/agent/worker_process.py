@@ -21,7 +21,7 @@ from typing import Any
 
 from ddp_manual import environment
 from ddp_manual.agent.connection import Connection
-from ddp_manual.errors import DdpManualError
+from ddp_manual.errors import DdpManualError, signal_name
 from ddp_manual.messages import LONGEST_ANSWER, last_words
 
 # What has faulthandler write the stacks of all threads; no library uses it.
@@ -32,6 +32,7 @@ STACK_ENDS_AFTER = 0.1
 LOOK_EVERY = 0.2
 LONGEST_STACK = 1 << 16
 KILL_AFTER = 2.0
+KILLED_WITHIN = 10.0
 # A script whose collective breaks gets out by itself; what it does on its way has bounds of its own.
 GRACE = 0.7
 WAY_OUT = 10.0
@@ -72,6 +73,7 @@ class Worker:
         """Set once it has closed the channel, as the end of the process does."""
         self._fault_text = ""
         self._fault_came = asyncio.Event()
+        self._stack: asyncio.Future[str | None] | None = None
         self._saving = False
         self.look_at_memory()
 
@@ -143,7 +145,7 @@ class Worker:
         if not fields or fields[0] != "T":
             return ""
         number = int(fields[-1])
-        return signal.Signals(number).name if number in set(signal.Signals) else "a signal"
+        return signal_name(number)
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -158,6 +160,11 @@ class Worker:
 
     async def stack(self) -> str | None:
         """The Python stack of every thread but our own, also while a C call keeps the interpreter's lock."""
+        if self._stack is None or self._stack.done():  # who asks meanwhile gets the same
+            self._stack = asyncio.ensure_future(self._ask_stack())
+        return await asyncio.shield(self._stack)
+
+    async def _ask_stack(self) -> str | None:
         if self.ended.is_set() or self._hung_up.is_set():
             return None
         if self.stopped_by():
@@ -185,7 +192,8 @@ class Worker:
         if not self.ended.is_set() and error is not None and self._connection is not None:
             await self._let_it_save()
         self.signal(signal.SIGKILL)
-        await self.ended.wait()
+        # One that waits for a device or a file system in the kernel ends when that answers.
+        await first_of(self.ended, within=KILLED_WITHIN)
         self.close()
 
     async def _let_it_save(self, *unless: asyncio.Event) -> None:

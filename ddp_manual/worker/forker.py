@@ -1,11 +1,10 @@
 """What ``launch`` starts: ``python .../forker.py CONTROL PARENT ranks=N``. It imports torch, then forks each worker.
 
-Each request comes over the inherited socket CONTROL, with four descriptors: the worker's channel to its agent, the pipe
-for faults, and those for its stdout and stderr. It ends when the socket does, and its children with it.
+Each request is a byte on the inherited socket CONTROL, with four descriptors: the worker's channel to its agent, the
+pipe for faults, and those for its stdout and stderr. It ends when the socket does, and its children with it.
 """
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -16,10 +15,9 @@ from pathlib import Path
 def serve(control: socket.socket) -> tuple[int, ...]:
     """Fork for each request; returns its descriptors in the child. Without a further request it ends the process."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1 << 10, 4)
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 4)
         if not request:
             os.kill(os.getpid(), signal.SIGKILL)
-        assert "rank" in json.loads(request)
         if os.fork() == 0:
             control.close()
             return tuple(descriptors)

@@ -10,6 +10,7 @@ import faulthandler
 import itertools
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -126,11 +127,15 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     reading, writing = os.pipe()
     with theirs:
         program, arguments = environment.typed_command()
-        agent = subprocess.Popen(
-            [sys.executable, str(AGENT), str(theirs.fileno()), str(reading)],
-            pass_fds=(theirs.fileno(), reading),
-            stdin=subprocess.DEVNULL,
-        )
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, birth.HELD_BACK)  # until it can take them on
+        try:
+            agent = subprocess.Popen(
+                [sys.executable, str(AGENT), str(theirs.fileno()), str(reading)],
+                pass_fds=(theirs.fileno(), reading),
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
     os.close(reading)
     undo.callback(_await_end, agent)
     undo.callback(os.close, writing)

@@ -5,6 +5,7 @@ While a C call keeps the interpreter's lock this thread stands still; the agent 
 
 from __future__ import annotations
 
+import collections
 import os
 import queue
 import selectors
@@ -27,6 +28,8 @@ from ddp_manual.worker.whereabouts import OWN_THREADS, whereabouts
 LOOK_EVERY = 0.25
 # While a checkpoint is being written and the agent waits for its end.
 LOOK_WHILE_SAVING = 0.02
+# Seconds, for what is being sent when the channel is closed.
+SENT_WITHIN = 1.0
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -65,6 +68,7 @@ class Reporter:
         _open.add(channel)
         self._reader = LineReader(LONGEST_ANSWER)
         self._turn = threading.Lock()
+        self._unsent: collections.deque[bytes] = collections.deque()
         self._answers: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
             kind: queue.SimpleQueue() for kind in ("start", "place", "close", "over", "verdict")
         }
@@ -73,8 +77,16 @@ class Reporter:
         self._thread.start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        with self._turn, suppress(OSError):  # the agent is gone; the thread sees that too
-            self._channel.sendall(encode(message))
+        """From any thread, and from a signal's handler: whoever is sending already then sends this too."""
+        self._unsent.append(encode(message))
+        while self._unsent and self._turn.acquire(blocking=False):
+            try:
+                while self._unsent:
+                    self._channel.sendall(self._unsent.popleft())
+            except OSError:  # the agent is gone; the thread sees that too
+                self._unsent.clear()
+            finally:
+                self._turn.release()
 
     def wait(self, kind: str, timeout: float | None = None) -> dict[str, Any]:
         """The next message of a kind: start, place, close, over or verdict.
@@ -96,6 +108,8 @@ class Reporter:
 
     def close(self) -> None:
         self.over = True
+        if self._turn.acquire(timeout=SENT_WITHIN):  # the thread may be sending
+            self._turn.release()
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5)

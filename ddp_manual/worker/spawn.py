@@ -21,7 +21,16 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment, signals, user_code
-from ddp_manual.errors import BadOption, DdpManualError, PeerGone, PeerLost, Stopped, StopSignal, TrainingFailed
+from ddp_manual.errors import (
+    BadOption,
+    DdpManualError,
+    PeerGone,
+    PeerLost,
+    Stopped,
+    StopSignal,
+    TrainingFailed,
+    signal_name,
+)
 from ddp_manual.options import option_fields
 from ddp_manual.worker.spawned import BEGAN, CAUSE, ERROR, HELD_BACK, START_AGAIN, Words, become
 from ddp_manual.world_spec import WorldSpec
@@ -261,7 +270,7 @@ def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
     errors = {one.words.rank: error for one in ranks if (error := one.error) is not None}
     if status < 0:
         return PeerLost(
-            f"{who} was killed by {signal.Signals(-status).name}",
+            f"{who} was killed by {signal_name(-status)}",
             why="\n".join(f"rank {number} said: {error.what}" for number, error in errors.items())
             or "it left no last words",
             next="if nobody has killed it, look at the last lines of its agent\nthen start the script again",
