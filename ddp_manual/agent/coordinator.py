@@ -365,6 +365,8 @@ class Coordinator:
         if error is not None:
             self._refuse_all(error)
             return
+        if self.roll_call.warnings:
+            self._tell_news()
         self.roll_call.complete = True
         ready = self.roll_call.members[0].ready
         assert ready is not None
@@ -503,11 +505,14 @@ class Coordinator:
         if waited > wait_within(self._join_timeout, all_here=self._all_were_here) and not self.roll_call.complete:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited))
         elif self._untold and now >= self._next_news:
-            self._untold = False
             self._next_news = now + len(self._peers) * NEWS_EACH
-            line = encode({"news": self.roll_call.news()})
-            for peer in self._peers.values():
-                peer.connection.write(line)
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        self._untold = False
+        line = encode({"news": self.roll_call.news()})
+        for peer in self._peers.values():
+            peer.connection.write(line)
 
     def _judge(self, now: float) -> None:
         health = self._health

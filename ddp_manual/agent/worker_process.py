@@ -145,7 +145,7 @@ class Worker:
         if not fields or fields[0] != "T":
             return ""
         number = int(fields[-1])
-        return signal_name(number)
+        return signal_name(number) if number else ""  # not all of its threads have stopped yet
 
     @property
     def ran_out_of_memory(self) -> bool:
