@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
+import math
 import os
 import random
 import signal
@@ -21,10 +23,13 @@ from tests import forking
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A training of less than a second.
-SHORT = ("--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--batch_size", 1000)
+SHORT = ("--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--batch_size", 200)
 # Steps enough for a test to see it train; the number of epochs follows.
-LONGER = ("--batch_size", 100, "--epochs")
+LONGER = ("--batch_size", 20, "--epochs")
+# A fifth of the images that the package itself draws.
+DRAWN = {"train": 12_000, "test": 2_000}
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ALL_DIGITS = bool(os.environ.get("DDP_MANUAL_SOAK_ALL_DIGITS"))
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -233,14 +238,21 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A data_dir that has the synthetic digits already: drawing them takes 10 s of a core, so one process does it."""
-    from ddp_manual.training.sources import source
+    """A data_dir that has synthetic digits already, ``DRAWN`` of them; one test process draws them for all."""
+    import torch
+
+    from ddp_manual.training.sources import drawn, synthetic
 
     own = tmp_path_factory.getbasetemp()
     folder = (own if worker_id == "master" else own.parent) / "small_data"
     with folder.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        source("synthetic").prepare(folder)
+        for part, count in DRAWN.items():
+            path = drawn._file(folder, part)
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                images, labels = synthetic.draw_digits(count, seed=drawn.SEEDS[part])
+                torch.save({"images": images, "labels": labels}, path)
     return folder
 
 
@@ -264,6 +276,23 @@ def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mnist() -> Path:
     """A data_dir that has the real MNIST."""
     return real_data("MNIST/raw").parent.parent
+
+
+@pytest.fixture(scope="session")
+def digits(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data_dir with the first 10,000 and 2,000 images of the real MNIST; under ``./scripts/soak`` with all."""
+    if ALL_DIGITS:
+        return mnist
+    folder = tmp_path_factory.mktemp("digits")
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 10_000), ("t10k", 2_000)):
+        for name, dimensions in ((f"{part}-images-idx3-ubyte", (28, 28)), (f"{part}-labels-idx1-ubyte", ())):
+            content = gzip.decompress((mnist / "MNIST" / "raw" / f"{name}.gz").read_bytes())
+            header, size = 8 + 4 * len(dimensions), count * math.prod(dimensions)
+            shorter = content[:4] + count.to_bytes(4, "big") + content[8 : header + size]
+            (raw / f"{name}.gz").write_bytes(gzip.compress(shorter, compresslevel=1))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ becomes is to differ in nothing else from a new Python: it imports what the prog
 imported, and runs the program as ``__main__``. It shares the seed of ``hash(str)`` with the others, which no new Python
 would. Only the standard library is imported here, and torch.
 
-A rank is two processes: the fork becomes the agent, and is forked once more when the agent starts its worker. The
-second fork forgets what the first has imported of this project. In ``ps`` all of them have the server's command.
+A rank is two processes: the fork becomes the agent, and is forked once more when the agent starts its worker. What a
+script starts by multiprocessing's ``spawn`` is such a second fork too. It forgets what the first has imported besides
+Python's and installed packages. In ``ps`` all of them have the server's command.
 """
 
 from __future__ import annotations
@@ -131,6 +132,28 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
         return start
 
 
+def spawned_are_forks(path: Sequence[str], started_with: Mapping[str, str]) -> None:
+    """From now on multiprocessing's ``spawn`` forks this process in place of starting a new Python."""
+    util = sys.modules["multiprocessing.util"]
+    spawnv_passfds = util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def spawn(executable: bytes, words: Sequence[str], descriptors: Sequence[int]) -> int:
+        one_thread = len(os.listdir("/proc/self/task")) == 1
+        if "--multiprocessing-fork" not in words or not one_thread or not would_see(started_with, os.environ):
+            return int(spawnv_passfds(executable, words, descriptors))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        pid = os.fork()
+        if pid == 0:
+            if "torch" in sys.modules:
+                sys.meta_path.insert(0, TorchOnceImported())
+            command = [sys.executable, *words[words.index("-c") :]]
+            run_in_fork(path, command, descriptors, {"env": dict(os.environ)})
+        return pid
+
+    util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+
+
 class Fork(subprocess.Popen):  # type: ignore[type-arg]
     """A fork of this process that runs another program: to its parent what ``Popen`` would be."""
 
@@ -171,8 +194,10 @@ def run_in_fork(
             os.setsid()
         if options.get("cwd"):
             os.chdir(options["cwd"])
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("ddp_manual", "tests")]:
-            del sys.modules[name]
+        installed = (sys.prefix, sys.base_prefix)
+        for name, module in list(sys.modules.items()):
+            if not (getattr(module, "__file__", None) or sys.prefix).startswith(installed):
+                del sys.modules[name]
         for name in [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] == "ddp_manual"]:
             del logging.Logger.manager.loggerDict[name]
         run(words, [*python_path(), *path])
@@ -329,6 +354,7 @@ def become(request: dict[str, Any], path: Sequence[str], started_with: Mapping[s
         sys.modules["numpy"].random.seed()  # the standard library's has a new one in each fork
     sys.meta_path.insert(0, TorchOnceImported())
     sys.meta_path.insert(0, WorkersAreForks(path, started_with, Path(request["note"])))
+    spawned_are_forks(path, started_with)
     run(request["words"], [*python_path(), *path])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.catalogue import record
 from tests.clock import all_started, said, with_site
-from tests.conftest import REPOSITORY, RankProcess
+from tests.conftest import DRAWN, REPOSITORY, RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host, start_ranks
 from tests.world.test_rendezvous import last_error
@@ -114,7 +114,7 @@ def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
     codes = [rank.wait() for rank in ranks]
     assert codes == [16] * count
     for rank in ranks:
-        assert "test: rank 1 (hostB) has 10000 samples, digest " in last_error(rank.err)
+        assert f"test: rank 1 (hostB) has {DRAWN['test']} samples, digest " in last_error(rank.err)
         assert "train: " not in last_error(rank.err)
     fault = f"one byte of the test images changed on one of {count} hosts"
     named = "the host and its rank, part, counts and digests, on every rank"

@@ -9,7 +9,7 @@ import torch
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
 from ddp_manual.training.data import Split, warn_of_untrained
-from ddp_manual.training.sources import source
+from ddp_manual.training.sources import drawn, source
 
 
 def write_idx(path: Path, shape: tuple[int, ...], content: bytes, *, magic: int | None = None) -> None:
@@ -93,12 +93,14 @@ def test_a_data_dir_that_cannot_be_written_is_a_bad_option(tmp_path: Path, datas
         source(dataset).prepare(occupied / "below")
 
 
-def test_synthetic_digits_are_drawn_once_and_read_back(small_data: Path) -> None:
-    split = source("synthetic").load(small_data, "test")
-    assert split.images.shape == (10_000, 1, 28, 28)
-    before = {path: path.stat().st_mtime_ns for path in (small_data / "synthetic").iterdir()}
-    source("synthetic").prepare(small_data)
-    assert before == {path: path.stat().st_mtime_ns for path in (small_data / "synthetic").iterdir()}
+def test_synthetic_digits_are_drawn_once_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn, "COUNTS", {"train": 30, "test": 20})
+    source("synthetic").prepare(tmp_path)
+    split = source("synthetic").load(tmp_path, "test")
+    assert split.images.shape == (20, 1, 28, 28)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "synthetic").iterdir()}
+    source("synthetic").prepare(tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "synthetic").iterdir()}
 
 
 def test_a_damaged_cache_of_synthetic_digits_is_named(small_data: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_manual import checkpoints
-from tests.conftest import LONGER, REPOSITORY, SHORT, RankProcess, Start
+from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_all_ranks_are_started_tagged_and_logged(launch: Start, tmp_path: Path) 
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(launch: Start) -> None:
-    launcher = launch(2, "--batch_size", 60_000)
+    launcher = launch(2, "--batch_size", DRAWN["train"])
     assert launcher.wait() == 2
     assert "error[bad-option]" in launcher.err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,8 +41,8 @@ def test_64_ranks_that_come_at_once_meet_also_with_a_token(start: Start) -> None
 
 
 @pytest.mark.alone
-def test_what_watching_costs_is_measured_of_coordinator_agents_and_reporters(start: Start) -> None:
-    sizes = ["--ranks", 64, "--repetitions", 1, "--seconds", 1]
+def test_what_watching_costs_is_measured_of_coordinator_agents_and_reporters(start: Start, digits: Path) -> None:
+    sizes = ["--ranks", 64, "--repetitions", 1, "--seconds", 1, "--data_dir", digits]
     benchmark = start(sys.executable, "-m", "benchmarks.watching", *sizes)
     assert benchmark.wait() == 0
     rows = [line.split("|")[1].strip() for line in benchmark.out.splitlines() if line.startswith("| ")]

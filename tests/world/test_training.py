@@ -15,7 +15,7 @@ import torchvision
 from torch import nn
 
 from ddp_manual.training.sources import source
-from tests.conftest import REPOSITORY, Start
+from tests.conftest import ALL_DIGITS, DRAWN, REPOSITORY, Start
 
 SUMMARY_KEYS = {
     "world_size",
@@ -69,23 +69,23 @@ def independent_accuracy(model_file: Path, mnist: Path) -> float:
 
 
 @pytest.fixture(scope="session")
-def unpacked_mnist(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked_mnist(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """torchvision reads only unpacked files: let it unpack a copy."""
     folder = tmp_path_factory.mktemp("unpacked")
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for archive in (mnist / "MNIST" / "raw").glob("*.gz"):
+    for archive in (digits / "MNIST" / "raw").glob("*.gz"):
         torchvision.datasets.utils.extract_archive(str(archive), str(raw))
     return folder
 
 
-@pytest.mark.alone
+@pytest.mark.soak
 def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
-    start: Start, port: int, mnist: Path, unpacked_mnist: Path, tmp_path: Path
+    start: Start, port: int, digits: Path, unpacked_mnist: Path, tmp_path: Path
 ) -> None:
-    """Two do so in test_tutorials.py."""
+    """Two do so in test_tutorials.py. Of a part of MNIST they learn less."""
     world_size = 4
-    program = [sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run"]
+    program = [sys.executable, "run_multi_gpu_train.py", "--data_dir", digits, "--run_dir", tmp_path / "run"]
     ranks = [
         start(*program, "--world_size", world_size, "--rank", rank, "--master_port", port) for rank in range(world_size)
     ]
@@ -93,7 +93,7 @@ def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epoc
     run = tmp_path / "run"
     summary = read(run / "summary.json")
     assert set(summary) >= SUMMARY_KEYS
-    assert summary["final_test_accuracy"] >= 0.99
+    assert summary["final_test_accuracy"] >= (0.99 if ALL_DIGITS else 0.95)
     assert read(run / "accuracies.json")[-1] == summary["final_test_accuracy"]
     assert independent_accuracy(run / "model.pt", unpacked_mnist) == summary["final_test_accuracy"]
     assert len(summary["roster"]) == world_size
@@ -111,22 +111,30 @@ def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epoc
 
 
 def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(
-    start: Start, small_data: Path, unpacked_mnist: Path, tmp_path: Path
+    small_data: Path, unpacked_mnist: Path, tmp_path: Path
 ) -> None:
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--epochs", 1, "--run_dir", tmp_path / "run"]
-    assert start(sys.executable, "run_multi_gpu_train.py", *options).wait(250) == 0
-    assert read(tmp_path / "run" / "summary.json")["final_test_accuracy"] >= 0.98
-    # Three seeds and two batch sizes read 95.9 to 96.2%.
-    assert independent_accuracy(tmp_path / "run" / "model.pt", unpacked_mnist) >= 0.94
+    torch.manual_seed(0)
+    drawn = source("synthetic").load(small_data, "train")
+    normalise = source("synthetic").normalise(drawn)
+    network = textbook_network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
+    for batch in torch.arange(len(drawn.images)).split(100):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(normalise(drawn.images[batch])), drawn.labels[batch]).backward()
+        optimizer.step()
+    torch.save(network.state_dict(), tmp_path / "model.pt")
+    accuracy = independent_accuracy(tmp_path / "model.pt", unpacked_mnist)
+    print(f"accuracy on real digits: {accuracy}")
+    assert accuracy >= 0.9
 
 
 def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_ranks(
-    start: Start, port: int, mnist: Path, tmp_path: Path
+    start: Start, port: int, digits: Path, tmp_path: Path
 ) -> None:
     models = []
     for world_size in (1, 2, 4):
         run = tmp_path / f"run{world_size}"
-        options = ["--model", "mlp", "--global_batch_size", 200, "--epochs", 1, "--data_dir", mnist, "--run_dir", run]
+        options = ["--model", "mlp", "--global_batch_size", 200, "--epochs", 1, "--data_dir", digits, "--run_dir", run]
         identity = ["--world_size", world_size, "--master_port", port]
         ranks = [
             start(sys.executable, "run_multi_gpu_train.py", *identity, "--rank", rank, *options)
@@ -140,12 +148,12 @@ def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_
 
 
 def test_three_ranks_count_every_test_image_once(start_rank: Start, tmp_path: Path, small_data: Path) -> None:
-    """10,000 images do not divide by 3."""
+    """They do not divide by 3."""
     ranks = [start_rank(rank, 3) for rank in range(3)]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
-    assert "over 10000 images" in ranks[0].err
+    assert f"over {DRAWN['test']} images" in ranks[0].err
     accuracy = read(tmp_path / "run" / "summary.json")["final_test_accuracy"]
-    assert accuracy * 10_000 == pytest.approx(round(accuracy * 10_000))
+    assert accuracy * DRAWN["test"] == pytest.approx(round(accuracy * DRAWN["test"]))
     from ddp_manual.training.models import MLP
 
     network = MLP()
@@ -171,7 +179,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_at_that_step_and_keeps_what_
 @pytest.mark.parametrize("steps", [1, 2])
 def test_parameters_that_blow_up_in_the_last_step_are_not_saved(start_rank: Start, tmp_path: Path, steps: int) -> None:
     """The loss of the only step until then is finite; the network after it is not."""
-    one_step = ["--batch_size", 60_000 // steps, "--warmup_epochs", 0, "--momentum", 0, "--clip_grad_norm", 0]
+    one_step = ["--batch_size", DRAWN["train"] // steps, "--warmup_epochs", 0, "--momentum", 0, "--clip_grad_norm", 0]
     rank = start_rank(0, 1, *one_step, "--lr", "1e38", "--weight_decay", "1e5", "--checkpoint_steps", 1)
     assert rank.wait() == 1
     assert "error[training-failed]: the parameters were not finite at step 1" in rank.err
@@ -179,9 +187,9 @@ def test_parameters_that_blow_up_in_the_last_step_are_not_saved(start_rank: Star
 
 
 def test_a_batch_larger_than_a_ranks_share_is_refused_on_every_rank(start_rank: Start) -> None:
-    ranks = [start_rank(rank, 2, "--batch_size", 30_001) for rank in range(2)]
+    ranks = [start_rank(rank, 2, "--batch_size", 6_001) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [2, 2]
-    assert all("error[bad-option]: a batch of 30001 per rank" in rank.err for rank in ranks)
+    assert all("error[bad-option]: a batch of 6001 per rank" in rank.err for rank in ranks)
 
 
 def test_without_files_and_without_a_network_every_rank_says_what_it_looked_for(
@@ -239,7 +247,7 @@ def test_the_default_run_dir_is_named_after_the_time_and_the_run(
 
 def test_torchrun_starts_the_same_training(start: Start, small_data: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--global_batch_size", 200]
+    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--global_batch_size", 40]
     run = start(*torchrun, "run_multi_gpu_train.py", *options, "--epochs", 1, "--run_dir", tmp_path / "run")
     assert run.wait() == 0
     summary = read(tmp_path / "run" / "summary.json")

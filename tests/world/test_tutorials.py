@@ -1,4 +1,4 @@
-"""Each section of docs/from-tutorials.md, typed as it stands there."""
+"""Each section of docs/from-tutorials.md, typed as it stands there: with a part of MNIST, in a soak with all of it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ import torch
 from ddp_manual import TrainConfig
 from ddp_manual.training.models import MLP
 from tests import tracked, tutorials
-from tests.conftest import REPOSITORY, clean_environment, first_of_each_class, jupyter_below
+from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class, jupyter_below
 
 
-def test_2_a_workflow_task(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+@pytest.mark.soak
+def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     (tmp_path / "typed").mkdir()
     (tmp_path / "temporary").mkdir()
-    folder = tutorials.workspace(tmp_path / "typed", mnist, cifar10)
+    folder = tutorials.workspace(tmp_path / "typed", digits, cifar10)
     places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "temporary")}
     _, data, said = tutorials.type_in(folder, 2, OMP_NUM_THREADS="1", **places)
     assert data.splitlines()[-1] == "data"
@@ -32,14 +33,14 @@ def test_2_a_workflow_task(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
         outputs.setdefault(name, []).append(Path(path))
     assert list(outputs) == ["accuracies", "model", "predictions", "figures"]
     accuracies = json.loads(outputs["accuracies"][0].read_text())
-    assert len(accuracies) == 2 and accuracies[-1] > 0.95
+    assert len(accuracies) == 2 and accuracies[-1] > (0.95 if ALL_DIGITS else 0.8)
     assert f"[rank 0] epoch 2/2: test accuracy {100 * accuracies[-1]:.2f}%" in said
     model = MLP()
     model.load_state_dict(torch.load(outputs["model"][0], weights_only=True))
     with open(outputs["predictions"][0]) as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 10_000 and {f"p_{digit}" for digit in range(10)} < {*table[0]}
-    assert sum(row["guess"] == row["truth"] for row in table) / 10_000 == pytest.approx(accuracies[-1])
+    assert len(table) == (10_000 if ALL_DIGITS else 2_000) and {f"p_{digit}" for digit in range(10)} < {*table[0]}
+    assert sum(row["guess"] == row["truth"] for row in table) / len(table) == pytest.approx(accuracies[-1])
     assert {path.name for path in outputs["figures"]} == {"confusion.png", "predictions.png", "samples.png"}
     config = outputs["model"][0].parent / "config.json"
     assert json.loads(config.read_text())["run"]["world_size"] == 2
@@ -82,24 +83,26 @@ for gpus in ("0", "4"):
     ]
 
 
-def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
-    folder = tutorials.workspace(tmp_path, mnist, cifar10)
+@pytest.mark.soak
+def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, digits: Path, cifar10: Path) -> None:
+    folder = tutorials.workspace(tmp_path, digits, cifar10)
     shown, serial, spawned = tutorials.type_in(folder, 1, OMP_NUM_THREADS="1")
-    assert "mnist, train: 60000 images of 28x28 pixels, grey" in shown
+    assert f"mnist, train: {60_000 if ALL_DIGITS else 10_000} images of 28x28 pixels, grey" in shown
     assert (folder / "mnist-train.png").read_bytes().startswith(b"\x89PNG")
     accuracy = re.search(r"mlp on mnist: (\S+)% test accuracy after 1 epochs on 1 rank\(s\) \(none, ", serial)
-    assert accuracy and float(accuracy[1]) > 95
+    assert accuracy and float(accuracy[1]) > (95 if ALL_DIGITS else 80)
     loss = re.search(r"^2 ranks, 1 epoch\(s\): loss (\S+), saved in spawned.pt$", spawned, re.MULTILINE)
-    assert loss and float(loss[1]) < 1
+    assert loss and float(loss[1]) < (1 if ALL_DIGITS else 2)
     assert set(torch.load(folder / "spawned.pt")) == {"1.weight", "1.bias", "3.weight", "3.bias"}
     [shown_script] = [text for language, text in tutorials.BLOCK.findall(tutorials.section(1)) if language == "python"]
     assert shown_script in (folder / "examples" / "spawned_ranks.py").read_text()
 
 
-def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+@pytest.mark.soak
+def test_3_the_notebook(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     few = first_of_each_class(cifar10, tmp_path / "few", train=13, test=5)
     (tmp_path / "typed").mkdir()
-    folder = tutorials.workspace(tmp_path / "typed", mnist, few)
+    folder = tutorials.workspace(tmp_path / "typed", digits, few)
     tutorials.type_in(folder, 3, OMP_NUM_THREADS="1", **jupyter_below(tmp_path))
     notebook = nbformat.read(folder / "cifar10_two_ranks.ipynb", as_version=4)
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
@@ -121,16 +124,17 @@ def test_3_the_notebook(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
     assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
 
 
-def test_4_a_minimal_torchrun_script(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
+@pytest.mark.soak
+def test_4_a_minimal_torchrun_script(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     (tmp_path / "typed").mkdir()
-    folder = tutorials.workspace(tmp_path / "typed", mnist, cifar10)
+    folder = tutorials.workspace(tmp_path / "typed", digits, cifar10)
     home = {"HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
     *said, compared = tutorials.type_in(folder, 4, OMP_NUM_THREADS="1", **home)
-    last_losses = []
+    last_losses, steps = [], 600 if ALL_DIGITS else 100
     for text, run, world_size in zip(said, (folder / "runs" / "two", folder / "runs" / "one"), (2, 1), strict=True):
         assert "wandb: offline (no login and no WANDB_API_KEY)" in text
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in metrics] == list(range(50, 601, 50))
+        assert [line["step"] for line in metrics] == list(range(50, steps + 1, 50))
         last_losses.append(metrics[-1]["loss"])
         (file,) = tracked.wandb_files(run)
         assert tracked.wandb_run(file)["display_name"].startswith(f"mlp-mnist-{world_size}ranks-")
@@ -138,7 +142,7 @@ def test_4_a_minimal_torchrun_script(tmp_path: Path, mnist: Path, cifar10: Path)
         for name, key in (("train/loss", "loss"), ("samples_per_second", "samples_per_second"), ("lr", "lr")):
             assert {step: curves[name][step] for step in curves[name]} == {line["step"]: line[key] for line in metrics}
         assert list(curves["test/accuracy"].values()) == json.loads((run / "accuracies.json").read_text())
-        assert curves["test/accuracy"][600] > 0.96
+        assert curves["test/accuracy"][steps] > (0.96 if ALL_DIGITS else 0.8)
         assert tracked.wandb_processes(run) == []
     assert last_losses[0] == pytest.approx(last_losses[1], rel=1e-3)
     assert re.search(r"^ +one +two$", compared, re.MULTILINE)
@@ -146,12 +150,13 @@ def test_4_a_minimal_torchrun_script(tmp_path: Path, mnist: Path, cifar10: Path)
     assert re.search(r"^ +test accuracy +(\S+) +\1$", compared, re.MULTILINE)
 
 
-def test_5_ranks_by_hand(tmp_path: Path, mnist: Path, cifar10: Path) -> None:
-    rank_0, rank_1, recipe = tutorials.type_in(tutorials.workspace(tmp_path, mnist, cifar10), 5, OMP_NUM_THREADS="1")
+@pytest.mark.soak
+def test_5_ranks_by_hand(tmp_path: Path, digits: Path, cifar10: Path) -> None:
+    rank_0, rank_1, recipe = tutorials.type_in(tutorials.workspace(tmp_path, digits, cifar10), 5, OMP_NUM_THREADS="1")
     assert "[rank 0] process group ready" in rank_0 and "[rank 1] process group ready" in rank_1
     accuracies = []
     for said in (rank_0, recipe):
         [run_dir] = re.findall(r"  (runs/\S+)/summary.json", said)
         accuracies.append(json.loads((tmp_path / run_dir / "summary.json").read_text())["final_test_accuracy"])
-    assert accuracies[0] >= 0.99
-    assert accuracies[1] == pytest.approx(0.815, abs=0.02)
+    assert accuracies[0] >= (0.99 if ALL_DIGITS else 0.95)
+    assert accuracies[1] == pytest.approx(0.815, abs=0.02) if ALL_DIGITS else accuracies[1] > 0.1

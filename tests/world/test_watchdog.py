@@ -26,7 +26,7 @@ from tests.world.test_check_and_status import look, looked
 
 RankCommand = Callable[..., list[object]]
 
-SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_SECONDS", "15"))
+SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_SECONDS", "6"))
 # Of evaluation and of loading, in the run that takes that long.
 BUSY_SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_BUSY_SECONDS", "6"))
 # Of a C call that keeps the interpreter's lock, longer than a peer may be silent.
