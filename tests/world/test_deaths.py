@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.catalogue import record
@@ -104,14 +103,13 @@ def test_a_rank_whose_agent_is_killed_is_named_by_all_others_and_its_worker_goes
 ) -> None:
     three = start_three(start, rank_command, victim)
     until_trained(three)
-    worker = psutil.Process(three.process.worker)
+    worker = three.process.worker
     since = time.monotonic()
     three.process.process.send_signal(signal.SIGKILL)
-    with suppress(psutil.NoSuchProcess):
-        worker.wait(2)
     found, seconds = faults_found(
         *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier=three.lost, what=GONE, why=LAST_STEP
     )
+    gone_at(worker, 2)
     codes = codes_of(three)
     check(found + left_behind(three.ranks, port))
     assert codes == [137 if rank == victim else 14 for rank in range(3)]
