@@ -25,7 +25,7 @@ import click
 
 from benchmarks.measuring import REPOSITORY, free_port, interleave, machine, ratio
 
-WITHIN = 120.0
+WITHIN = 300.0
 END_WITHIN = 20.0
 LOOK_EVERY = 0.01
 TORCHRUN = "torchrun, plain tutorial, 2 ranks"

@@ -28,8 +28,10 @@ from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, Verdict, encode,
 
 PROTOCOL = 1
 TICK = 0.1
-# Seconds a connection has to say which rank it is, and connections that are no rank's (yet).
+# Seconds a connection has to say which rank it is, and more for each that has to be read before; and connections that are
+# no rank's (yet).
 HELLO_WITHIN = 5.0
+HELLO_EACH = 0.005
 MOST_STRANGERS = 64
 STRANGERS_LINE = 1 << 16
 # Seconds between two lots of news, for each rank that is here: every rank reads each of them.
@@ -42,6 +44,10 @@ FINISH_TOGETHER = 1.0
 BLAME_WITHIN = 1.5
 # Seconds that ranks wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
+# Once so many ranks have met, their heartbeats are gathered for so many seconds: to be woken by each costs more than to
+# read it.
+MANY_RANKS = 256
+GATHER = 0.05
 # How a connection ends with its process: with a reset, if it had not read everything.
 PROCESS_ENDED = (CLOSED, os.strerror(errno.ECONNRESET))
 BEAT = encode({"beat": True})
@@ -114,6 +120,7 @@ class Coordinator:
         self._broken: list[tuple[float, int, Verdict, str]] = []
         self._asking: dict[str, _Asking] = {}
         self._stalled: Stall | None = None
+        self._gathering = False
 
     @property
     def run(self) -> RunInfo:
@@ -386,7 +393,11 @@ class Coordinator:
             beat = None if message["beat"] is None else Beat.from_message(message["beat"])
             self.roll_call.hear(rank, now)
             self._health.hear(rank, beat, now)
-            self._judge_claims()
+            if self._claiming:
+                self._judge_claims()
+            if self.roll_call.complete and self.run.world_size >= MANY_RANKS and not self._gathering:
+                self._gathering = True
+                asyncio.get_running_loop().call_soon(self._gather)
         elif "ready" in message:
             self.roll_call.get_ready(rank, Ready.from_message(message["ready"]))
             self._untold = True
@@ -412,6 +423,11 @@ class Coordinator:
                 self._health.part_with(rank)
             else:
                 self._missing_again(rank, f"left again: {printable(str(message['bye']))}")
+
+    def _gather(self) -> None:
+        """After all that has come so far has been read."""
+        self._gathering = False
+        time.sleep(GATHER)
 
     def _take_loss(self, rank: int, how: Mapping[str, Any]) -> None:
         verdict = verdicts.lost(self._who(rank), self._health.beat(rank), how, self.run.start_again)
@@ -469,7 +485,8 @@ class Coordinator:
         passed, self._ticked = now - self._ticked, now
         if passed > self.run.peer_timeout:
             self._health.restart(now)  # this process was stopped, perhaps with all its host
-        for stranger in [one for one in self._strangers if now - one.since > HELLO_WITHIN]:
+        patience = HELLO_WITHIN + len(self._strangers) * HELLO_EACH
+        for stranger in [one for one in self._strangers if now - one.since > patience]:
             if stranger not in self._claiming:
                 stranger.connection.abort("it did not say which rank it is")
         if now >= self._next_beat:
