@@ -28,10 +28,10 @@ from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, Verdict, encode,
 
 PROTOCOL = 1
 TICK = 0.1
-# Seconds a connection has to say which rank it is, and more for each that has to be read before; and connections that are
-# no rank's (yet).
+# Seconds a connection has to say which rank it is, and more for each that has to be read before.
 HELLO_WITHIN = 5.0
 HELLO_EACH = 0.005
+# Connections that are no rank's (yet), besides as many as there are ranks.
 MOST_STRANGERS = 64
 STRANGERS_LINE = 1 << 16
 # Seconds between two lots of news, for each rank that is here: every rank reads each of them.
