@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 OF_OTHER_PROGRAMS = {
-    "benchmarks.md": "--repetitions --threads",
+    "benchmarks.md": "--before --repetitions --threads",
     "clusters.md": "--rdzv-id",
     "from-tutorials.md": "--image --inplace --logdir --remote",
 }

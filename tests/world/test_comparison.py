@@ -22,6 +22,9 @@ def test_a_run_is_compared_while_it_trains_and_after_it_was_stopped(start_rank: 
     while not RunPaths(other).metrics.exists():
         time.sleep(0.02)
     before = comparison.compare([finished, other]).as_dict()["runs"]
+    lines = RunPaths(other).metrics.read_text().count("\n")
+    while RunPaths(other).metrics.read_text().count("\n") <= lines:  # it has gone on since
+        time.sleep(0.02)
     ranks[1].process.send_signal(signal.SIGINT)
     assert [rank.wait(30) for rank in ranks] == [130, 130]
     compared = comparison.compare([finished, other])
