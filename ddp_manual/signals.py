@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,6 +17,10 @@ from ddp_manual.errors import StopSignal
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE = signal.SIGUSR1
+# What has faulthandler write the stacks of all threads; no library uses it.
+STACKS: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+# What agents and workers are not to see before they can take it on.
+HELD_BACK = (*STOP, SAVE, STACKS)
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 # Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
 ONCE_WITHIN = 0.3
@@ -47,6 +51,16 @@ class Wishes:
 def handled() -> list[signal.Signals]:
     """Those that ask to stop, without one that this process was told to ignore, as nohup does with SIGHUP."""
     return [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT]
+
+
+@contextmanager
+def held_back(numbers: Iterable[int] = HELD_BACK) -> Iterator[None]:
+    """A process that the body starts hears of none of these before it unblocks them: what comes until then waits."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

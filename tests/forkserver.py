@@ -120,14 +120,11 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
             if not would_see(self._started_with, env):
                 return start_python(program, descriptors, who, **options)
             words = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
-            held_back = signal.pthread_sigmask(signal.SIG_BLOCK, module.HELD_BACK)
-            try:
+            with module.signals.held_back():
                 fork = Fork(self._path, words, descriptors, {**options, "env": env})
                 self._note.with_suffix(".new").write_text(str(fork.pid))
                 self._note.with_suffix(".new").replace(self._note)
                 return fork
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
 
         return start
 

@@ -12,7 +12,7 @@ from typing import Any
 from ddp_manual import console, signals
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.worker_process import HELD_BACK, Script
+from ddp_manual.agent.worker_process import Script
 from ddp_manual.messages import LineReader
 from ddp_manual.world_spec import WorldSpec
 
@@ -21,7 +21,7 @@ def main(channel: int, faults: int) -> None:
     """Until the script has left, or has been told why the run ends."""
     for number in (*signals.handled(), signals.SAVE):  # so far they are the script's alone
         signal.signal(number, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HELD_BACK)
     connection = socket.socket(fileno=channel)
     reader = LineReader()
     while not (messages := reader.feed(data := connection.recv(1))):  # byte by byte: the rest is for the event loop

@@ -393,8 +393,7 @@ class Coordinator:
             beat = None if message["beat"] is None else Beat.from_message(message["beat"])
             self.roll_call.hear(rank, now)
             self._health.hear(rank, beat, now)
-            if self._claiming:
-                self._judge_claims()
+            self._judge_claims()
             if self.roll_call.complete and self.run.world_size >= MANY_RANKS and not self._gathering:
                 self._gathering = True
                 asyncio.get_running_loop().call_soon(self._gather)

@@ -19,13 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import environment
+from ddp_manual import environment, signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, signal_name
 from ddp_manual.messages import LONGEST_ANSWER, last_words
 
-# What has faulthandler write the stacks of all threads; no library uses it.
-STACKS_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 # Seconds: faulthandler takes a millisecond; then nothing more comes.
 STACK_WITHIN = 1.0
 STACK_ENDS_AFTER = 0.1
@@ -39,8 +37,6 @@ WAY_OUT = 10.0
 # A checkpoint that is being written when the run ends is finished first.
 SAVE_WITHIN = 30.0
 ANSWER_WITHIN = 0.5
-# Signals that a worker is not to see while it starts; it takes them on when it can.
-HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, STACKS_SIGNAL)
 PROGRAM = Path(__file__).parent.parent / "worker"
 
 
@@ -171,7 +167,7 @@ class Worker:
             return "stopped"
         self._fault_text = ""
         self._fault_came.clear()
-        self.signal(STACKS_SIGNAL)
+        self.signal(signals.STACKS)
         with suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(self._fault_came.wait(), STACK_WITHIN)
             while True:
@@ -302,11 +298,8 @@ def start_python(
     It is to hear of no signal before it can take one on: what comes until then is held back.
     """
     command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
-    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
-    try:
+    with signals.held_back():
         return subprocess.Popen(command, pass_fds=descriptors, env=environment.for_worker(), **options)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
 
 
 def _stat(pid: int) -> list[str]:

@@ -11,12 +11,8 @@ import signal
 import sys
 import threading
 
-from ddp_manual.signals import SAVE, STOP
+from ddp_manual.signals import HELD_BACK, SAVE, STACKS, STOP
 
-# What has faulthandler write the stacks of all threads; no library uses it.
-STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-# What a worker is not to see before it can take it on.
-HELD_BACK = (*STOP, SAVE, STACKS_SIGNAL)
 PR_SET_PDEATHSIG = 1
 # Seconds, for a terminal or a pipe that nobody may read.
 FLUSH_WITHIN = 0.5
@@ -38,14 +34,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave_stacks_in(faults: int) -> None:
-    """From now on a native crash, or ``STACKS_SIGNAL``, writes the Python stacks of all threads to this descriptor."""
+    """From now on a native crash, or ``signals.STACKS``, writes the Python stacks of all threads to this descriptor."""
     faulthandler.enable(file=faults)
-    faulthandler.register(STACKS_SIGNAL, file=faults)
+    faulthandler.register(STACKS, file=faults)
 
 
 def leave_no_stacks(*, was_enabled: bool) -> None:
     """Undo ``leave_stacks_in``; a faulthandler that was on writes to stderr again."""
-    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.unregister(STACKS)
     faulthandler.disable()
     if was_enabled:
         faulthandler.enable()

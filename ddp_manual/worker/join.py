@@ -10,7 +10,6 @@ import faulthandler
 import itertools
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import console, environment, user_code
+from ddp_manual import console, environment, signals, user_code
 from ddp_manual.errors import DdpManualError, PeerGone, Stopped, from_dict
 from ddp_manual.messages import last_words
 from ddp_manual.worker import birth
@@ -127,15 +126,12 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     reading, writing = os.pipe()
     with theirs:
         program, arguments = environment.typed_command()
-        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, birth.HELD_BACK)  # until it can take them on
-        try:
+        with signals.held_back():
             agent = subprocess.Popen(
                 [sys.executable, str(AGENT), str(theirs.fileno()), str(reading)],
                 pass_fds=(theirs.fileno(), reading),
                 stdin=subprocess.DEVNULL,
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
     os.close(reading)
     undo.callback(_await_end, agent)
     undo.callback(os.close, writing)

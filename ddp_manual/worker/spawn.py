@@ -206,9 +206,9 @@ def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ..
     process = multiprocessing.get_context("spawn").Process(
         target=become, args=(spec, train_fn, args, words), name=f"rank {spec.rank}"
     )
-    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
-        process.start()
+        with signals.held_back(HELD_BACK):
+            process.start()
     except Exception as error:  # whatever the copying of an argument raises
         if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
             raise SystemExit(UNGUARDED) from None  # this is a rank, which imports the script that has started it
@@ -217,8 +217,6 @@ def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ..
             why=f"{type(error).__name__}: {error}",
             next="give what can be copied, such as numbers, texts and paths, and open files or make locks in each rank",
         ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
     return _Rank(process, words)
 
 

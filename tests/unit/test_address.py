@@ -20,8 +20,9 @@ from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.agent.waiting import Waiting
 from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
-from ddp_manual.messages import RankInfo, RunInfo
+from ddp_manual.messages import RankInfo
 from ddp_manual.world_spec import WorldSpec
+from tests.runs import run_info
 
 
 def probe(host: str, port: int) -> Probe:
@@ -183,20 +184,7 @@ def test_a_port_in_use_names_the_process_that_holds_it() -> None:
 
 def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
     async def listen_twice() -> None:
-        run = RunInfo(
-            run_id="first-run",
-            run_dir=None,
-            world_size=2,
-            host="a",
-            pid=1,
-            address="127.0.0.1",
-            since=0.0,
-            command="",
-            launched=None,
-            peer_timeout=10.0,
-            stall_timeout=300.0,
-            script=False,
-        )
+        run = run_info(run_id="first-run", world_size=2, address="127.0.0.1")
         rank_0 = RankInfo(rank=0, world_size=2, host="a", pid=1, address="127.0.0.1")
         listener = socket.create_server(("127.0.0.1", 0))
         coordinator = Coordinator(run, rank_0, Seal(None), "", join_timeout=30.0)

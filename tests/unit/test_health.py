@@ -10,22 +10,10 @@ import pytest
 
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.health import SLOW_FOR, Health, Stall
-from ddp_manual.messages import Beat, Progress, RankInfo, RunInfo, as_error
+from ddp_manual.messages import Beat, Progress, RankInfo, as_error
+from tests.runs import run_info
 
-RUN = RunInfo(
-    run_id="r",
-    run_dir=None,
-    world_size=3,
-    host="a",
-    pid=1,
-    address="10.0.0.1",
-    since=0.0,
-    command="",
-    launched=None,
-    peer_timeout=10.0,
-    stall_timeout=300.0,
-    script=False,
-)
+RUN = run_info()
 
 
 def training(

@@ -30,21 +30,9 @@ from ddp_manual.errors import (
     WorldSizeMismatch,
 )
 from ddp_manual.messages import LONGEST_ANSWER, Place, RankInfo, Ready, RunInfo
+from tests.runs import run_info
 
-RUN = RunInfo(
-    run_id="r",
-    run_dir="d",
-    world_size=3,
-    host="a",
-    pid=1,
-    address="10.0.0.1",
-    since=0.0,
-    command="train --rank {rank} --data '{x}'",
-    launched=None,
-    peer_timeout=10.0,
-    stall_timeout=300.0,
-    script=False,
-)
+RUN = run_info(run_dir="d", command="train --rank {rank} --data '{x}'")
 
 
 def info(rank: int, host_id: str, local_rank: int | None = None, **other: Any) -> RankInfo:

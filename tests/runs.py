@@ -1,0 +1,26 @@
+"""A run as rank 0 describes it, for tests without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_manual.messages import RunInfo
+
+
+def run_info(**other: Any) -> RunInfo:
+    """Of three ranks, but for what is said otherwise."""
+    usual: dict[str, Any] = {
+        "run_id": "r",
+        "run_dir": None,
+        "world_size": 3,
+        "host": "a",
+        "pid": 1,
+        "address": "10.0.0.1",
+        "since": 0.0,
+        "command": "",
+        "launched": None,
+        "peer_timeout": 10.0,
+        "stall_timeout": 300.0,
+        "script": False,
+    }
+    return RunInfo(**{**usual, **other})
