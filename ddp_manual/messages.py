@@ -3,7 +3,7 @@
     agent -> coordinator     hello, worker, ready, beat, probed, failed, lost, finished, stacks, bye
     coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, close, verdict, over
     observer -> coordinator  look; the answer is seen
-    worker -> agent          born, ready, beat, notes, run_dir, failed, finished, left, done, may_end
+    worker -> agent          born, ready, beat, notes, run_dir, failed, finished, left, done, quiet, may_end
     agent -> worker          start, place, stop, save, close, over, quiet, end
     script -> its agent      attach, signalled and noticed besides
     agent -> its script      verdict and exit besides
@@ -37,7 +37,6 @@ LONGEST_PLACE = 200
 
 JOINING = "joining"
 RUNNING = "running"
-SAVING = "saving"
 LEAVING = "leaving"
 ENDED = "ended"
 
@@ -298,6 +297,8 @@ class Progress:
     samples_per_second: float = 0.0
     step_seconds: float = 0.0
     """This rank's own work per step, without waiting for the others; 0 where nobody measures it."""
+    saving: bool = False
+    """Whether it writes files, and is to finish them before its process is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

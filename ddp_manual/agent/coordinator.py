@@ -21,7 +21,7 @@ from typing import Any
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.connection import CLOSED, Connection, Seal, Unsealed, claimed
 from ddp_manual.agent.health import Health, Stall
-from ddp_manual.agent.reachability import REPORT_TIMEOUT, failing_pairs, targets, unreachable
+from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
 from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, Verdict, encode, judged, printable, words_of
@@ -112,9 +112,7 @@ class Coordinator:
         self._untold = False
         self._next_beat = 0.0
         self._ticked = self._started
-        self._probing: dict[int, Any] | None = None
-        self._probes_until = 0.0
-        self._reachable = False
+        self._probes: Probes | None = None
         self._close_together: bool | None = None
         self._first_finished: float | None = None
         self._broken: list[tuple[float, int, Verdict, str]] = []
@@ -216,7 +214,7 @@ class Coordinator:
             return
         self.roll_call.leave(rank, how)
         self._health.forget(rank, time.monotonic())
-        self._probing, self._reachable = None, False
+        self._probes = None
         self._untold = True
         self._judge_claims()
 
@@ -323,48 +321,16 @@ class Coordinator:
             self._missing_again(rank, "has left: it was refused")
         if not self.roll_call.all_here:
             return
-        if not self._reachable:
-            self._probe()
-        if self._reachable and self.roll_call.all_ready:
-            self._complete()
-
-    def _probe(self) -> None:
-        """Have the first rank of each host try to reach those of the others, while the workers load torch."""
-        if self._probing is not None:
+        if self._probes is None:  # while the workers load torch
+            self._probes = Probes(self.roll_call.infos(), self.roll_call.places(), time.monotonic())
+            for rank, request in self._probes.requests():
+                self._peers[rank].connection.send(request)
+        if not self._probes.over(time.monotonic()):
             return
-        infos = self.roll_call.infos()
-        places = self.roll_call.places()
-        leaders = sorted({(place.node, place.host_leader) for place in places.values()})
-        if len(leaders) == 1:
-            self._reachable = True
-            return
-        self._hosts = [infos[leader] for _, leader in leaders]
-        self._probing = dict.fromkeys(range(len(leaders)))
-        self._probes_until = time.monotonic() + REPORT_TIMEOUT
-        for node, info in enumerate(self._hosts):
-            wanted = [
-                [other, self._hosts[other].address, self._hosts[other].answer_port]
-                for other in targets(node, len(leaders))
-            ]
-            self._peers[info.rank].connection.send({"probe": wanted, "node": node})
-
-    def _take_probed(self, rank: int, node: int, failures: list[Any]) -> None:
-        if self._probing is None or self._hosts[node].rank != rank:
-            return  # of an earlier roll call, before a rank had left
-        known = range(len(self._hosts))
-        self._probing[node] = [[int(other), printable(str(answer))] for other, answer in failures if other in known]
-        if all(found is not None for found in self._probing.values()):
-            self._judge_probes()
-
-    def _judge_probes(self) -> None:
-        assert self._probing is not None
-        failing = failing_pairs(self._probing, self._hosts)
-        self._probing = None
-        if failing:
+        if failing := self._probes.failing:
             self._refuse_all(unreachable(failing))
-        else:
-            self._reachable = True
-            self._advance()
+        elif self.roll_call.all_ready:
+            self._complete()
 
     def _complete(self) -> None:
         places = self.roll_call.places()
@@ -404,7 +370,9 @@ class Coordinator:
         elif "worker" in message:
             self.roll_call.know_worker(rank, int(message["worker"]))
         elif "probed" in message:
-            self._take_probed(rank, int(message["node"]), message["probed"])
+            if self._probes is not None:
+                self._probes.take(rank, int(message["node"]), message["probed"])
+                self._advance()
         elif "finished" in message:
             self._finish(rank)
         elif "failed" in message:
@@ -505,8 +473,6 @@ class Coordinator:
                 self._decide_close(together=False)
 
     def _wait_for_ranks(self, now: float, *, late: bool) -> None:
-        if self._probing is not None and now > self._probes_until:
-            self._judge_probes()
         silent = [
             rank for rank, member in self.roll_call.members.items() if rank and now - member.heard > self.run.silence
         ]

@@ -515,8 +515,9 @@ class Agent:
         if error is not None and self._run is not None and not self._placed:
             self.steps.end(self._roll_call, error.what, "failed")
         if error is not None:
-            self._to_worker({"quiet": True})
             self._say_goodbye(error)
+            if self._worker is not None:
+                await self._worker.silence()
             self._write_failure(error)
             self._tell(error)
         own = error is not None and error is self._own_words

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ddp_manual.agent.address import at, family
 from ddp_manual.errors import PeerUnreachable
-from ddp_manual.messages import RankInfo
+from ddp_manual.messages import Place, RankInfo, printable
 
 # All pairs are tried up to this many hosts; beyond it a host tries those 1, 2, 4, 8, ... further on in rank order, so
 # that every host is still tried in both directions.
@@ -95,14 +95,45 @@ Pair = tuple[RankInfo, RankInfo | None, str]
 """From, to (None: nothing was heard from the first), and what the network answered."""
 
 
-def failing_pairs(reports: Mapping[int, Sequence[Sequence[Any]] | None], hosts: Sequence[RankInfo]) -> list[Pair]:
-    """What the hosts have reported: by number of a host those that it could not reach, None if it said nothing."""
-    silent = (None, f"said nothing for {REPORT_TIMEOUT:.0f} s")
-    return [
-        (hosts[node], None if other is None else hosts[other], str(answer))
-        for node, failures in reports.items()
-        for other, answer in ([silent] if failures is None else failures)
-    ]
+class Probes:
+    """The connections between the hosts of a run, while they are tried: rank 0's side, without any I/O.
+
+    Args:
+        infos, places: of all ranks, which are here.
+        now: rank 0's monotonic clock, in seconds, as everywhere here.
+    """
+
+    def __init__(self, infos: Sequence[RankInfo], places: Mapping[int, Place], now: float) -> None:
+        leaders = sorted({(place.node, place.host_leader) for place in places.values()})
+        self._hosts = [infos[leader] for _, leader in leaders]
+        self._silent = set(range(len(leaders))) if len(leaders) > 1 else set()
+        self._failing: list[Pair] = []
+        self._until = now + REPORT_TIMEOUT
+
+    def requests(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What which rank is told to try."""
+        for node in sorted(self._silent):
+            others = [(other, self._hosts[other]) for other in targets(node, len(self._hosts))]
+            wanted = [[other, info.address, info.answer_port] for other, info in others]
+            yield self._hosts[node].rank, {"probe": wanted, "node": node}
+
+    def take(self, rank: int, node: int, failures: Sequence[Sequence[Any]]) -> None:
+        """What a rank has found: the hosts it could not reach, each with what the network answered."""
+        if node not in self._silent or self._hosts[node].rank != rank:
+            return  # of an earlier roll call, before a rank had left
+        self._silent.discard(node)
+        hosts = dict(enumerate(self._hosts))
+        self._failing += [
+            (hosts[node], hosts[other], printable(str(answer))) for other, answer in failures if other in hosts
+        ]
+
+    def over(self, now: float) -> bool:
+        return not self._silent or now > self._until
+
+    @property
+    def failing(self) -> list[Pair]:
+        silent = [(self._hosts[node], None, f"said nothing for {REPORT_TIMEOUT:.0f} s") for node in self._silent]
+        return [*self._failing, *silent]
 
 
 def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:

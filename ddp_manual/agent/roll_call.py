@@ -80,7 +80,7 @@ class RollCall:
         if refusal is not None:
             self.refuse(info.who, refusal)
             return refusal
-        self.members[info.rank] = Member(info, now)
+        self.members[info.rank] = Member(_without_copies(info, self._rank_0), now)
         self._loading.add(info.rank)
         self.warnings += warnings
         return True
@@ -210,6 +210,13 @@ class RollCall:
             member = self.members[rank]
             lines.append(_line(member, places[rank].local_rank if places else member.info.local_rank))
         return lines
+
+
+def _without_copies(info: RankInfo, rank_0: RankInfo) -> RankInfo:
+    """What nearly all ranks say alike is kept once: of thousands it is tens of megabytes, which Python's garbage
+    collector would go through again and again."""
+    shared = {name: getattr(rank_0, name) for name in ("versions", "code", "options")}
+    return replace(info, **{name: value for name, value in shared.items() if value == getattr(info, name)})
 
 
 def _line(member: Member, gpu: int | None) -> dict[str, Any]:

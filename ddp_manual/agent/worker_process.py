@@ -64,12 +64,14 @@ class Worker:
         self._faults = faults
         self._process = process
         self._connection: Connection | None = None
-        self._answered, self._may_end = asyncio.Event(), asyncio.Event()
+        self._answered, self._may_end, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._hung_up = asyncio.Event()
         """Set once it has closed the channel, as the end of the process does."""
         self._fault_text = ""
         self._fault_came = asyncio.Event()
         self._stack: asyncio.Future[str | None] | None = None
+        self._speaks = False
+        """Whether it has torch, and reads what it is told."""
         self._saving = False
         self.look_at_memory()
 
@@ -89,9 +91,12 @@ class Worker:
         await loop.create_connection(lambda: connection, sock=self._channel)
 
     def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
+        self._speaks = True
         if "born" in message:
             return
-        if "may_end" in message:
+        if "quiet" in message:
+            self._quiet.set()
+        elif "may_end" in message:
             self._answered.set()
             self._saving = not message["may_end"]
             if message["may_end"]:
@@ -177,6 +182,12 @@ class Worker:
                     break
         text, self._fault_text = self._fault_text, ""
         return readable_stack(text) or None
+
+    async def silence(self) -> None:
+        """Let it write out what it has said so far, and then no more: its agent has the last word."""
+        self.send({"quiet": True})
+        if self._speaks and not self.stopped_by():
+            await first_of(self._quiet, self.ended, self._hung_up, within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
         """End the process. A checkpoint that is being written is finished first, for 30 s at most.

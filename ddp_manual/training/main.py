@@ -202,7 +202,8 @@ def _go(
             run.predict()
     if summary is None:
         summary = outcome.summary(world, paths, config, run)
-        tracker.finished(summary)
+        with run.saving():
+            tracker.finished(summary)
     return summary
 
 

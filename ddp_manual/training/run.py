@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -33,6 +34,7 @@ class Doing(Protocol):
     step: int
     samples_per_second: float
     step_seconds: float
+    saving: bool
 
 
 class Run:
@@ -104,10 +106,10 @@ class Run:
             # What is lost with a file that cannot be written grows less: of a checkpoint all others can be made anew.
             if save or stop or since.save or course.saves_epoch(self.position):
                 self.save()
-            self._doing.phase = "saving"
-            self._tracker.evaluated(self.position.epoch, result, self._network)
-            if predictions is not None:
-                self._tracker.predicted(predictions)
+            with self.saving():
+                self._tracker.evaluated(self.position.epoch, result, self._network)
+                if predictions is not None:
+                    self._tracker.predicted(predictions)
             if stop and not course.ended(self.position):
                 collectives.meet(self._device)  # rank 0 has saved when it gets here
                 return stop
@@ -191,8 +193,19 @@ class Run:
             self._network, self._test, trainer.normalise, rank=trainer.rank, world_size=trainer.world_size
         )
         if predictions is not None:
-            self._doing.phase = "saving"
-            self._tracker.predicted(predictions)
+            with self.saving():
+                self._tracker.predicted(predictions)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Rank 0 writes files, and finishes what it has begun where the run ends meanwhile; the others have nothing to
+        lose."""
+        self._doing.phase = "saving"
+        self._doing.saving = self._trainer.rank == 0
+        try:
+            yield
+        finally:
+            self._doing.saving = False
 
     def save(self) -> None:
         """Have the tracker save a checkpoint of where the run is.
@@ -200,7 +213,6 @@ class Run:
         Raises:
             TrainingFailed: training has diverged; on every rank.
         """
-        self._doing.phase = "saving"
         self._check_parameters()
         history = History(
             evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=self.train_seconds
@@ -216,7 +228,8 @@ class Run:
                 self._trainer.world_size,
             )
 
-        self._tracker.checkpoint(take, self._trainer.course)
+        with self.saving():
+            self._tracker.checkpoint(take, self._trainer.course)
         self._doing.phase = "training"
 
     def _check_parameters(self) -> None:

@@ -15,7 +15,7 @@ from ddp_manual.signals import HELD_BACK, SAVE, STACKS, STOP
 
 PR_SET_PDEATHSIG = 1
 # Seconds, for a terminal or a pipe that nobody may read.
-FLUSH_WITHIN = 0.5
+FLUSH_WITHIN = 0.3
 
 
 def leave_signals_to_the_agent() -> None:

@@ -80,7 +80,7 @@ def joined(
         console.log_to_stderr(spec.rank)
         reporter = _start_agent(spec, run_dir, command, undo)
         reporter.on_exit = lambda status: _exit(reporter, tell, status)
-        session = Session(reporter, spec, reporter.wait("start")["start"], own_process=False)
+        session = Session(reporter, spec, reporter.wait("start")["start"])
         done: dict[str, Any] = {"done": None}
         ended: SystemExit | Stopped | None = None
         with session.afterwards:
@@ -137,7 +137,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     undo.callback(os.close, writing)
     undo.callback(birth.leave_no_stacks, was_enabled=faulthandler.is_enabled())
     birth.leave_stacks_in(writing)
-    reporter = Reporter(ours)
+    reporter = Reporter(ours, own_process=False)
     undo.callback(reporter.close)
     script = environment.program_file()
     reporter.send(

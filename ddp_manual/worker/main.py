@@ -27,14 +27,14 @@ from ddp_manual.world_spec import WorldSpec
 
 def main(channel: int) -> None:
     """Never returns: the agent ends the process, which so has no teardown that could hang."""
-    reporter = Reporter(socket.socket(fileno=channel))
+    reporter = Reporter(socket.socket(fileno=channel), own_process=True)
     reporter.send({"born": os.getpid()})
     start = reporter.wait("start")["start"]
     spec = WorldSpec(**start["spec"], sources=start["sources"])
     console.log_to_stderr(spec.rank)
     console.escape_what_cannot_be_shown()
     sys.path[0] = start["path"]
-    session = Session(reporter, spec, start, own_process=True)
+    session = Session(reporter, spec, start)
     try:
         work(session, start)
     except BaseException as error:

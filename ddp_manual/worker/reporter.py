@@ -20,8 +20,9 @@ from typing import Any
 
 from ddp_manual import console
 from ddp_manual.errors import from_dict
-from ddp_manual.messages import LONGEST_ANSWER, SAVING, Beat, LineReader, Progress, encode
+from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
 from ddp_manual.signals import Wishes
+from ddp_manual.worker import birth
 from ddp_manual.worker.process_group import collectives_begun
 from ddp_manual.worker.whereabouts import OWN_THREADS, whereabouts
 
@@ -48,9 +49,10 @@ class Reporter:
 
     Args:
         channel: the worker's end of a socket pair.
+        own_process: whether the process is ours; else it is a person's script.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, *, own_process: bool) -> None:
         self.progress = Progress()
         self.wishes = Wishes()
         self.thread = threading.get_ident()
@@ -65,6 +67,7 @@ class Reporter:
         """Called in the reporter's thread with the exit code, where the agent asks for the end of a process that is not
         its own."""
         self._channel = channel
+        self.own_process = own_process
         _open.add(channel)
         self._reader = LineReader(LONGEST_ANSWER)
         self._turn = threading.Lock()
@@ -139,7 +142,7 @@ class Reporter:
     @property
     def _busy(self) -> bool:
         """Whether it would lose something that is ended now."""
-        return self.progress.phase == SAVING or self.unwinding
+        return self.progress.saving or self.unwinding
 
     def _read(self) -> bool:
         """What the agent says; False: it is gone."""
@@ -150,6 +153,15 @@ class Reporter:
         for message in self._reader.feed(data):
             self._take(message)
         return bool(data)
+
+    def _fall_silent(self) -> None:
+        """What this process has said so far is written out; then its agent has the last word."""
+        console.LOGGER.disabled = True
+        if self.own_process:  # also before what the user's own threads, or torch, would still write
+            birth.flush_briefly()
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
 
     def _take(self, message: dict[str, Any]) -> None:
         for kind, answers in self._answers.items():
@@ -162,7 +174,8 @@ class Reporter:
         if "save" in message:
             self.wishes.ask_save()
         if "quiet" in message:
-            console.LOGGER.disabled = True  # the agent has the last word
+            self._fall_silent()
+            self.send({"quiet": True})
         if "end" in message:
             self._ending = self._busy
             self.send({"may_end": not self._ending})

@@ -46,17 +46,15 @@ class Session:
 
     Args:
         start: what the agent has told.
-        own_process: see ``World``.
     """
 
-    def __init__(self, reporter: Reporter, spec: WorldSpec, start: Mapping[str, Any], *, own_process: bool) -> None:
+    def __init__(self, reporter: Reporter, spec: WorldSpec, start: Mapping[str, Any]) -> None:
         self.reporter = reporter
         self.spec = spec
         self.steps = Steps()
         self.afterwards = ExitStack()
         self.alone = bool(start.get("alone"))
         self._start = start
-        self._own_process = own_process
         self._device = self._backend = ""
         self._store: Any = None
 
@@ -131,7 +129,7 @@ class Session:
             _roster=message["roster"] or [_line_of_the_only_rank(device)],
             _wishes=self.reporter.wishes,
             _tell=self.reporter.send,
-            _own_process=self._own_process,
+            _own_process=self.reporter.own_process,
             _afterwards=self.afterwards,
             **vars(place),
         )

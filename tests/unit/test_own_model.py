@@ -256,7 +256,7 @@ def go(network: nn.Module, tracker: Tracker) -> None:
     """Train for an epoch of eight samples, and test on them."""
 
     class Doing:
-        phase, epoch, step, samples_per_second, step_seconds = "", 0, 0, 0.0, 0.0
+        phase, epoch, step, samples_per_second, step_seconds, saving = "", 0, 0, 0.0, 0.0, False
 
     trainer = trainer_of(network, 8)
     Run(

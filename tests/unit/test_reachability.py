@@ -6,16 +6,18 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from ddp_manual.agent.reachability import (
     GREETING_BYTES,
+    Probes,
     answer_at,
-    failing_pairs,
     greeting,
     try_all,
     try_to_reach,
     unreachable,
 )
+from ddp_manual.agent.roll_call import assign_places
 from ddp_manual.messages import RankInfo
 
 
@@ -95,7 +97,16 @@ def test_pairs_that_fail_are_named_with_their_direction_and_a_host_that_said_not
         RankInfo(rank=8 * node, world_size=24, host=host, pid=1, address=f"10.0.0.{node}", answer_port=4000 + node)
         for node, host in enumerate("abc")
     ]
-    error = unreachable(failing_pairs({0: [], 1: [[0, "no answer"]], 2: None}, hosts))
+    infos = [replace(host, rank=rank) for host in hosts for rank in range(host.rank, host.rank + 8)]
+    probes = Probes(infos, assign_places([replace(info, host_id=info.host) for info in infos]), now=100.0)
+    tried = {rank: [other for other, _, _ in request["probe"]] for rank, request in probes.requests()}
+    assert tried == {0: [1, 2], 8: [0, 2], 16: [0, 1]}
+    probes.take(8, 1, [[0, "no answer"], [7, "of no host"]])
+    probes.take(8, 0, [])  # which is not rank 8's to say
+    assert not probes.over(108.0)
+    probes.take(0, 0, [])
+    assert probes.over(108.1)
+    error = unreachable(probes.failing)
     assert error.what == "2 of the connections between hosts cannot be made: b -> a, c is silent"
     assert "from 10.0.0.1 (rank 8 on b) to 10.0.0.0:4000 (rank 0 on a): no answer" in error.why
     assert "from 10.0.0.2 (rank 16 on c): said nothing for 8 s" in error.why

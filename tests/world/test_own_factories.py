@@ -25,7 +25,9 @@ def start_own(start: Start, port: int, tmp_path: Path) -> Start:
             folder.mkdir()
             shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
         words = ["--world_size", 2, "--rank", rank, "--master_port", port, "--run_dir", tmp_path / "run", *options]
-        return start(sys.executable, REPOSITORY / "run_multi_gpu_train.py", *OPTIONS, *words, cwd=folder)
+        return start(
+            sys.executable, REPOSITORY / "run_multi_gpu_train.py", *OPTIONS, *words, cwd=folder, PYTHONUNBUFFERED=""
+        )
 
     return start_own
 
@@ -74,6 +76,51 @@ def test_what_a_factory_draws_is_the_same_on_every_rank_and_when_the_run_goes_on
     assert "error[checkpoint-mismatch]" in other.err and "is of a run on other data" in other.err
     same = start_own(0, *alone)
     assert same.wait() == 0, same.err
+
+
+def test_what_the_users_own_code_has_said_is_shown_before_the_error_and_nothing_after_it(
+    start_own: Start, tmp_path: Path
+) -> None:
+    """Also what Python still holds back, since stdout is a file, and what a thread goes on to say."""
+    module = """
+import os, sys, threading, time
+import my_shapes
+from torch import nn
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 2)
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += self.training
+        if self.calls == 8 and os.environ["RANK"] == "1":
+            print("my last line")
+            raise LookupError("of mine")
+        return self.layer(images.flatten(1))
+
+def network():
+    def say_on():
+        while True:
+            print("said by a thread", file=sys.stderr)
+            time.sleep(0.0005)
+    threading.Thread(target=say_on, daemon=True).start()
+    print("my first line")
+    return Network()
+"""
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+        (folder / "talking.py").write_text(module)
+    ranks = [start_own(rank, "--model", "talking:network", "--epochs", 40) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [14, 1]
+    for rank in ranks:
+        said, _, after = rank.err.partition("error[")
+        assert "said by a thread" in said and "of mine" in after and "said by a thread" not in after
+        assert "my first line" in rank.out
+    assert "my last line" in ranks[1].out
 
 
 def test_what_a_factory_raises_is_shown_on_every_rank(start_own: Start, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_ranks_that_are_long_in_loading_evaluating_and_in_c_are_waited_for(
     assert all(rank.err.count("faulty: hold") + rank.err.count("faulty: sleep") == 2 for rank in ranks)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(120 + HELD_SECONDS)
 @pytest.mark.parametrize("holding", [0, 1])
 def test_of_a_c_call_that_keeps_the_interpreters_lock_nothing_is_said_and_status_shows_its_line(
