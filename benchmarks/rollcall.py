@@ -23,7 +23,6 @@ import click
 from benchmarks.coordinator_process import hosted, simulated_ranks
 from benchmarks.measuring import interleave, machine, ratio
 from benchmarks.simulated_ranks import CONNECT_TIMEOUT, LOOPBACK, Order, allow_many_connections, ask_for_no_names
-from ddp_manual import environment
 
 SIDES = ("floor", "roll call", "roll call, token")
 
@@ -54,7 +53,7 @@ def measure(side: str, ranks: int) -> float:
 @click.option("--repetitions", default=5, show_default=True)
 def main(sizes: tuple[int, ...], repetitions: int) -> None:
     os.environ["RES_OPTIONS"] = "attempts:0"
-    environment.quiet_torch_warnings()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     allow_many_connections()
     ask_for_no_names()
     click.echo(machine())

@@ -153,7 +153,7 @@ class SimulatedRank:
             RunInfo(**self._seal.open(f"welcome {self._nonce}", message["welcome"])["run"])
             self.connection.send(self._ready_line)
         elif "probe" in message:
-            self.connection.send(encode({"probed": [], "node": message["node"]}))
+            self.connection.send(encode({"probed": [], "for": message["for"]}))
         elif "place" in message:
             self.placed = True
         assert "refused" not in message and "verdict" not in message, message

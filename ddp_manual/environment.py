@@ -306,12 +306,6 @@ def wandb_files_below(folder: Path) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def quiet_torch_warnings() -> None:
-    """Our own lines say what torch's C++ log would (each connection refused, each wait that timed out)."""
-    if "torch" not in sys.modules:  # which reads the level once
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def torch_is_quiet() -> bool:
     """Whether torch's C++ log leaves warnings out: not in a script that imports torch before it calls us."""
     return os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")

@@ -153,7 +153,7 @@ class Coordinator:
         if error is not None and not self.roll_call.complete and self._failure is None:
             self._refuse_all(error)
         self._over = True
-        for rank in self.ranks_left if self._failure is None else []:
+        for rank in self.ranks_left if error is None and self._failure is None else []:
             self._peers[rank].connection.send({"over": True})
 
     def close(self) -> None:
@@ -302,6 +302,12 @@ class Coordinator:
             self._strangers.pop(peer, None)
             peer.connection.close()
 
+    def _dismiss(self, rank: int, error: DdpManualError) -> None:
+        """Refuse what was a rank so far."""
+        peer = self._peers.pop(rank)
+        peer.rank = None
+        self._refuse(peer, error)
+
     def _refuse_all(self, error: DdpManualError) -> None:
         """End the wait of every rank."""
         self._failure = judged(self.roll_call.infos()[0], error) if self.roll_call.members else {}
@@ -314,10 +320,8 @@ class Coordinator:
         if self.roll_call.complete or self._failure is not None:
             return
         for rank, error in list(self.roll_call.unfit()):
-            peer = self._peers.pop(rank)
-            peer.rank = None
             self.roll_call.refuse(self._who(rank).who, error)
-            self._refuse(peer, error)
+            self._dismiss(rank, error)
             self._missing_again(rank, "has left: it was refused")
         if not self.roll_call.all_here:
             return
@@ -371,7 +375,7 @@ class Coordinator:
             self.roll_call.know_worker(rank, int(message["worker"]))
         elif "probed" in message:
             if self._probes is not None:
-                self._probes.take(rank, int(message["node"]), message["probed"])
+                self._probes.take(message["for"], message["probed"])
                 self._advance()
         elif "finished" in message:
             self._finish(rank)
@@ -412,17 +416,18 @@ class Coordinator:
         elif message.get("broken") and self._failure is None:
             # Which rank is to blame is known in a moment.
             self._broken.append((time.monotonic() + BLAME_WITHIN, rank, words, str(message.get("place", ""))))
-            self._blame(time.monotonic())
         else:
             self._end_the_run(words)
 
     def _blame(self, now: float) -> None:
         """Of a collective that broke in ``rank``: ranks that finished early, or else it speaks for itself."""
         for until, rank, words, place in self._broken:
-            early = [other for other in self._health.finished if other != rank]
-            if early:
-                self._end_the_run(verdicts.finished_early(self._who(rank), printable(place), early), spared=early)
-            elif now >= until and not self._blame_stopped(now, 0):
+            if now < until:
+                continue
+            if early := self._health.finished_before(rank):
+                verdict = verdicts.finished_early(self._who(rank), printable(place), early)
+                self._end_the_run(verdict, spared=self._health.finished)
+            elif not self._blame_stopped(now, 0):
                 self._end_the_run(words)
 
     def _finish(self, rank: int) -> None:
@@ -478,7 +483,7 @@ class Coordinator:
         ]
         for rank in silent if not late else []:
             seconds = now - self.roll_call.members[rank].heard
-            self._peers.pop(rank).connection.abort("silent")
+            self._dismiss(rank, verdicts.lost_its_place(self._who(rank), seconds))
             self._missing_again(rank, f"has been silent for {seconds:.0f} s: its agent is stopped, or its host is gone")
         self._advance()
         if self._all_were_here != self.roll_call.all_here:
@@ -515,9 +520,9 @@ class Coordinator:
         for rank, seconds, median in health.newly_slow(now):
             self._peers[0].connection.send({"line": verdicts.slow(self._who(rank), seconds, median)})
         if vain := health.waiting_in_vain(now, IN_VAIN):
-            rank = vain[0]
-            early = verdicts.finished_early(self._who(rank), health.beat(rank).place, health.finished)
-            self._end_the_run(early, spared=health.finished)
+            rank, early = vain[0], health.finished_before(vain[0])
+            verdict = verdicts.finished_early(self._who(rank), health.beat(rank).place, early)
+            self._end_the_run(verdict, spared=health.finished)
             return
         stall = None if self._stalled else health.stall(now)
         if stall is not None:

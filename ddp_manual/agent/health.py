@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_manual.messages import LEAVING, Beat, RunInfo
@@ -42,6 +42,8 @@ class _Rank:
     beat: Beat
     changed: float
     """When it last got anywhere: another phase, step or collective."""
+    inside_since: float | None = None
+    """Since when it has been seen inside a collective, or a backward pass, each time; None while it is not."""
     finished: bool = False
     """Whether its work is done: it takes part in no more collectives."""
     gone: bool = False
@@ -77,9 +79,15 @@ class Health:
         known.heard = now
         if beat is None:
             return
+        if known.finished:  # its process groups may be closed by now
+            beat = replace(beat, collectives={**known.beat.collectives, **beat.collectives})
         before, known.beat = known.mark, beat
         if known.mark != before:
-            known.changed = now
+            known.changed, known.inside_since = now, None
+        if not beat.inside:
+            known.inside_since = None
+        elif known.inside_since is None:
+            known.inside_since = now
         if not beat.stopped:
             known.stopped_since, known.named_stopped = None, False
         elif known.stopped_since is None:
@@ -106,6 +114,7 @@ class Health:
         for known in self._ranks:
             known.heard = known.changed = now
             known.stopped_since = known.stopped_since and now
+            known.inside_since = known.inside_since and now
 
     def beat(self, rank: int) -> Beat:
         return self._ranks[rank].beat
@@ -148,11 +157,21 @@ class Health:
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
         """Ranks that wait in a collective, each for this long, for ranks that have finished."""
         active = {rank: known for rank, known in self._active() if not known.finished}
-        if not active or len(active) == len(self._ranks):
-            return []
-        if all(known.beat.inside and now - known.changed > seconds for known in active.values()):
-            return list(active)
-        return []
+        waiting = [rank for rank in active if self._inside_for(rank, now) > seconds and self.finished_before(rank)]
+        return waiting if len(waiting) == len(active) else []
+
+    def finished_before(self, rank: int) -> list[int]:
+        """The ranks that have finished, and begun fewer collectives than this one in a group that both are in."""
+        begun = self._ranks[rank].beat.collectives
+        return [
+            other
+            for other in self.finished
+            if any(count < begun.get(group, 0) for group, count in self._ranks[other].beat.collectives.items())
+        ]
+
+    def _inside_for(self, rank: int, now: float) -> float:
+        since = self._ranks[rank].inside_since
+        return 0.0 if since is None else now - since
 
     def stall(self, now: float) -> Stall | None:
         """The ranks that have waited in a collective for longer than stall_timeout, and those they wait for."""
@@ -161,7 +180,7 @@ class Health:
         if len(active) < 2 or any(known.beat.debugging for known in active.values()):
             return None
         long = [rank for rank, known in active.items() if now - known.changed > self._run.stall_timeout]
-        waiting = [rank for rank in long if active[rank].beat.inside]
+        waiting = [rank for rank in long if self._inside_for(rank, now) > self._run.stall_timeout]
         if self.async_collectives and len(long) == len(active) and not waiting:
             # Nobody gets anywhere. Whoever has begun more collectives than another waits for it.
             fewest = _by_group((known.beat.collectives for known in active.values()), min)

@@ -131,7 +131,7 @@ class Joining:
                     why=f"this rank came when it was over, and has waited {waiting.waited:.0f} s for the next one",
                     next=self._command_for(0),
                 )
-            self._steps.pop()
+            self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
     async def _become_rank_0(self, found: list[str]) -> str:

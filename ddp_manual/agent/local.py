@@ -28,6 +28,7 @@ from ddp_manual.commands import PER_RANK_OPTIONS
 from ddp_manual.config import TrainConfig
 from ddp_manual.console import say
 from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
+from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
 from ddp_manual.world_spec import WorldSpec
 
@@ -217,7 +218,10 @@ class Mouth:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
         rest = b""
         while piece := await reader.read(1 << 16):
-            *lines, rest = (rest + piece).split(b"\n")
+            # A bar that goes on in one line is shown as it grows.
+            *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            if len(rest) > LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
             if lines:
                 self.say(b"\n".join(lines) + b"\n", sink)
         if rest:

@@ -217,7 +217,7 @@ class Agent:
         if "news" in message:
             self._take_news(message["news"])
         elif "probe" in message:
-            self._do(self._probe(message["probe"], message["node"]))
+            self._do(self._probe(message["probe"], message["for"]))
         elif "refused" in message:
             raise from_dict(self._joining.seal.open(f"refused {self._joining.nonce}", message["refused"]))
         elif "place" in message:
@@ -261,13 +261,13 @@ class Agent:
             if self.spec.rank != 0 and self._waiting.waited > patience:  # rank 0 may have more
                 self._fail(missing_ranks_error(news, self._run, self.spec.join_timeout))
 
-    async def _probe(self, wanted: list[tuple[int, str, int]], node: int) -> None:
+    async def _probe(self, wanted: list[tuple[int, str, int]], key: list[int]) -> None:
         with self.steps.step("reachability") as step:
             failures = await reachability.try_all(wanted)
             step.detail = f"{len(wanted)} other host(s) tried, {len(failures)} cannot be reached"
             if failures:
                 step.outcome = "failed"
-        self._send({"probed": failures, "node": node})
+        self._send({"probed": failures, "for": key})
 
     def _take_place(self, message: Mapping[str, Any]) -> None:
         assert self._run is not None
@@ -349,6 +349,7 @@ class Agent:
             if self._alone or self._over:
                 self._to_worker({"close": False})
             else:
+                self._send_beat(self._worker_heard)
                 self._send({"finished": True})
         elif "failed" in message:
             self._take_failure(message)
@@ -368,6 +369,7 @@ class Agent:
         if self._own_words.identifier == self._words_of_another:
             self._fail(self._own_words)
             return
+        self._send_beat(self._worker_heard)
         self._tell_the_run({**message, "broken": message.get("broken", False)}, self._own_words)
 
     def _worker_gone(self) -> None:
@@ -426,8 +428,9 @@ class Agent:
         Args:
             seen_by: a terminal sends Ctrl-C to agent and script alike, and the script may see it later.
         """
-        if self._done.done():
-            return  # it is leaving
+        if self._done.done():  # it is leaving
+            self._ready_came.set()  # and does not wait for what a check may still find out
+            return
         script, heeded = self.task.is_script, self._notes and self._heeds
         if script and not self._notes:
             return  # to the script it is what it always is
@@ -505,6 +508,8 @@ class Agent:
 
     async def _leave(self, error: DdpManualError | None) -> None:
         """Say why, then end the worker; rank 0 gives the others the time to read why."""
+        if error is not None:
+            self._say_goodbye(error)
         failed = self._own_words is not None or (self._worker is not None and self._worker.ended.is_set())
         if error is not None and self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
@@ -515,7 +520,6 @@ class Agent:
         if error is not None and self._run is not None and not self._placed:
             self.steps.end(self._roll_call, error.what, "failed")
         if error is not None:
-            self._say_goodbye(error)
             if self._worker is not None:
                 await self._worker.silence()
             self._write_failure(error)

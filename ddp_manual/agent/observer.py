@@ -27,6 +27,8 @@ class Observer:
         self._connection, self._greeting = there.connection, there.greeting
         self._where = where
         self._seal = Seal(token)
+        self.ended = False
+        """Whether rank 0 has closed the connection."""
 
     async def look(self, *, stacks: bool = False) -> dict[str, Any]:
         """The run as it is now, with ``stacks`` those of every rank, once they have met.
@@ -46,6 +48,7 @@ class Observer:
                 next="look whether rank 0 is stopped or frozen",
             ) from None
         if answer is None:
+            self.ended = True
             if self._greeting["token"] != bool(self._seal):
                 raise self._other_token("it closed the connection")
             raise MasterLost(
@@ -92,6 +95,8 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
             try:
                 yield await observer.look(stacks=stacks)
             except MasterLost:
-                return
+                if observer.ended:
+                    return
+                raise
     finally:
         observer.close()

@@ -18,7 +18,7 @@ from ddp_manual import environment
 from ddp_manual.agent.address import at, is_loopback
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.waiting import POLL_EVERY, Waiting
-from ddp_manual.errors import MasterAddressError, MasterNotAStore, MasterRefused, MasterUnreachable
+from ddp_manual.errors import MasterAddressError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
 from ddp_manual.messages import LONGEST_ANSWER
 from ddp_manual.world_spec import WorldSpec
 
@@ -143,7 +143,8 @@ async def find_rank_0(
         while_waiting: called where there is something to wait for.
 
     Raises:
-        MasterNotAStore: something else answers. MasterRefused, MasterUnreachable: at the deadline.
+        MasterNotAStore: something else answers. MasterRefused, MasterUnreachable: at the deadline, as is MasterLost
+            where a run is ending there.
     """
     where = at(spec.master_addr, spec.master_port)
     resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
@@ -174,6 +175,12 @@ async def find_rank_0(
         while_waiting()
         waiting.about(said)
         waiting.advise([rank_0_command])
+        if waiting.over and any(one.answer is Answer.OVER for one in probes):
+            raise MasterLost(
+                f"the run at {where} is ending, and no other has begun",
+                why=f"its rank 0 still answers; {who} has waited {waiting.waited:.0f} s for the next one",
+                next=rank_0_command,
+            )
         if waiting.over:
             raise _never_came(spec, where + resolved, probes, waiting, rank_0_command if refused else None, who)
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))

@@ -8,10 +8,10 @@ is joined. On one host there is nothing to try.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ddp_manual.agent.address import at, family
@@ -24,6 +24,9 @@ ALL_PAIRS_UP_TO = 32
 # Seconds. Failing pairs have to be known within 10 s of the roll call.
 CONNECT_TIMEOUT = 3.0
 REPORT_TIMEOUT = 8.0
+# For one host that tries; and how many may at once.
+ANSWER_WITHIN = 6.0
+MOST_CONNECTED = 1024
 # More than one packet, in each direction: where large ones are dropped, small ones still connect.
 GREETING_BYTES = 16_384
 # Pairs named in an error.
@@ -32,15 +35,35 @@ MOST_SHOWN = 16
 
 async def answer_at(address: str) -> asyncio.Server:
     """Answer at a free port of this IP address, until the server is closed."""
+    connected: set[asyncio.BaseTransport] = set()
+    return await asyncio.get_running_loop().create_server(lambda: _Answer(connected), address, 0)
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, EOFError, TimeoutError, asyncio.TimeoutError):
-            writer.write(greeting(writer.get_extra_info("sockname")[1]))
-            await asyncio.wait_for(reader.readexactly(GREETING_BYTES), CONNECT_TIMEOUT)
-            await asyncio.wait_for(writer.drain(), CONNECT_TIMEOUT)
-        writer.close()
 
-    return await asyncio.start_server(answer, address, 0, limit=2 * GREETING_BYTES)
+class _Answer(asyncio.Protocol):
+    """One connection of whoever tries to reach this host; strangers are bounded in number and time."""
+
+    def __init__(self, connected: set[asyncio.BaseTransport]) -> None:
+        self._connected = connected
+        self._received = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._ending = asyncio.get_running_loop().call_later(ANSWER_WITHIN, transport.abort)
+        if len(self._connected) >= MOST_CONNECTED:
+            transport.abort()
+            return
+        self._connected.add(transport)
+        transport.write(greeting(transport.get_extra_info("sockname")[1]))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received >= GREETING_BYTES:
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ending.cancel()
+        self._connected.discard(self._transport)
 
 
 def greeting(port: int) -> bytes:
@@ -95,6 +118,10 @@ Pair = tuple[RankInfo, RankInfo | None, str]
 """From, to (None: nothing was heard from the first), and what the network answered."""
 
 
+# A report says which trial it is of.
+_rounds = itertools.count()
+
+
 class Probes:
     """The connections between the hosts of a run, while they are tried: rank 0's side, without any I/O.
 
@@ -109,17 +136,23 @@ class Probes:
         self._silent = set(range(len(leaders))) if len(leaders) > 1 else set()
         self._failing: list[Pair] = []
         self._until = now + REPORT_TIMEOUT
+        self._round = next(_rounds)
 
     def requests(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """What which rank is told to try."""
         for node in sorted(self._silent):
             others = [(other, self._hosts[other]) for other in targets(node, len(self._hosts))]
             wanted = [[other, info.address, info.answer_port] for other, info in others]
-            yield self._hosts[node].rank, {"probe": wanted, "node": node}
+            yield self._hosts[node].rank, {"probe": wanted, "for": [self._round, node]}
 
-    def take(self, rank: int, node: int, failures: Sequence[Sequence[Any]]) -> None:
-        """What a rank has found: the hosts it could not reach, each with what the network answered."""
-        if node not in self._silent or self._hosts[node].rank != rank:
+    def take(self, key: Sequence[int], failures: Sequence[Sequence[Any]]) -> None:
+        """What a host has found: those it could not reach, each with what the network answered.
+
+        Args:
+            key: that of the request.
+        """
+        round_, node = key
+        if round_ != self._round or node not in self._silent:
             return  # of an earlier roll call, before a rank had left
         self._silent.discard(node)
         hosts = dict(enumerate(self._hosts))

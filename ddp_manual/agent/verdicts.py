@@ -85,6 +85,15 @@ def stopped(who: RankInfo, beat: Beat, seconds: float, again: str) -> Verdict:
     )
 
 
+def lost_its_place(who: RankInfo, seconds: float) -> PeerLost:
+    """What a rank that was frozen during the roll call reads when it goes on."""
+    return PeerLost(
+        f"{who.who} was silent for {seconds:.0f} s, and has lost its place",
+        why="its agent was stopped or frozen, or the network was cut, while rank 0 waited for other ranks",
+        next="start this rank again: the others still wait for it",
+    )
+
+
 def is_stopped(who: RankInfo, name: str) -> str:
     return f"{who.who} is stopped: {name}; on {who.host}, kill -CONT {who.pid} lets it go on"
 

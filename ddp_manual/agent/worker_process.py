@@ -117,9 +117,11 @@ class Worker:
 
         if pidfd is not None:
             loop.add_reader(pidfd, end)
-            await ended.wait()
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
         elif self._process is None:
             await self._hung_up.wait()
         while self._process is not None and self._process.poll() is None:
@@ -249,7 +251,6 @@ class Script(Worker):
         self._tell = tell
         self._noticed = asyncio.Event()
         self._has_left = False
-        self.grace = GRACE
 
     def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
         if "noticed" in message:
@@ -273,7 +274,7 @@ class Script(Worker):
     async def _lead_out(self, error: DdpManualError, *, own: bool) -> None:
         self.send({"verdict": {**last_words(error), "own": own}})
         # Its own way out closes what it has open, so it gets a moment to notice.
-        await first_of(self._noticed, self._hung_up, self.ended, within=self.grace)
+        await first_of(self._noticed, self._hung_up, self.ended, within=GRACE)
         if not self._noticed.is_set():
             await self._let_it_save(self._noticed)
         if self._noticed.is_set():

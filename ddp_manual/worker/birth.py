@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 
 from ddp_manual.signals import HELD_BACK, SAVE, STACKS, STOP
 
@@ -19,10 +20,20 @@ FLUSH_WITHIN = 0.3
 
 
 def leave_signals_to_the_agent() -> None:
-    """The terminal sends Ctrl-C to agent and worker alike; the agent says what is wished."""
+    """The terminal sends Ctrl-C to agent and worker alike; the agent says what is wished.
+
+    To processes that the user's code starts SIGTERM is what it always is: a ``multiprocessing.Pool`` ends its own so.
+    """
     for number in (*STOP, SAVE):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _pass_over)  # a handler is not handed on to another program
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def _pass_over(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def die_with_parent(parent: int) -> None:

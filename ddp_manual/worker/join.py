@@ -133,9 +133,9 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
                 stdin=subprocess.DEVNULL,
             )
     os.close(reading)
-    undo.callback(_await_end, agent)
     undo.callback(os.close, writing)
     undo.callback(birth.leave_no_stacks, was_enabled=faulthandler.is_enabled())
+    undo.callback(_await_end, agent)  # before that: it may be about to ask for stacks, by a signal
     birth.leave_stacks_in(writing)
     reporter = Reporter(ours, own_process=False)
     undo.callback(reporter.close)

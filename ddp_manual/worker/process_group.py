@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from ddp_manual import environment
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, DeviceTaken, MasterLost, PeerUnreachable
+from ddp_manual.worker.whereabouts import OWN_THREADS
 
 # Everybody is here, so connecting is a matter of seconds; a pair that cannot connect should not take 30 minutes.
 FIRST_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -23,6 +25,9 @@ FIRST_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # For a store whose address rank 0 has told a moment ago.
 CONNECT_TIMEOUT = timedelta(seconds=10)
+
+# Seconds, after which a process group that does not close is left as it is.
+CLOSE_WITHIN = 20.0
 
 # How gloo words a collective that broke because a peer did; its other errors are mistakes in the call.
 _BROKEN = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.IGNORECASE)
@@ -117,12 +122,31 @@ def open_process_group(store: TCPStore, rank: int, world_size: int, backend: str
     set_timeout(COLLECTIVE_TIMEOUT)
 
 
-def close_process_group(*, all_finished: bool) -> None:
-    """Destroy the process group.
+def close_process_group(device: torch.device, *, all_finished: bool) -> bool:
+    """Destroy the process group; whether that was done in time. Where a driver or a network hangs it may take for ever.
 
     Args:
         all_finished: every rank is about to do the same, so a last collective has somebody to meet.
     """
+    failed: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # which is each thread's own
+            _close(all_finished=all_finished)
+        except BaseException as error:
+            failed.append(error)
+
+    closing = threading.Thread(target=close, name=f"{OWN_THREADS}closing", daemon=True)
+    closing.start()
+    closing.join(CLOSE_WITHIN)
+    if failed:
+        raise failed[0]
+    return not closing.is_alive()
+
+
+def _close(*, all_finished: bool) -> None:
     if not dist.is_initialized():
         return
     if all_finished and dist.get_backend() == "gloo":

@@ -76,6 +76,7 @@ class Reporter:
             kind: queue.SimpleQueue() for kind in ("start", "place", "close", "over", "verdict")
         }
         self._ending = False
+        self._sent_beat: Beat | None = None
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}reporter", daemon=True)
         self._thread.start()
 
@@ -90,6 +91,12 @@ class Reporter:
                 self._unsent.clear()
             finally:
                 self._turn.release()
+
+    def send_beat(self) -> None:
+        """What this rank does now, if that has changed."""
+        beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
+        self.send({"beat": beat.as_message() if beat != self._sent_beat else None})
+        self._sent_beat = beat
 
     def wait(self, kind: str, timeout: float | None = None) -> dict[str, Any]:
         """The next message of a kind: start, place, close, over or verdict.
@@ -120,7 +127,6 @@ class Reporter:
 
     def _run(self) -> None:
         """The thread."""
-        sent: Beat | None = None
         next_beat = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
@@ -133,9 +139,7 @@ class Reporter:
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + LOOK_EVERY
-                    beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
-                    self.send({"beat": beat.as_message() if beat != sent else None})
-                    sent = beat
+                    self.send_beat()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
 

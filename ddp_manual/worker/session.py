@@ -21,6 +21,7 @@ from ddp_manual.rundir import RunFolder
 from ddp_manual.steps import Steps
 from ddp_manual.worker import device as devices
 from ddp_manual.worker.process_group import (
+    CLOSE_WITHIN,
     check_none_open,
     close_process_group,
     first_line,
@@ -106,7 +107,7 @@ class Session:
         self.afterwards.enter_context(
             environment.of_a_rank(self.spec.world_size, self.spec.rank, place, address, port, message.get("interface"))
         )
-        device = devices.pin(self.spec.rank, self._device, place.local_rank, place.local_world_size)
+        self._pinned = device = devices.pin(self.spec.rank, self._device, place.local_rank, place.local_world_size)
         if not self.alone:
             with self.steps.step("process group") as step:
                 self._store = self._store or open_store(address, port)
@@ -144,9 +145,11 @@ class Session:
     def leave(self) -> None:
         """This rank has done its work: close the process group, together with the others if they have too."""
         self.reporter.progress.phase = LEAVING
+        self.reporter.send_beat()  # how many collectives it has begun is final
         self.reporter.send({"finished": True})
         answer = self.reporter.wait("close")
-        close_process_group(all_finished=bool(answer["close"]))
+        if not close_process_group(self._pinned, all_finished=bool(answer["close"])):
+            logger.warning("the process group does not close within %d s, and is left as it is", CLOSE_WITHIN)
         self.reporter.send({"left": True})
 
     def tell(self, error: BaseException) -> DdpManualError:
@@ -156,6 +159,7 @@ class Session:
             return ours
         self.reporter.unwinding = True
         broken = is_broken_collective(error)
+        self.reporter.send_beat()
         self.reporter.send({"failed": last_words(ours), "broken": broken, "place": raised_at(error)})
         return ours
 

@@ -250,6 +250,26 @@ def test_ranks_that_wait_in_a_collective_for_ranks_that_have_finished_wait_in_va
     assert health.finished == [2]
 
 
+def test_a_rank_that_works_on_alone_waits_for_nobody() -> None:
+    """A backward pass counts as a place where it may wait: only a collective that the others never begin is in vain."""
+    health = health_of(training(7, 7, inside=True), training(7, 7))
+    health.finish(1)
+    health.hear(1, replace(training(7, 0), collectives={}), 0.5)  # its process group is closed by now
+    assert health.waiting_in_vain(100.0, 2.0) == []
+    health.hear(0, training(7, 8, inside=True), 100.0)
+    assert health.waiting_in_vain(102.1, 2.0) == [0]
+    assert health.finished_before(0) == [1]
+
+
+def test_ranks_that_are_in_a_backward_pass_now_and_then_are_not_stalled() -> None:
+    """Two that train models of their own, and count no steps."""
+    health = health_of(training(1, 2), training(1, 2))
+    for half_second in range(2, 2000):
+        for rank in range(2):
+            health.hear(rank, training(1, 2, inside=(half_second + rank) % 3 != 0), half_second / 2)
+            assert health.stall(half_second / 2) is None
+
+
 class Odd:
     """What a user's program may put where a number belongs."""
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from ddp_manual import TrainConfig, checkpoint_file, errors
-from ddp_manual.agent.local import Failed, Launch, check_train_options, from_the_newest
+from ddp_manual.agent.local import Failed, Launch, Mouth, check_train_options, from_the_newest
 from ddp_manual.errors import PeerLost, Stopped
+from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.rundir import RunPaths
 
 
@@ -26,6 +30,25 @@ def test_ranks_are_started_again_after_what_may_not_happen_again() -> None:
     assert failed(128 + signal.SIGKILL).may_be_mended and failed(128 + signal.SIGSEGV).may_be_mended
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         assert not Failed(1, Stopped(number)).may_be_mended
+
+
+def test_a_bar_in_one_line_is_shown_as_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def copied() -> None:
+        reading, writing = os.pipe()
+        with (tmp_path / "log").open("ab") as log:
+            copying = asyncio.ensure_future(Mouth(log, 1).copy(reading, sys.stdout))
+            for piece in (b"10%\r", b"20%\r", b"30% "):
+                os.write(writing, piece)
+            while "20%" not in (tmp_path / "log").read_text():
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(os.write, writing, b"done\n" + b"x" * (LONGEST_LINE + 1))
+            os.close(writing)
+            await copying
+            await asyncio.sleep(0.01)  # until the pipe is closed
+
+    asyncio.run(copied())
+    assert capsys.readouterr().out.splitlines()[:3] == ["[rank 1] 10%", "[rank 1] 20%", "[rank 1] 30% done"]
+    assert (tmp_path / "log").stat().st_size > LONGEST_LINE
 
 
 def test_a_failure_is_told_in_its_own_words() -> None:

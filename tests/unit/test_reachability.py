@@ -6,8 +6,12 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
+import pytest
+
+from ddp_manual.agent import reachability
 from ddp_manual.agent.reachability import (
     GREETING_BYTES,
     Probes,
@@ -76,6 +80,28 @@ def test_both_sides_send_more_than_a_packet() -> None:
     assert len(b"".join(received)) == GREETING_BYTES
 
 
+def test_strangers_at_the_port_of_an_agent_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "MOST_CONNECTED", 2)
+    monkeypatch.setattr(reachability, "ANSWER_WITHIN", 0.3)
+
+    async def strangers() -> list[int]:
+        answering = await answer_at("127.0.0.1")
+        port = answering.sockets[0].getsockname()[1]
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        read = []
+        for reader, writer in silent:
+            received = 0
+            with suppress(ConnectionResetError):
+                while piece := await reader.read(65536):
+                    received += len(piece)
+            read.append(received)
+            writer.close()
+        answering.close()
+        return read
+
+    assert asyncio.run(strangers()) == [GREETING_BYTES, GREETING_BYTES, 0]
+
+
 def test_something_else_that_listens_there_is_told_from_an_agent() -> None:
     assert reach_a_server_that(lambda peer, _: peer.sendall(b"SSH-2.0\r\n")) == "something else answers there"
 
@@ -101,10 +127,12 @@ def test_pairs_that_fail_are_named_with_their_direction_and_a_host_that_said_not
     probes = Probes(infos, assign_places([replace(info, host_id=info.host) for info in infos]), now=100.0)
     tried = {rank: [other for other, _, _ in request["probe"]] for rank, request in probes.requests()}
     assert tried == {0: [1, 2], 8: [0, 2], 16: [0, 1]}
-    probes.take(8, 1, [[0, "no answer"], [7, "of no host"]])
-    probes.take(8, 0, [])  # which is not rank 8's to say
+    keys = {rank: request["for"] for rank, request in probes.requests()}
+    earlier = [keys[0][0] - 1, 0]
+    probes.take(keys[8], [[0, "no answer"], [7, "of no host"]])
+    probes.take(earlier, [[1, "connection refused"]])
     assert not probes.over(108.0)
-    probes.take(0, 0, [])
+    probes.take(keys[0], [])
     assert probes.over(108.1)
     error = unreachable(probes.failing)
     assert error.what == "2 of the connections between hosts cannot be made: b -> a, c is silent"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import LONGER, RankProcess, Start
+from tests.world.deaths import wait_until
 
 COMMAND = (sys.executable, "-m", "ddp_manual")
 
@@ -139,6 +141,18 @@ def test_status_follows_the_training_until_the_run_ends(start: Start, start_rank
         assert steps[-1] > steps[0]
         assert all(lines[rank]["silent_seconds"] < 5 for lines in progress)
         assert progress[-1][rank]["samples_per_second"] > 0
+
+
+def test_status_that_watches_does_not_take_a_frozen_rank_0_for_the_end_of_the_run(
+    start: Start, start_rank: Start, port: int
+) -> None:
+    rank_0 = start_rank(0, 2)
+    rank_0.wait_for("waiting for rank 1")
+    watching = look(start, port, "--watch", "--json")
+    wait_until(lambda: watching.out.count("\n") > 1)
+    rank_0.process.send_signal(signal.SIGSTOP)
+    assert watching.wait(30) == 14
+    assert "does not answer" in watching.err and "has ended" not in watching.err
 
 
 def test_status_where_nobody_listens_says_so_at_once(start: Start, port: int) -> None:

@@ -58,7 +58,13 @@ def test_a_rank_that_works_on_alone_after_rank_0_has_left_ends_well(start_script
         "    from ddp_manual.agent import main\n"
         "    main.LEAVE_TIMEOUT = 1\n"
     )
-    ranks = start_script("if world.rank == 1: time.sleep(4)", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    body = (
+        "import torch\n"
+        "ends = time.monotonic() + 6 * world.rank\n"
+        "layer = torch.nn.Linear(500, 500)\n"
+        "while time.monotonic() < ends: layer(torch.ones(500, 500)).sum().backward()\n"
+    )
+    ranks = start_script(body, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert [rank.wait(30) for rank in ranks] == [0, 0], ranks[1].err
     assert "rank 0 has finished and left; this rank goes on alone" in ranks[1].err
     assert "came out" in ranks[1].out

@@ -123,6 +123,31 @@ def network():
     assert "my last line" in ranks[1].out
 
 
+def test_processes_that_the_users_own_code_starts_can_be_terminated(start_own: Start, tmp_path: Path) -> None:
+    """As a ``multiprocessing.Pool`` does at its end, which waits for them."""
+    module = """
+import multiprocessing, subprocess
+import my_shapes
+
+def double(number):
+    return 2 * number
+
+def shapes():
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(double, range(3)) == [0, 2, 4]
+    other = subprocess.Popen(["sleep", "60"])
+    other.terminate()
+    assert other.wait(10) == -15
+    return my_shapes.shapes()
+"""
+    folder = tmp_path / "rank0"
+    folder.mkdir()
+    shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+    (folder / "pooled.py").write_text(module)
+    rank = start_own(0, "--dataset", "pooled:shapes", "--epochs", 1, "--world_size", 1)
+    assert rank.wait(60) == 0, rank.err
+
+
 def test_what_a_factory_raises_is_shown_on_every_rank(start_own: Start, tmp_path: Path) -> None:
     module = "def network(): raise LookupError('of mine')\ndef shapes(): raise OSError('no disk of mine')\n"
     for rank in range(2):

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.conftest import Start
+from tests.faulty import faulty
 from tests.strangers import Stranger
 
 HOST = os.uname().nodename
@@ -91,6 +93,31 @@ def test_when_rank_0_is_stopped_while_it_waits_the_others_leave_and_say_so(start
     assert ranks[1].wait(5) == 14
     assert last_error(ranks[1].err).startswith("error[master-lost]: rank 0 (")
     assert "stopped by SIGTERM" in last_error(ranks[1].err)
+
+
+def test_when_rank_0_is_stopped_while_all_load_their_data_the_others_are_told_why(
+    start: Start, rank_command: Callable[..., list[object]]
+) -> None:
+    ranks = [start(*faulty(rank_command(rank, 2), "sleep:60@loading")) for rank in range(2)]
+    for rank in ranks:
+        rank.wait_for("faulty: sleep in loading")
+    ranks[0].process.send_signal(signal.SIGTERM)
+    assert [rank.wait(10) for rank in ranks] == [143, 14]
+    assert re.search(r"^error\[peer-failed\]: rank 0 \(.*\) left with error\[stopped\]$", ranks[1].err, re.MULTILINE)
+    assert "goes on alone" not in ranks[1].err
+
+
+def test_a_rank_that_was_frozen_during_the_roll_call_is_told_so_and_rank_0_is_not_blamed(
+    start_rank: Start,
+) -> None:
+    ranks = [start_rank(rank, 3, "--peer_timeout", 2) for rank in (0, 1)]
+    ranks[1].wait_for("waiting for rank 2;")
+    ranks[1].process.send_signal(signal.SIGSTOP)
+    ranks[0].wait_for("has been silent for")
+    ranks[1].process.send_signal(signal.SIGCONT)
+    assert ranks[1].wait(10) == 14
+    error = last_error(ranks[1].err)
+    assert error.startswith("error[peer-lost]: rank 1 (") and "has lost its place" in error
 
 
 def test_garbage_in_the_roll_call_does_not_disturb_the_run(start_rank: Start, port: int) -> None:
