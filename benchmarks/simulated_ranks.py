@@ -171,7 +171,7 @@ class SimulatedRank:
             inside=random.random() < 0.5,
             place=f"loop.py:{random.randrange(100, 120)} in train_one_epoch",
         )
-        self.connection.send(encode({"beat": beat.as_message()}))
+        self.connection.send(encode({"beat": vars(beat)}))
 
 
 def join(order: Order, ranks: list[SimulatedRank], selector: selectors.BaseSelector) -> None:

@@ -94,9 +94,9 @@ def check(as_json: bool, **flags: Any) -> None:
     own line. The exit code is 0, or 3 with the findings first.
     """
     from ddp_manual import reports
-    from ddp_manual.agent import tasks
+    from ddp_manual.tools.check import check as check_rank
 
-    report = tasks.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
+    report = check_rank(WorldSpec.from_environment(**given(WorldSpec, flags)))
     _say(json.dumps(report) if as_json else reports.check_text(report))
     if report["findings"]:
         raise click.exceptions.Exit(FOUND_A_PROBLEM)
@@ -112,7 +112,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     import asyncio  # of 0.05 s, which --help does without
 
     from ddp_manual import reports
-    from ddp_manual.agent.observer import look
+    from ddp_manual.tools.status import look
 
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
@@ -239,9 +239,10 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
+    from ddp_manual import commands
     from ddp_manual.agent import local
 
-    local.check_train_options(nproc, train_options)
+    commands.check_train_options(nproc, train_options)
     flags = train.make_context("train", list(train_options)).params
     config = TrainConfig.from_file(flags.pop("config_file"), **given(TrainConfig, flags))
     options = given(WorldSpec, flags)  # and no variables, which another launcher may have left

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 from ddp_manual import environment
 from ddp_manual.config import TrainConfig
+from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
 from ddp_manual.world_spec import WorldSpec
 
@@ -29,3 +32,45 @@ def command_template(spec: WorldSpec, config: TrainConfig | None = None) -> str:
     given = {**spec.given_options(), **(config.given_options() if config else {})}
     rest = as_flags({name: value for name, value in given.items() if name not in PER_RANK_OPTIONS})
     return " ".join(part for part in (shlex.join(program), identity, meeting, rest) if part)
+
+
+def command_to_go_on_with_launch(nproc: int, max_restarts: int, run_dir: Path, typed: Sequence[str]) -> str:
+    """What to type for another ``launch`` in the place of one that was typed with these training options."""
+    program, _ = environment.typed_command()
+    restarts = ["--max_restarts", str(max_restarts)] if max_restarts else []
+    words = [*program, "launch", "--nproc", str(nproc), *restarts, "--run_dir", str(run_dir), "--"]
+    return shlex.join([*words, *from_the_newest(typed)])
+
+
+def check_train_options(nproc: int, typed: Sequence[str]) -> None:
+    """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence; and for a
+    script, which is none of this package's training."""
+    if typed and not typed[0].startswith("-"):
+        program = typed[0]
+        raise BadOption(
+            f"launch starts no program, and was given {program}",
+            why="its ranks are those of this package's own training; what follows are options of train",
+            next=f"leave {program} out\n"
+            f"or, if it is a script of your own: torchrun --nproc-per-node {nproc} {shlex.quote(program)}\n"
+            "or call ddp_manual.spawn in it, and start it with python",
+        )
+    for option in typed:
+        name = option.removeprefix("--").split("=")[0].replace("-", "_")
+        if option.startswith("--") and name in PER_RANK_OPTIONS:
+            raise BadOption(
+                f"--{name} cannot be passed on by launch",
+                why=f"launch gives every rank its --{name}",
+                next="put --run_dir before the --" if name == "run_dir" else f"leave --{name} out",
+            )
+
+
+def from_the_newest(typed: Sequence[str]) -> list[str]:
+    """The options with which ranks go on from the newest checkpoint of their own run."""
+    kept: list[str] = []
+    options = iter(typed)
+    for option in options:
+        if option.split("=")[0] != "--resume":
+            kept.append(option)
+        elif "=" not in option:
+            next(options, None)
+    return [*kept, "--resume", "auto"]

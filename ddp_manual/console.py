@@ -7,11 +7,13 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from ddp_manual import environment
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.rundir import RunPaths
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LOGGER = logging.getLogger("ddp_manual")
+COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class _CurrentStderr(logging.StreamHandler):  # type: ignore[type-arg]
@@ -50,6 +53,22 @@ def log_to_stderr(rank: int | None) -> None:
         LOGGER.propagate = False
     handler.setFormatter(logging.Formatter("%(message)s" if rank is None else f"{tag(rank)} %(message)s"))
     LOGGER.setLevel(logging.INFO)
+
+
+@contextmanager
+def log_as_found() -> Iterator[None]:
+    """After the body, this package's log is as it was before it."""
+    propagate, disabled = LOGGER.propagate, LOGGER.disabled
+    handlers, level = [*LOGGER.handlers], LOGGER.level
+    try:
+        yield
+    finally:
+        LOGGER.handlers, LOGGER.propagate, LOGGER.disabled = handlers, propagate, disabled
+        LOGGER.setLevel(level)
+
+
+def log(line: str) -> None:
+    LOGGER.info("%s", line)
 
 
 def say(line: str) -> None:
@@ -111,6 +130,31 @@ def stdout_failed(error: OSError) -> DdpManualError:
         why=str(error.strerror),
         next="free some space there, or send stdout elsewhere" if full else "send stdout elsewhere",
     )
+
+
+class RankOutput:
+    """What one rank says: to the terminal with its rank in front, and to its log as it is."""
+
+    def __init__(self, log: BinaryIO, rank: int) -> None:
+        self._log = log
+        self._tag = tag(rank)
+        self._colour = COLOURS[rank % len(COLOURS)]
+        if log.tell():
+            log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+
+    def write(self, text: bytes, sink: TextIO | None = None) -> None:
+        """Whatever becomes of the log or the terminal, the rank goes on."""
+        sink = sys.stderr if sink is None else sink
+        shown = (
+            f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and environment.colour_allowed() else self._tag
+        )
+        with suppress(OSError, ValueError):
+            self._log.write(text)
+            self._log.flush()
+        with suppress(OSError, ValueError):
+            for line in text.decode(errors="replace").splitlines(keepends=True):
+                sink.write(f"{shown} {line.removeprefix(self._tag + ' ')}")
+            sink.flush()
 
 
 class Progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +199,25 @@ def legacy_store_requested() -> bool:
     return os.environ.get("USE_LIBUV") == "0"
 
 
+@contextmanager
+def _changed(wanted: Mapping[str, str | None]) -> Iterator[None]:
+    """While the body runs, these variables have these values; None: they are not set."""
+    before = {name: os.environ.get(name) for name in wanted}
+    _put(wanted)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 _of_ours: dict[str, str] = {}
 """Variables that this process has set as a rank, and neither a launcher nor the user."""
 
@@ -230,19 +249,13 @@ def of_a_rank(
         # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
         for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
             wanted[variable] = os.environ.get(variable, value)
-    before = {name: os.environ.get(name) for name in wanted}
     if launched_as() is None:
         _of_ours.update(wanted)
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        _of_ours.clear()
-        for name, earlier in before.items():
-            if earlier is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = earlier
+    with _changed(wanted):
+        try:
+            yield
+        finally:
+            _of_ours.clear()
 
 
 def launched_as() -> str | None:
@@ -279,15 +292,8 @@ def reserved_port() -> Iterator[int]:
 def brief_name_lookups() -> Iterator[None]:
     """While the body runs, the resolver of a thread that looks up its first name asks no name server; or, where torch
     would print a warning of that, one, once, for a second."""
-    before = os.environ.get("RES_OPTIONS")
-    os.environ["RES_OPTIONS"] = "attempts:0" if torch_is_quiet() else "timeout:1 attempts:1"
-    try:
+    with _changed({"RES_OPTIONS": "attempts:0" if torch_is_quiet() else "timeout:1 attempts:1"}):
         yield
-    finally:
-        if before is None:
-            del os.environ["RES_OPTIONS"]
-        else:
-            os.environ["RES_OPTIONS"] = before
 
 
 @contextmanager
@@ -297,13 +303,8 @@ def wandb_files_below(folder: Path) -> Iterator[None]:
     Images of a table that is not uploaded yet are among them.
     """
     wanted = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
-    unset = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in unset})
-    try:
+    with _changed({name: os.environ.get(name, value) for name, value in wanted.items()}):
         yield
-    finally:
-        for name in unset:
-            os.environ.pop(name, None)
 
 
 def torch_is_quiet() -> bool:
@@ -341,21 +342,12 @@ def likely_backend(device: str, backend: str) -> str:
 def of_children(threads_shared_by: int) -> Iterator[None]:
     """While the body runs, what this process starts has our environment without another launcher's variables, and
     torch is quiet in it."""
-    before = dict(os.environ)
-    there = {name: value for name, value in before.items() if name not in LAUNCHER_VARIABLES}
-    there.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    there.setdefault("PYTHONUNBUFFERED", "1")
     # Each rank would set its own share once it knows its neighbours; torch's pools are sized before that.
-    there.setdefault("OMP_NUM_THREADS", str(cpu_threads(threads_shared_by)))
-    try:
-        os.environ.update(there)
-        for name in before.keys() - there.keys():
-            del os.environ[name]
+    threads = str(cpu_threads(threads_shared_by))
+    usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
+    there = {name: os.environ.get(name, value) for name, value in usual.items()}
+    with _changed({**there, **dict.fromkeys(LAUNCHER_VARIABLES)}):
         yield
-    finally:
-        os.environ.update(before)
-        for name in there.keys() - before.keys():
-            del os.environ[name]
 
 
 def colour_allowed() -> bool:

@@ -1,6 +1,6 @@
 """What agent, worker and coordinator say to each other: JSON, one object per line, and nothing that is unpickled.
 
-    agent -> coordinator     hello, worker, ready, beat, probed, failed, lost, finished, stacks, bye
+    agent -> coordinator     hello, ready, beat, probed, failed, lost, finished, stacks, bye
     coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, close, verdict, over
     observer -> coordinator  look; the answer is seen
     worker -> agent          born, ready, beat, notes, run_dir, failed, finished, left, done, quiet, may_end
@@ -19,7 +19,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -353,9 +353,6 @@ class Beat:
         if max(map(len, words)) > LONGEST_NAME or not "".join(words).isprintable():
             raise ValueError("a beat whose words are too long, or not printable")
         return beat
-
-    def as_message(self) -> dict[str, Any]:
-        return asdict(self)
 
     def at_step(self) -> str:
         """``training, at step 120 of epoch 2``; where nobody counts steps the phase alone."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from ddp_manual.errors import BadOption
 
@@ -49,6 +49,32 @@ def refuse_while_importing(call: str) -> None:
             why="an option names it for what it defines, not to have it run",
             next=GUARD,
         )
+
+
+def check_function(train_fn: Callable[..., object]) -> None:
+    """Raises BadOption where a new Python could not find what ``spawn`` is to call in it."""
+    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    name = function.__qualname__ if isinstance(function, FunctionType) else ""
+    if not callable(train_fn):
+        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
+        why = "each rank calls train_fn(world, *args)"
+        next = "give a function, by its name and without calling it"
+    elif "<" in name:
+        what = f"spawn cannot start {name}"
+        why = "each rank is a new Python, which finds a function by the name it has in its module; this one has none"
+        next = "write it as a def at the top level of a module, and give what it needs by args"
+    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
+        why = "each rank is a new Python, which finds a function in a file, and cannot see what was typed here"
+        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
+    else:
+        return
+    raise BadOption(what, why=why, next=next)
+
+
+def _is_importable(main: ModuleType) -> bool:
+    """Whether what runs here is a file or a module, which a new Python can import too."""
+    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def check_name(option: str, value: object, *, known: Collection[str], typed: bool) -> None:

@@ -39,15 +39,15 @@ async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -
         command=attach["command"] or _command(spec, attach["typed"]),
         script=Path(attach["script"]) if attach["script"] else None,
         is_script=True,
+        attempt=attach["attempt"],
     )
     script = Script(attach["pid"], connection, faults, console.print_error)
     agent = Agent(
         spec,
         task,
         start_worker=lambda: script,
-        say=lambda line: console.LOGGER.info("%s", line),
+        say=console.log,
         tell=lambda error: None,  # as an exception, or at last by ``script``
-        attempt=attach["attempt"],
     )
     await agent.run()
 

@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,17 +28,9 @@ LONGEST_READ = 1 << 16
 Message = Mapping[str, Any]
 
 
-class _Buffer(threading.local):
-    """Where bytes are until they are handled, in the same turn: one for all connections of an event loop.
-
-    asyncio's own reading allocates 256 KiB for each message, which is a third of what a heartbeat costs.
-    """
-
-    def __init__(self) -> None:
-        self.content = bytearray(LONGEST_READ)
-
-
-_buffer = _Buffer()
+# Where bytes are until they are handled, in the same turn: one for all connections, as a process has one event loop.
+# asyncio's own reading allocates 256 KiB for each message, which is a third of what a heartbeat costs.
+_buffer = bytearray(LONGEST_READ)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -84,10 +75,10 @@ class Connection(asyncio.BufferedProtocol):
             self._on_open(self)
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        return _buffer.content
+        return _buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(memoryview(_buffer.content)[:nbytes]))
+        self.data_received(bytes(memoryview(_buffer)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         self.first_bytes = self.first_bytes or data[:64]

@@ -13,9 +13,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ddp_manual.agent import verdicts
@@ -53,12 +53,6 @@ PROCESS_ENDED = (CLOSED, os.strerror(errno.ECONNRESET))
 BEAT = encode({"beat": True})
 
 
-@lru_cache(maxsize=1)
-def _welcome(run: RunInfo) -> bytes:
-    """Without a token it is the same for all ranks."""
-    return encode({"welcome": {"run": vars(run)}})
-
-
 @dataclass(eq=False)
 class Peer:
     """A connection. ``rank`` is None until it is a rank's."""
@@ -70,16 +64,6 @@ class Peer:
     nonce: str = ""
     parted: bool = False
     """Whether it has said goodbye."""
-
-
-@dataclass
-class _Asking:
-    """Stacks that are being gathered."""
-
-    until: float
-    awaited: set[int]
-    done: Callable[[dict[int, str]], None]
-    found: dict[int, str] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -116,9 +100,11 @@ class Coordinator:
         self._close_together: bool | None = None
         self._first_finished: float | None = None
         self._broken: list[tuple[float, int, Verdict, str]] = []
-        self._asking: dict[str, _Asking] = {}
-        self._stalled: Stall | None = None
+        # Of ranks that were asked for their stacks, and have not answered yet.
+        self._stacks: dict[int, asyncio.Future[str]] = {}
+        self._naming = False
         self._gathering = False
+        self._working: set[asyncio.Task[None]] = set()
 
     @property
     def run(self) -> RunInfo:
@@ -269,10 +255,7 @@ class Coordinator:
         self._claiming.pop(peer, None)
         self._peers[info.rank] = peer
         peer.connection.reader.longest = 1 << 18
-        if self._seal:
-            peer.connection.send({"welcome": self._sealed(peer, "welcome", {"run": vars(self.run)})})
-        else:
-            peer.connection.write(_welcome(self.run))
+        peer.connection.send({"welcome": self._sealed(peer, "welcome", {"run": vars(self.run)})})
         self._untold = True
 
     def _opened(self, peer: Peer, kind: str, sealed: Mapping[str, Any], who: str, next: str) -> Any:
@@ -371,8 +354,6 @@ class Coordinator:
             self.roll_call.get_ready(rank, Ready.from_message(message["ready"]))
             self._untold = True
             self._advance()
-        elif "worker" in message:
-            self.roll_call.know_worker(rank, int(message["worker"]))
         elif "probed" in message:
             if self._probes is not None:
                 self._probes.take(message["for"], message["probed"])
@@ -382,12 +363,10 @@ class Coordinator:
         elif "failed" in message:
             self._take_failure(rank, message)
         elif "lost" in message:
-            self._take_loss(rank, message["lost"])
+            self._take_end(rank, {**words_of(self._who(rank), message["lost"]), "judged": True})
         elif "stacks" in message:
-            asking = self._asking.get(str(message["for"]))
-            if asking is not None:
-                asking.found[rank] = str(message["stacks"])
-                asking.awaited.discard(rank)
+            if asked := self._stacks.pop(rank, None):
+                asked.set_result(str(message["stacks"]))
         elif "bye" in message:
             peer.parted = True
             if self.roll_call.complete:
@@ -400,24 +379,23 @@ class Coordinator:
         self._gathering = False
         time.sleep(GATHER)
 
-    def _take_loss(self, rank: int, how: Mapping[str, Any]) -> None:
-        verdict = verdicts.lost(self._who(rank), self._health.beat(rank), how, self.run.start_again)
-        if self.roll_call.complete:
-            self._end_the_run(verdict)
-        else:
-            self._peers[rank].connection.send({"verdict": verdict})
-            self._missing_again(rank, f"is gone: {verdict['what'].partition(' is gone: ')[2]}")
-
     def _take_failure(self, rank: int, message: Mapping[str, Any]) -> None:
         words = words_of(self._who(rank), message["failed"])
-        if not self.roll_call.complete:
-            self._peers[rank].connection.send({"verdict": words})
-            self._missing_again(rank, f"left again: {printable(words['what'])}")
-        elif message.get("broken") and self._failure is None:
+        if self.roll_call.complete and message.get("broken") and self._failure is None:
             # Which rank is to blame is known in a moment.
             self._broken.append((time.monotonic() + BLAME_WITHIN, rank, words, str(message.get("place", ""))))
         else:
-            self._end_the_run(words)
+            self._take_end(rank, words)
+
+    def _take_end(self, rank: int, verdict: Verdict) -> None:
+        """What has ended a worker, as it said itself, or as its agent says of one that could not."""
+        if self.roll_call.complete:
+            self._end_the_run(verdict)
+            return
+        self._peers[rank].connection.send({"verdict": verdict})
+        what = printable(verdict["what"])
+        how = f"is gone: {what.partition(' is gone: ')[2]}" if "judged" in verdict else f"left again: {what}"
+        self._missing_again(rank, how)
 
     def _blame(self, now: float) -> None:
         """Of a collective that broke in ``rank``: ranks that finished early, or else it speaks for itself."""
@@ -470,7 +448,6 @@ class Coordinator:
         self._judge_claims()  # of a rank whose process may be frozen
         if not self.roll_call.complete and self._failure is None:
             self._wait_for_ranks(now, late=passed > 1)
-        self._finish_asking(now)
         if self.roll_call.complete and self._failure is None:
             self._blame(now)
             waiting_since = self._first_finished if self._close_together is None else None
@@ -524,11 +501,8 @@ class Coordinator:
             verdict = verdicts.finished_early(self._who(rank), health.beat(rank).place, early)
             self._end_the_run(verdict, spared=health.finished)
             return
-        stall = None if self._stalled else health.stall(now)
-        if stall is not None:
-            self._stalled = stall
-            beats = {rank: health.beat(rank) for rank in stall.waiting}
-            self._ask_stacks("", stall.behind or verdicts.one_per_place(stall, beats), self._name_the_stalled)
+        if not self._naming and (stall := health.stall(now)) is not None:
+            self._do(self._name_the_stalled(stall))
 
     def _blame_stopped(self, now: float, longer_than: float) -> bool:
         """Whether a worker that a signal has stopped, for longer than these seconds, ends the run."""
@@ -539,14 +513,16 @@ class Coordinator:
             self._end_the_run(verdicts.stopped(self._who(rank), beat, seconds, self.run.start_again))
         return found is not None
 
-    def _name_the_stalled(self, found: dict[int, str]) -> None:
+    async def _name_the_stalled(self, stall: Stall) -> None:
         """With their stacks. Unless they have gone on meanwhile, at the last moment."""
-        stall, self._stalled = self._health.stall(time.monotonic()), None
-        if stall is None or self._failure is not None:
-            return
-        beats = {rank: self._health.beat(rank) for rank in (*stall.waiting, *stall.behind)}
-        infos = self.roll_call.infos()
-        self._end_the_run(verdicts.stalled(infos, stall, beats, found, self.run.start_again))
+        self._naming = True
+        beats = {rank: self._health.beat(rank) for rank in stall.waiting}
+        stacks = await self._stacks_of(stall.behind or verdicts.one_per_place(stall, beats))
+        self._naming, now_stalled = False, self._health.stall(time.monotonic())
+        if now_stalled is not None:
+            beats = {rank: self._health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
+            infos, again = self.roll_call.infos(), self.run.start_again
+            self._end_the_run(verdicts.stalled(infos, now_stalled, beats, stacks, again))
 
     def _tell_all(self, line: str, but: int | None = None) -> None:
         for rank, peer in self._peers.items():
@@ -565,38 +541,36 @@ class Coordinator:
 
     # -- stacks, and who only looks -----------------------------------------------------------------------------
 
-    def _ask_stacks(self, key: str, ranks: list[int], done: Callable[[dict[int, str]], None]) -> None:
-        awaited = {rank for rank in ranks if rank in self._peers}
-        self._asking[key] = _Asking(time.monotonic() + STACKS_WITHIN, awaited, done)
-        for rank in awaited:
-            self._peers[rank].connection.send({"stacks": key})
-
-    def _finish_asking(self, now: float) -> None:
-        for key, asking in list(self._asking.items()):
-            if now >= asking.until or not asking.awaited:
-                del self._asking[key]
-                asking.done(asking.found)
+    async def _stacks_of(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The stacks of those of these ranks whose agents answer in time; who asks meanwhile gets the same."""
+        asked = [rank for rank in ranks if rank in self._peers]
+        for rank in asked:
+            if rank not in self._stacks:
+                self._stacks[rank] = asyncio.get_running_loop().create_future()
+                self._peers[rank].connection.send({"stacks": True})
+        answers = {rank: self._stacks[rank] for rank in asked}
+        if answers:
+            await asyncio.wait(answers.values(), timeout=STACKS_WITHIN)
+        return {rank: answer.result() for rank, answer in answers.items() if answer.done()}
 
     def _look(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
         """Somebody who joins nothing wants to see the run."""
         look = self._opened(peer, "look", sealed, "this process", "give the run's DDP_MANUAL_TOKEN or --token_file")
         if not isinstance(look, TokenMismatch):
-            self._show(peer, look)
+            peer.since = time.monotonic()  # it may look again
+            self._do(self._show(peer, stacks=bool(look.get("stacks"))))
 
-    def _show(self, peer: Peer, look: Mapping[str, Any]) -> None:
-        """Answer an observer, with the stacks of all ranks if it asks for them."""
-        peer.since = time.monotonic()  # it may look again
+    async def _show(self, peer: Peer, *, stacks: bool) -> None:
+        ranks = range(self.run.world_size) if stacks and self.roll_call.complete else ()
+        found = {str(rank): text for rank, text in (await self._stacks_of(ranks)).items()}
+        seen = {**self.seen(), **({"stacks": found} if stacks else {})}
+        peer.connection.send({"seen": self._sealed(peer, "seen", seen)})
 
-        def answer(stacks: dict[int, str] | None) -> None:
-            seen = self.seen()
-            if stacks is not None:
-                seen["stacks"] = {str(rank): text for rank, text in stacks.items()}
-            peer.connection.send({"seen": self._sealed(peer, "seen", seen)})
-
-        if look.get("stacks") and self.roll_call.complete:
-            self._ask_stacks(peer.challenge, list(range(self.run.world_size)), answer)
-        else:
-            answer({} if look.get("stacks") else None)
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        return task
 
     def seen(self) -> dict[str, Any]:
         """The run at this moment, for whoever looks on."""

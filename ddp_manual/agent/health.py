@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,7 +183,7 @@ class Health:
         waiting = [rank for rank in long if self._inside_for(rank, now) > self._run.stall_timeout]
         if self.async_collectives and len(long) == len(active) and not waiting:
             # Nobody gets anywhere. Whoever has begun more collectives than another waits for it.
-            fewest = _by_group((known.beat.collectives for known in active.values()), min)
+            fewest = _by_group([known.beat for known in active.values()], min)
             waiting = [
                 rank
                 for rank in long
@@ -191,7 +191,7 @@ class Health:
             ]
         if not waiting:
             return None
-        most = _by_group((active[rank].beat.collectives for rank in waiting), max)
+        most = _by_group([active[rank].beat for rank in waiting], max)
         behind = [
             rank
             for rank, known in active.items()
@@ -255,9 +255,7 @@ class Health:
         return ((rank, known) for rank, known in enumerate(self._ranks) if not known.gone)
 
 
-def _by_group(counts: Iterable[Any], choose: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in counts:
-        for group, count in one.items():
-            found[group] = choose(found[group], count) if group in found else count
-    return found
+def _by_group(beats: Sequence[Beat], choose: Callable[[Iterable[int]], int]) -> dict[str, int]:
+    """The least or the most collectives that ranks have begun, in each process group."""
+    groups = {group for beat in beats for group in beat.collectives}
+    return {group: choose(beat.collectives[group] for beat in beats if group in beat.collectives) for group in groups}

@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import resource
-import socket
-import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,16 +13,13 @@ from typing import Any
 
 import ddp_manual
 from ddp_manual import environment
-from ddp_manual.agent.address import family, interface_addresses, own_address, resolve, route_to
+from ddp_manual.agent.address import family, interface_addresses, route_to
 from ddp_manual.errors import BadOption
-from ddp_manual.steps import Step
 from ddp_manual.world_spec import WorldSpec
 
 # Connections a rank keeps to a process of rank 0: one to its agent; to its worker, torch's store, at most two.
 CONNECTIONS_PER_RANK = 2
 OWN_DESCRIPTORS = 100
-# Seconds.
-SLOW_LOOKUP = 0.5
 PACKAGE = Path(ddp_manual.__file__).parent
 DIGEST_BYTES = 6
 
@@ -91,28 +86,6 @@ def raise_descriptor_limit(spec: WorldSpec) -> str:
             next=f"raise it before rank 0 is started: ulimit -n {needed}",
         )
     return str(soft)
-
-
-def look_up_names(spec: WorldSpec, step: Step) -> None:
-    """Time a look-up by address, as ``check`` does: torch asks for the name of every peer that connects.
-
-    Raises:
-        MasterUnresolvable: rank 0's address.
-    """
-    mine = own_address()
-    asked = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])
-    found = [(address, *_looked_up(address)) for address in asked]
-    step.detail = ", ".join(f"{address} is {name or 'nameless'} ({took:.2f} s)" for address, took, name in found)
-    if max(took for _, took, _ in found) > SLOW_LOOKUP:
-        step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
-
-
-def _looked_up(address: str) -> tuple[float, str | None]:
-    """Seconds that looking up an address's name took, and the name if it has one."""
-    started, name = time.monotonic(), None
-    with suppress(OSError):
-        name = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
-    return time.monotonic() - started, name
 
 
 def installed_versions() -> dict[str, str | None]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.host import OwnAddress, code_digests, installed_versions
 from ddp_manual.agent.listening import listen
 from ddp_manual.agent.probe import Probe, find_rank_0
-from ddp_manual.agent.waiting import POLL_EVERY, Say, Waiting
 from ddp_manual.errors import MasterLost, TokenMismatch, from_dict
 from ddp_manual.messages import RankInfo, RunInfo
 from ddp_manual.steps import Steps
+from ddp_manual.waiting import POLL_EVERY, Say, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds until rank 0, which is busy or has to find out whether another process is alive, is said not to answer.
@@ -49,40 +50,27 @@ class Task:
     """What goes on with the run, if ``launch`` has started the ranks."""
     wait_until_ready: bool = False
     """Whether a failure waits for what the worker finds out, as ``check`` does."""
+    attempt: str = field(default_factory=lambda: f"{environment.restart_count()}.0")
+    """Differs for each time that the ranks of one torchrun meet."""
 
 
 class Joining:
     """One rank's way into its run.
 
-    Args:
-        who: what is known of the rank so far.
-        begin: have the worker begin its work; called as soon as there is something to wait for, with the IP address
-            where rank 0's worker is to host torch's store, or None.
-        attempt: differs for each time that the ranks of one torchrun meet.
+    ``who`` is what is known of the rank so far.
     """
 
     coordinator: Coordinator | None = None
     answering: asyncio.Server | None = None
     own: OwnAddress
 
-    def __init__(
-        self,
-        spec: WorldSpec,
-        task: Task,
-        who: RankInfo,
-        *,
-        steps: Steps,
-        say: Say,
-        begin: Callable[[str | None], None],
-        attempt: str,
-    ) -> None:
-        self.who = who
+    def __init__(self, spec: WorldSpec, task: Task, *, steps: Steps, say: Say) -> None:
+        host = environment.host_name()
+        self.who = RankInfo(rank=spec.rank, world_size=spec.world_size, host=host, pid=os.getpid())
         self._spec = spec
         self._task = task
         self._steps = steps
         self._say = say
-        self._begin = begin
-        self._attempt = attempt
         self.seal = Seal(environment.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
 
@@ -104,13 +92,10 @@ class Joining:
         while True:
             with self._steps.step("rank 0") as step:
                 if spec.agent_store and spec.rank != 0:
-                    self._begin(None)
-                    address, port = await torch_store.ask_address(spec, self._attempt, waiting)
+                    address, port = await torch_store.ask_address(spec, self._task.attempt, waiting)
                     self._spec = dataclasses.replace(spec, master_addr=address, master_port=port)
                     found = [address]
-                there = await find_rank_0(
-                    self._spec, found, waiting, self._command_for(0), while_waiting=lambda: self._begin(None)
-                )
+                there = await find_rank_0(self._spec, found, waiting, self._command_for(0))
                 assert there.connection is not None
                 where = addresses.at(there.address, self._spec.master_port)
                 step.detail = f"its agent answers at {where}"
@@ -120,7 +105,6 @@ class Joining:
                 there.connection.close()
                 raise
             if run is not None:
-                self._begin(None)
                 return run, there.connection
             there.connection.close()
             # A run that was ending; ours is still to come.
@@ -144,7 +128,7 @@ class Joining:
             listener = await listen(spec, found, port)
             address, port = listener.getsockname()[:2]
             if spec.agent_store:
-                await torch_store.tell_address(spec, self._attempt, address, port)
+                await torch_store.tell_address(spec, self._task.attempt, address, port)
             self._spec = spec = dataclasses.replace(spec, master_port=port)
             step.detail = addresses.at(address, port)
         own = await self._introduce(address)
@@ -166,7 +150,6 @@ class Joining:
         self.coordinator = Coordinator(run, own, self.seal, self.nonce, spec.join_timeout)
         await self.coordinator.serve(listener)
         self._say(f"listening at {step.detail}")
-        self._begin(address)
         return str(address)
 
     async def _introduce(self, rank_0: str) -> RankInfo:
@@ -221,22 +204,18 @@ class Joining:
             MasterLost: it says nothing, as one that was stopped after it had greeted.
         """
         while True:
-            receiving = asyncio.ensure_future(connection.receive())
             try:
-                while not (await asyncio.wait([receiving], timeout=ANSWER_WITHIN))[0]:
-                    waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
-                    if waiting.over:
-                        raise MasterLost(
-                            f"rank 0 at {where} has greeted this rank, and has not answered it for "
-                            f"{waiting.waited:.0f} s",
-                            why="its process is stopped or frozen, its host is down, or the network is cut",
-                            next=f"look at rank 0; to start it again: {self._command_for(0)}",
-                        )
-            finally:
-                receiving.cancel()
-            answer = receiving.result()
-            if answer is None or {"refused", "welcome", "over"} & answer.keys():
-                return answer
+                answer = await asyncio.wait_for(connection.receive(), ANSWER_WITHIN)
+                if answer is None or {"refused", "welcome", "over"} & answer.keys():
+                    return answer
+            except (TimeoutError, asyncio.TimeoutError):
+                waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
+                if waiting.over:
+                    raise MasterLost(
+                        f"rank 0 at {where} has greeted this rank, and has not answered it for {waiting.waited:.0f} s",
+                        why="its process is stopped or frozen, its host is down, or the network is cut",
+                        next=f"look at rank 0; to start it again: {self._command_for(0)}",
+                    ) from None
 
     def _not_believed(self, where: str, reason: str) -> TokenMismatch:
         return TokenMismatch(

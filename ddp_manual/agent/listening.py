@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from datetime import datetime
 
@@ -10,7 +11,7 @@ import psutil
 
 from ddp_manual import environment
 from ddp_manual.agent.address import at, family, interface_addresses
-from ddp_manual.agent.observer import Observer
+from ddp_manual.agent.observer import look_at
 from ddp_manual.agent.probe import Answer, Probe, probe
 from ddp_manual.agent.roll_call import MOST_NAMED, situation
 from ddp_manual.errors import AddressNotLocal, BadOption, DdpManualError, PortInUse
@@ -28,14 +29,11 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
         BadOption: this user may not listen on that port.
     """
     for address in addresses:
-        listener = socket.socket(family(address), socket.SOCK_STREAM)
-        # A run that has just ended leaves its port in TIME_WAIT for a minute; that is no reason to refuse the next.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((address, port))
-            listener.listen(4096)
+            # With SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
+            return socket.create_server((address, port), family=family(address), backlog=4096)
         except OSError as error:
-            listener.close()
+            words = os.strerror(error.errno or 0)
             if error.errno == errno.EADDRNOTAVAIL:
                 continue
             if error.errno == errno.EADDRINUSE:
@@ -43,15 +41,14 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
             if error.errno == errno.EACCES:
                 raise BadOption(
                     f"--master_port {port} may not be used by this user",
-                    why=f"binding {at(address, port)} gave: {error.strerror}",
+                    why=f"binding {at(address, port)} gave: {words}",
                     next="choose a --master_port above 1023, the same on every rank",
                 ) from None
             raise BadOption(
                 f"rank 0 cannot listen at {at(address, port)}",
-                why=f"{spec.named('master_addr')}; binding it gave: {error.strerror}",
+                why=f"{spec.named('master_addr')}; binding it gave: {words}",
                 next="give rank 0's IP address as --master_addr, the same on every rank",
             ) from None
-        return listener
     raise AddressNotLocal(
         f"rank 0 runs on {environment.host_name()}, but {spec.master_addr} is not an address of this host",
         why=f"{spec.named('master_addr')} resolves to {', '.join(addresses)}; "
@@ -82,13 +79,12 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
 async def _run_there(there: Probe, spec: WorldSpec) -> str:
     if there.connection is None:
         return "its run is ending"
-    observer = Observer(there, at(there.address, spec.master_port), environment.token(spec.token_file))
     try:
-        seen = await observer.look()
+        seen = await look_at(there, at(there.address, spec.master_port), environment.token(spec.token_file))
     except DdpManualError as error:
         return f"of its run nothing is known: {error.what}"
     finally:
-        observer.close()
+        there.connection.close()
     named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
     return f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
 

@@ -8,31 +8,30 @@ are told by its agent, as anywhere; then, if there may be another attempt, all g
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
-import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from ddp_manual import checkpoints, console, environment, signals
 from ddp_manual.agent import tasks
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of, start_python
-from ddp_manual.commands import PER_RANK_OPTIONS
+from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of
+from ddp_manual.commands import command_to_go_on_with_launch
 from ddp_manual.config import TrainConfig
-from ddp_manual.console import say
-from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
+from ddp_manual.console import RankOutput, say
+from ddp_manual.errors import DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.messages import LONGEST_LINE
+from ddp_manual.processes import start_python
 from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
 from ddp_manual.world_spec import WorldSpec
 
-COLOURS = (36, 33, 32, 35, 34, 31)
 FORKER = Path(__file__).parent.parent / "worker" / "forker.py"
 # What another attempt may escape: an exception of the training, a peer that is gone. Not so the rest: options, names,
 # versions, files, data and devices are the same again. A rank that a signal has stopped was asked to.
@@ -60,7 +59,8 @@ def launch_ranks(
     run_id = new_run_id()
     run_dir = run_dir or default_run_dir(run_id)
     paths = RunPaths(Path(run_dir)).create(resuming=config.resume is not None)
-    launch = Launch(nproc, run_id, paths, max_restarts, list(typed))
+    go_on = command_to_go_on_with_launch(nproc, max_restarts, paths.run_dir, typed)
+    launch = Launch(nproc, run_id, paths, max_restarts, go_on)
     with environment.reserved_port() as port:
         return asyncio.run(launch.run(spec, config, port))
 
@@ -73,7 +73,8 @@ class Launch:
     run_id: str
     paths: RunPaths
     max_restarts: int
-    typed: list[str]
+    go_on: str
+    """The command that goes on with the run."""
     agents: list[Agent] = field(default_factory=list)
     signalled: int = 0
 
@@ -96,21 +97,21 @@ class Launch:
             raise Stopped(
                 self.signalled,
                 why="the signal came to launch, which has passed it on; all ranks have ended",
-                next=f"to go on from the newest checkpoint:\n{self.command_to_go_on()}" if saved else None,
+                next=f"to go on from the newest checkpoint:\n{self.go_on}" if saved else None,
             )
         if failed is None:
             return 0
-        say(f"rank {failed.rank} failed first, with exit code {failed.exit_code}: {failed.told}")
+        say(f"rank {failed.rank} failed first, with exit code {failed.error.exit_code}: {failed.told}")
         if saved:
-            say(f"to go on from the newest checkpoint:\n  {self.command_to_go_on()}")
-        return failed.exit_code
+            say(f"to go on from the newest checkpoint:\n  {self.go_on}")
+        return failed.error.exit_code
 
     async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failed | None:
         """From the start of the first rank to the end of the last; returns what has ended it, if not its end."""
         with ExitStack() as closing:
             logs = [closing.enter_context(self.paths.log(rank).open("ab")) for rank in range(self.nproc)]
-            mouths = [Mouth(log, rank) for rank, log in enumerate(logs)]
-            self.agents = [self._agent(rank, spec, config, port, forker, mouth) for rank, mouth in enumerate(mouths)]
+            outputs = [RankOutput(log, rank) for rank, log in enumerate(logs)]
+            self.agents = [self._agent(rank, spec, config, port, forker, output) for rank, output in enumerate(outputs)]
             failed: list[Failed] = []
 
             async def live(rank: int) -> None:
@@ -121,26 +122,24 @@ class Launch:
                     for agent in self.agents:
                         agent.give_up(PeerFailed(f"rank {rank} has left", why=ended.error.what, next=ended.error.next))
                 elif rank == 0:
-                    mouths[0].say(f"{console.result_text(ended.result)}\n".encode(), sys.stdout)
+                    outputs[0].write(f"{console.result_text(ended.result)}\n".encode(), sys.stdout)
 
             await asyncio.gather(*(live(rank) for rank in range(self.nproc)))
         # A rank that lost a peer may have ended before the one that was lost.
-        return next((one for one in failed if one.exit_code != PeerGone.exit_code), failed[0]) if failed else None
+        return next((one for one in failed if one.error.exit_code != PeerGone.exit_code), failed[0]) if failed else None
 
-    def _agent(self, rank: int, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker, mouth: Mouth) -> Agent:
+    def _agent(
+        self, rank: int, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker, output: RankOutput
+    ) -> Agent:
         # The options of a rank that is started by hand, so that its commands are what a person could type.
-        given = {name: getattr(spec, name) for name in spec.sources if name not in PER_RANK_OPTIONS}
         place: dict[str, Any] = {"world_size": self.nproc, "rank": rank, "master_port": port, "run_id": self.run_id}
-        own = WorldSpec(**given, **place, sources={**spec.sources, **dict.fromkeys(place, "flag")})
+        own = dataclasses.replace(spec, **place, sources={**spec.sources, **dict.fromkeys(place, "flag")})
         return Agent(
             own,
-            tasks.training(own, config.in_folder(str(self.paths.run_dir)), launched=self.command_to_go_on()),
-            start_worker=lambda: forker.fork(mouth),
-            say=lambda line: mouth.say(f"{console.tag(rank)} {line}\n".encode()),
-            tell=lambda error: mouth.say(f"{error.render()}\n".encode()),
-            alone=config.no_ddp,
-            takes_signals=False,
-            says_who_is_missing=rank == 0,
+            tasks.training(own, config.in_folder(str(self.paths.run_dir)), launched=self.go_on),
+            start_worker=lambda: forker.fork(output),
+            say=lambda line: output.write(f"{console.tag(rank)} {line}\n".encode()),
+            tell=lambda error: output.write(f"{error.render()}\n".encode()),
         )
 
     def _take_signal(self, number: int) -> None:
@@ -159,13 +158,6 @@ class Launch:
             return config
         return config.resumed()
 
-    def command_to_go_on(self) -> str:
-        """What to type for another ``launch`` in place of this one."""
-        program, _ = environment.typed_command()
-        restarts = ["--max_restarts", str(self.max_restarts)] if self.max_restarts else []
-        words = [*program, "launch", "--nproc", str(self.nproc), *restarts, "--run_dir", str(self.paths.run_dir), "--"]
-        return shlex.join([*words, *from_the_newest(self.typed)])
-
 
 @dataclass(frozen=True)
 class Failed:
@@ -175,57 +167,31 @@ class Failed:
     error: DdpManualError
 
     @property
-    def exit_code(self) -> int:
-        return self.error.exit_code
-
-    @property
     def may_be_mended(self) -> bool:
         """Whether to start all ranks again; also one that was killed, as by the kernel when memory is short."""
-        killed = self.exit_code > 128 and self.exit_code not in ASKED_TO_STOP
-        return self.exit_code in MENDED_BY_A_RESTART or killed
+        code = self.error.exit_code
+        return code in MENDED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
 
     @property
     def told(self) -> str:
         return f"error[{self.error.identifier}]: {self.error.what}"
 
 
-class Mouth:
-    """What one rank says: to the terminal with its rank in front, and to its log as it is."""
-
-    def __init__(self, log: BinaryIO, rank: int) -> None:
-        self._log = log
-        self._tag = console.tag(rank)
-        self._colour = COLOURS[rank % len(COLOURS)]
-        if log.tell():
-            log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
-
-    def say(self, text: bytes, sink: TextIO | None = None) -> None:
-        """Whatever becomes of the log or the terminal, the rank goes on."""
-        sink = sys.stderr if sink is None else sink
-        tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and environment.colour_allowed() else self._tag
-        with suppress(OSError, ValueError):
-            self._log.write(text)
-            self._log.flush()
-        with suppress(OSError, ValueError):
-            for line in text.decode(errors="replace").splitlines(keepends=True):
-                sink.write(f"{tag} {line.removeprefix(self._tag + ' ')}")
-            sink.flush()
-
-    async def copy(self, descriptor: int, sink: TextIO) -> None:
-        """What the worker writes to this pipe, line by line, until its end."""
-        reader = asyncio.StreamReader(limit=1 << 20)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
-        rest = b""
-        while piece := await reader.read(1 << 16):
-            # A bar that goes on in one line is shown as it grows.
-            *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            if len(rest) > LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
-            if lines:
-                self.say(b"\n".join(lines) + b"\n", sink)
-        if rest:
-            self.say(rest + b"\n", sink)
+async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
+    """What the worker writes to this pipe, line by line, until its end."""
+    reader = asyncio.StreamReader(limit=1 << 20)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
+    rest = b""
+    while piece := await reader.read(1 << 16):
+        # A bar that goes on in one line is shown as it grows.
+        *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        if lines:
+            output.write(b"\n".join(lines) + b"\n", sink)
+    if rest:
+        output.write(rest + b"\n", sink)
 
 
 class Forker:
@@ -253,7 +219,7 @@ class Forker:
         self._process.kill()
         self._process.wait()
 
-    def fork(self, mouth: Mouth) -> Worker:
+    def fork(self, output: RankOutput) -> Worker:
         """Ask for a worker; it is there once the forker has torch."""
         channel, theirs = socket.socketpair()
         (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
@@ -262,7 +228,7 @@ class Forker:
         for descriptor in their_pipes:
             os.close(descriptor)
         sinks = zip(ours, (sys.stdout, sys.stderr), strict=True)
-        copies = [asyncio.ensure_future(mouth.copy(pipe, sink)) for pipe, sink in sinks]
+        copies = [asyncio.ensure_future(copy(pipe, output, sink)) for pipe, sink in sinks]
         return ForkedWorker(self._process, channel, faults, copies)
 
 
@@ -282,22 +248,12 @@ class ForkedWorker(Worker):
         copies: Sequence[asyncio.Future[None]],
     ) -> None:
         super().__init__(forker.pid, channel, faults)
-        self.exists = False
         self._forker = forker
         self._copies = copies
-        self._born = asyncio.Event()
-
-    def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        if "born" in message:
-            self.pid, self.exists = int(message["born"]), True
-            self.look_at_memory()
-            self._born.set()
-        else:
-            super()._take(message, take)
 
     async def _watch(self, gone: Callable[[], None]) -> None:
-        await first_of(self._born, self._hung_up)
-        if self.exists:
+        await first_of(self._speaks, self._hung_up)
+        if self._speaks.is_set():
             await super()._watch(gone)
             return
         await asyncio.sleep(LOOK_EVERY)  # the forker may only be about to end, and a child of it may have ended alone
@@ -306,44 +262,10 @@ class ForkedWorker(Worker):
         gone()
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if self._born.is_set():
+        if self._speaks.is_set():
             await super().end(error, own=own)
             await asyncio.wait(self._copies, timeout=LAST_LINES_WITHIN)
         else:  # it ends at once when it is forked, since nobody is there any more
             self.close()
         for copy in self._copies:
             copy.cancel()
-
-
-def check_train_options(nproc: int, typed: Sequence[str]) -> None:
-    """Raises BadOption for what ``launch`` decides itself, and would otherwise be overruled in silence; and for a
-    script, which is none of this package's training."""
-    if typed and not typed[0].startswith("-"):
-        program = typed[0]
-        raise BadOption(
-            f"launch starts no program, and was given {program}",
-            why="its ranks are those of this package's own training; what follows are options of train",
-            next=f"leave {program} out\n"
-            f"or, if it is a script of your own: torchrun --nproc-per-node {nproc} {shlex.quote(program)}\n"
-            "or call ddp_manual.spawn in it, and start it with python",
-        )
-    for option in typed:
-        name = option.removeprefix("--").split("=")[0].replace("-", "_")
-        if option.startswith("--") and name in PER_RANK_OPTIONS:
-            raise BadOption(
-                f"--{name} cannot be passed on by launch",
-                why=f"launch gives every rank its --{name}",
-                next="put --run_dir before the --" if name == "run_dir" else f"leave --{name} out",
-            )
-
-
-def from_the_newest(typed: Sequence[str]) -> list[str]:
-    """The options with which ranks go on from the newest checkpoint of their own run."""
-    kept: list[str] = []
-    options = iter(typed)
-    for option in options:
-        if option.split("=")[0] != "--resume":
-            kept.append(option)
-        elif "=" not in option:
-            next(options, None)
-    return [*kept, "--resume", "auto"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
@@ -24,7 +25,6 @@ from ddp_manual.agent import host, reachability, verdicts
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.joining import Joining, Task
 from ddp_manual.agent.roll_call import advice_for, missing_ranks_error, situation, wait_within
-from ddp_manual.agent.waiting import Say, Waiting
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import (
     BackendUnavailable,
@@ -37,9 +37,10 @@ from ddp_manual.errors import (
     asked_by,
     from_dict,
 )
-from ddp_manual.messages import Beat, Place, RankInfo, RunInfo, Verdict, as_error, last_words
+from ddp_manual.messages import Beat, Place, RunInfo, Verdict, as_error, last_words
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 from ddp_manual.steps import Steps
+from ddp_manual.waiting import Say, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -80,10 +81,6 @@ class Agent:
         start_worker: starts its process, or knows the one that runs already.
         say: says a line to whoever sits before this rank.
         tell: says why this rank ends, as the last thing.
-        alone: there is nobody to meet: no coordinator, no port.
-        takes_signals: of this process; otherwise whoever does calls ``take_signal``.
-        says_who_is_missing: while it waits; otherwise another rank says it at the same terminal.
-        attempt: differs for each time that the ranks of one torchrun meet.
     """
 
     def __init__(
@@ -94,24 +91,19 @@ class Agent:
         start_worker: Callable[[], Worker],
         say: Say,
         tell: Callable[[DdpManualError], None],
-        alone: bool = False,
-        takes_signals: bool = True,
-        says_who_is_missing: bool = True,
-        attempt: str = "0",
     ) -> None:
         self.spec = spec
         self.task = task
         self.steps = Steps()
         self.say = say
         self._tell = tell
-        self._alone = alone
-        self._takes_signals = takes_signals
-        self._say_waiting: Say = say if says_who_is_missing else (lambda line: None)
+        self._alone = bool(task.start.get("alone"))
+        # Ranks that ``launch`` has started have one terminal, where rank 0 says who is missing.
+        self._say_waiting: Say = say if task.launched is None or spec.rank == 0 else (lambda line: None)
         self._start_worker = start_worker
         self._worker: Worker | None = None
         self._started = self._heard = self._worker_heard = self._ticked = time.monotonic()
-        who = RankInfo(rank=spec.rank, world_size=spec.world_size, host=environment.host_name(), pid=os.getpid())
-        self._joining = Joining(spec, task, who, steps=self.steps, say=say, begin=self._begin, attempt=attempt)
+        self._joining = Joining(spec, task, steps=self.steps, say=say)
         self._waiting = Waiting(spec.join_timeout, self._say_waiting)
         self._connection: Connection | None = None
         self._run: RunInfo | None = None
@@ -134,11 +126,12 @@ class Agent:
     async def run(self) -> Ended:
         """From the first line to the exit code. Raises nothing: what ends the rank is told, and is in the result."""
         self._done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        with signals.taken(self.take_signal) if self._takes_signals else nullcontext():
+        with signals.taken(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 self._check_host()
-                if self.task.is_script:  # whose process is there already
-                    await self._have_worker()
+                self._worker = self._start_worker()
+                await self._worker.attach(self._guarded(self._take_from_worker), self._worker_gone)
+                self._joining.who = dataclasses.replace(self._joining.who, pid=self._worker.pid)
                 self._do(self._work_alone() if self._alone else self._join())
                 self._tick()
                 ended = Ended(result=await self._done)
@@ -164,29 +157,22 @@ class Agent:
         with self.steps.step("open files") as step:
             step.detail = f"up to {host.raise_descriptor_limit(self.spec)}"
 
-    async def _have_worker(self) -> Worker:
-        if self._worker is None:
-            self._worker = self._start_worker()
-            await self._worker.attach(self._guarded(self._take_from_worker), self._worker_gone)
-        return self._worker
-
     def _begin(self, store_address: str | None) -> None:
-        """Have the worker begin: it loads torch while this rank waits for the others."""
+        """Have the worker begin: it loads torch while this rank looks for the others, or waits for them.
+
+        Args:
+            store_address: where rank 0's worker is to host torch's store.
+        """
         if not self._begun:
             self._begun = True
-            self._do(self._start(store_address))
-
-    async def _start(self, store_address: str | None) -> None:
-        worker = await self._have_worker()
-        if worker.exists:
-            self._joining.who = dataclasses.replace(self._joining.who, pid=worker.pid)
-            self._send({"worker": worker.pid})
-        worker.send({"start": {**self.task.start, "store_address": store_address, "started": self._started}})
+            spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
+            here = {"store_address": store_address, "started": self._started}
+            self._to_worker({"start": {**self.task.start, **spec, **here}})
 
     async def _work_alone(self) -> None:
         run_id = self.spec.run_id or rundir.new_run_id()
         self._set_run_dir(self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id))
-        await self._start(None)
+        self._begin(None)
         await self._ready_came.wait()
         place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
@@ -194,15 +180,16 @@ class Agent:
         self._to_worker({"place": dataclasses.asdict(place), "run": run, "roster": []})
 
     async def _join(self) -> None:
+        if self.spec.rank != 0:
+            self._begin(None)
         self._run, self._connection = run, connection = await self._joining.join(self._waiting)
+        self._begin(run.address)
         self._heard = time.monotonic()
         self._set_run_dir(run.run_dir)
         self._roll_call = self.steps.begin("roll call")
         if self.spec.rank != 0:
             # Rank 0's own time counts from when it began to listen, so it ends first and for everybody.
             self._waiting = Waiting(self.spec.join_timeout, self._say_waiting)
-        if self._worker is not None and self._worker.exists:
-            self._send({"worker": self._worker.pid})
         if self._ready is not None:
             self._send({"ready": self._ready})
         connection.handle(self._guarded(self._take), self._coordinator_gone)
@@ -227,7 +214,7 @@ class Agent:
         elif "verdict" in message:
             self._take_verdict(message["verdict"])
         elif "stacks" in message:
-            self._do(self._answer_stacks(message["stacks"]))
+            self._do(self._answer_stacks())
         elif "close" in message:
             self._to_worker({"close": message["close"]})
         elif "over" in message and self._placed:
@@ -280,20 +267,14 @@ class Agent:
                 step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts, tried by others"
         if self._joining.answering is not None:
             self._joining.answering.close()
-        self._to_worker(
-            {
-                "place": message["place"],
-                "store": message["store"],
-                "roster": message.get("roster", []),
-                "run": {"run_id": self._run.run_id, "run_dir": self._run.run_dir},
-                "interface": self._joining.own.interface,
-            }
-        )
+        run = {"run_id": self._run.run_id, "run_dir": self._run.run_dir}
+        self._to_worker({"roster": [], **message, "run": run, "interface": self._joining.own.interface})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = as_error(verdict, self.spec.rank)
         ours, judged, own = verdict["rank"] == self.spec.rank, verdict.get("judged"), self._own_words
-        if judged and ours and self._worker is not None and self._worker.status is None:
+        assert self._worker is not None
+        if judged and ours and self._worker.status is None:
             error.why = f"that is this rank; the others have not waited for it\n{error.why}"
         elif not judged and own is not None and (ours or own.identifier == verdict["identifier"]):
             error = own
@@ -318,12 +299,9 @@ class Agent:
             next=f"look at rank 0's last lines and at {self._run.host}, then {self._run.start_again}",
         )
 
-    async def _answer_stacks(self, key: str) -> None:
-        worker = self._worker
-        text = await worker.stack() if worker is not None else None
-        if worker is not None and (name := worker.stopped_by()):
-            text = f"its worker is stopped: {name}"
-        self._send({"stacks": text or "its worker gave none", "for": key})
+    async def _answer_stacks(self) -> None:
+        assert self._worker is not None
+        self._send({"stacks": await self._worker.stack()})
 
     # -- what the worker says -----------------------------------------------------------------------------------------
 
@@ -373,16 +351,18 @@ class Agent:
         self._tell_the_run({**message, "broken": message.get("broken", False)}, self._own_words)
 
     def _worker_gone(self) -> None:
-        worker = self._worker
-        if worker is None or self._result is not None or self._own_words is not None:
+        if self._result is not None or self._own_words is not None:
             return  # it has said what there was to say
+        worker = self._worker
+        assert worker is not None
         if self._left and not worker.status:
             self._finish()
             return
-        how = {"status": worker.status, "oom": worker.ran_out_of_memory, "stack": worker.crash_stack}
         who = dataclasses.replace(self._joining.who, pid=worker.pid)
         again = self._run.start_again if self._run else "start this rank again"
-        self._tell_the_run({"lost": how}, as_error(verdicts.lost(who, self._beat, how, again), self.spec.rank))
+        oom, stack = worker.ran_out_of_memory, worker.crash_stack
+        verdict = verdicts.lost(who, self._beat, again, status=worker.status, oom=oom, stack=stack)
+        self._tell_the_run({"lost": verdict}, as_error(verdict, self.spec.rank))
 
     def _tell_the_run(self, message: Mapping[str, Any], error: DdpManualError) -> None:
         """The coordinator answers with what ends the run; where it does not, that is ``error``."""
@@ -481,7 +461,8 @@ class Agent:
             self._heard = now
         if not self._placed:
             self._say_news()
-        if now >= self._next_look and self._worker is not None:
+        assert self._worker is not None
+        if now >= self._next_look:
             self._next_look = now + LOOK_AT_WORKER
             self._beat = dataclasses.replace(self._beat, stopped=self._worker.stopped_by())
         if now >= self._next_beat:
@@ -501,7 +482,7 @@ class Agent:
         if beat.inside and now - self._worker_heard > WORKER_SILENT:
             beat = dataclasses.replace(beat, inside=False)
         if self._run is not None:
-            self._send({"beat": beat.as_message() if beat != self._sent_beat else None})
+            self._send({"beat": vars(beat) if beat != self._sent_beat else None})
         self._sent_beat = beat
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -510,7 +491,7 @@ class Agent:
         """Say why, then end the worker; rank 0 gives the others the time to read why."""
         if error is not None:
             self._say_goodbye(error)
-        failed = self._own_words is not None or (self._worker is not None and self._worker.ended.is_set())
+        failed = self._own_words is not None or self._worker is None or self._worker.ended.is_set()
         if error is not None and self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
             with suppress(TimeoutError, asyncio.TimeoutError):

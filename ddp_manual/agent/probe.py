@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,9 +17,9 @@ from typing import Any
 from ddp_manual import environment
 from ddp_manual.agent.address import at, is_loopback
 from ddp_manual.agent.connection import Connection
-from ddp_manual.agent.waiting import POLL_EVERY, Waiting
 from ddp_manual.errors import MasterAddressError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
 from ddp_manual.messages import LONGEST_ANSWER
+from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
@@ -133,14 +133,12 @@ async def find_rank_0(
     rank_0_command: str,
     *,
     who: str | None = None,
-    while_waiting: Callable[[], None] = lambda: None,
 ) -> Probe:
     """Wait until rank 0's agent greets at one of its addresses; returns that, with the connection.
 
     Args:
         rank_0_command: what starts rank 0, for the advice.
         who: whoever asks, if it is not a rank.
-        while_waiting: called where there is something to wait for.
 
     Raises:
         MasterNotAStore: something else answers. MasterRefused, MasterUnreachable: at the deadline, as is MasterLost
@@ -172,7 +170,6 @@ async def find_rank_0(
             said = f"nothing listens at {where}{resolved}: is rank 0 started?"
         else:
             said = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
-        while_waiting()
         waiting.about(said)
         waiting.advise([rank_0_command])
         if waiting.over and any(one.answer is Answer.OVER for one in probes):

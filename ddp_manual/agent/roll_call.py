@@ -92,18 +92,14 @@ class RollCall:
         self.members[rank].heard = now
 
     def get_ready(self, rank: int, ready: Ready) -> None:
-        self.members[rank].ready = ready
+        member = self.members[rank]
+        member.ready = ready
         self._loading.discard(rank)
         self._not_compared[rank] = None
-        self.know_worker(rank, ready.pid)
-
-    def know_worker(self, rank: int, pid: int) -> None:
-        """From now on messages name the worker, which is there."""
-        member = self.members[rank]
-        if member.info.pid != pid:
-            member.info = replace(member.info, pid=pid)
+        if member.info.pid != ready.pid:  # as where ``launch`` has it only now
+            member.info = replace(member.info, pid=ready.pid)
         if rank == 0:
-            self.run = replace(self.run, pid=pid)
+            self.run = replace(self.run, pid=ready.pid)
 
     def leave(self, rank: int, how: str) -> None:
         """It is missing again.
@@ -128,14 +124,10 @@ class RollCall:
             member = self.members[rank]
             assert member.ready is not None
             error = unlike_when_ready(member.info, member.ready, first.info, first.ready, self.run)
-            gpu = named_gpu(member.info, member.ready)
-            if error is None and gpu is not None:
-                user = self.members[self._gpus.setdefault(gpu, rank)]
-                assert user.ready is not None
-                if user is not member:
-                    error = shared_gpu([(user.info, user.ready), (member.info, member.ready)])
             if error is None:
-                error = shared_gpu([(member.info, member.ready)])
+                gpu = named_gpu(member.info, member.ready)
+                user = rank if gpu is None else self._gpus.setdefault(gpu, rank)
+                error = self._shared_gpu(dict.fromkeys((user, rank)))
             if error is not None:
                 yield rank, error
 
@@ -185,7 +177,10 @@ class RollCall:
 
     def shared_gpus(self, places: Mapping[int, Place]) -> DdpManualError | None:
         """Whether two ranks would share a GPU, or one has none, at these places."""
-        pairs = [(member.info, member.ready) for _, member in sorted(self.members.items())]
+        return self._shared_gpu(sorted(self.members), places)
+
+    def _shared_gpu(self, ranks: Iterable[int], places: Mapping[int, Place] | None = None) -> DdpManualError | None:
+        pairs = [(self.members[rank].info, self.members[rank].ready) for rank in ranks]
         return shared_gpu([(info, ready) for info, ready in pairs if ready is not None], places)
 
     def news(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import json
 import struct
 
 from ddp_manual import environment
-from ddp_manual.agent.waiting import POLL_EVERY, Waiting
 from ddp_manual.errors import BadOption, MasterLost, RankMissing
+from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 _VALIDATE = bytes.fromhex("00cef7853c")

@@ -4,84 +4,74 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ddp_manual.agent.health import Stall
 from ddp_manual.agent.roll_call import MOST_NAMED, as_ranges, in_words
 from ddp_manual.errors import MasterLost, PeerLost, PeerStalled, signal_name
 from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, Verdict, judged
 
-LOST_ITS_AGENT = (
-    "its connection to rank 0 ended: {reason}; agent and worker of that rank have both ended, or its host has"
-)
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-def _lost(who: RankInfo) -> type[PeerLost] | type[MasterLost]:
-    return PeerLost if who.rank else MasterLost
+def _lost(who: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
+    kind = PeerLost if who.rank else MasterLost
+    return judged(who, kind(f"{who.who} {what}", why=why, next=next), exit_code)
 
 
 def gone(who: RankInfo, beat: Beat, reason: str, again: str) -> Verdict:
     """Its agent has ended, or its host has."""
-    return judged(
+    return _lost(
         who,
-        _lost(who)(
-            f"{who.who} is gone, without last words",
-            why=f"{LOST_ITS_AGENT.format(reason=reason)}\nit was {beat.at_step()}, when it was last heard",
-            next=f"look at its last lines; if there are none its agent was killed, or {who.host} is down\nthen {again}",
-        ),
+        "is gone, without last words",
+        why=f"its connection to rank 0 ended: {reason}; agent and worker of that rank have both ended, or its host "
+        f"has\nit was {beat.at_step()}, when it was last heard",
+        next=f"look at its last lines; if there are none its agent was killed, or {who.host} is down\nthen {again}",
     )
 
 
-def lost(who: RankInfo, beat: Beat, how: Mapping[str, Any], again: str) -> Verdict:
+def lost(who: RankInfo, beat: Beat, again: str, *, status: int | None, oom: bool, stack: str) -> Verdict:
     """Its worker has ended without a word; its agent says how.
 
     Args:
-        how: ``status``: its exit code, or minus the signal's number, None where nobody could see that; ``oom``: whether
-            the kernel ended it for want of memory; ``stack``: the Python stack that a native crash has left.
+        status: its exit code, or minus the signal's number; None where nobody could see that.
+        oom: whether the kernel ended it for want of memory.
+        stack: the Python stack that a native crash has left.
     """
-    known, stack = how["status"] is not None, str(how.get("stack") or "")[-LONGEST_TEXT:]
-    status = int(how["status"]) if known else 1
-    where = f"it was {beat.at_step()}, when it was last heard"
-    if not known:
-        what, why, next = "its process has ended", "how it ended nobody could see", "look at its last lines"
-    elif how.get("oom"):
+    next = "look at its last lines"
+    if status is None:
+        what, why = "its process has ended", "how it ended nobody could see"
+    elif oom:
         what = f"{signal_name(-status)}, since memory ran out"
         why = "the kernel's OOM killer ended it: its memory cgroup counts one more oom_kill"
         next = "give it more memory, or a smaller --batch_size"
+    elif -status in CRASHES:
+        what = signal_name(-status)
+        why = f"its worker crashed in native code: {what}"
+        next = "mend the call that the stack shows; its last lines may say more"
     elif status < 0:
         what = signal_name(-status)
-        why = f"{signal_name(-status)} ended its worker; no memory cgroup of it has run out of memory"
+        why = f"{what} ended its worker; no memory cgroup of it has run out of memory"
         next = f"look at its last lines, and at who sends signals on {who.host}"
-        if -status in CRASHES:
-            why = f"its worker crashed in native code: {signal_name(-status)}"
-            next = "mend the call that the stack shows; its last lines may say more"
     else:
         what = f"its worker exited with code {status}, without last words"
         why = "the program ended itself, or its interpreter could not go on"
-        next = "look at its last lines"
-    return judged(
+    where = f"it was {beat.at_step()}, when it was last heard"
+    return _lost(
         who,
-        _lost(who)(
-            f"{who.who} is gone: {what}",
-            why="\n".join(filter(None, (why, where, stack and f"its Python stack:\n{stack}"))),
-            next=f"{next}\nthen {again}",
-        ),
-        exit_code=128 - status if status < 0 else status,
+        f"is gone: {what}",
+        why="\n".join(filter(None, (why, where, stack and f"its Python stack:\n{stack[-LONGEST_TEXT:]}"))),
+        next=f"{next}\nthen {again}",
+        exit_code=1 if status is None else 128 - status if status < 0 else status,
     )
-
-
-CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 def stopped(who: RankInfo, beat: Beat, seconds: float, again: str) -> Verdict:
     """A signal has stopped its worker, and nobody has let it go on."""
-    return judged(
+    return _lost(
         who,
-        _lost(who)(
-            f"{who.who} has been stopped by {beat.stopped} for {seconds:.0f} s",
-            why=f"it was {beat.at_step()}; its agent runs, and sees its worker stopped",
-            next=f"let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout\nthen {again}",
-        ),
+        f"has been stopped by {beat.stopped} for {seconds:.0f} s",
+        why=f"it was {beat.at_step()}; its agent runs, and sees its worker stopped",
+        next=f"let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout\nthen {again}",
     )
 
 
@@ -104,17 +94,14 @@ def is_debugging(who: RankInfo, beat: Beat) -> str:
 
 def finished_early(who: RankInfo, place: str, early: Sequence[int]) -> Verdict:
     """It waits in a collective for ranks that have done their work."""
-    them = in_words(as_ranges(early))
-    return judged(
-        who,
-        PeerLost(
-            f"{them} had finished while rank {who.rank} was still in a collective",
-            why="a collective needs every rank, and they did not make the same number of calls\n"
-            f"this one was on {place or 'no line of Python'}",
-            next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less\n"
-            "and let no rank alone call a collective or what calls one, such as below `if rank == 0`: a step, train()",
-        ),
+    error = PeerLost(
+        f"{in_words(as_ranges(early))} had finished while rank {who.rank} was still in a collective",
+        why="a collective needs every rank, and they did not make the same number of calls\n"
+        f"this one was on {place or 'no line of Python'}",
+        next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less\n"
+        "and let no rank alone call a collective or what calls one, such as below `if rank == 0`: a step, train()",
     )
+    return judged(who, error)
 
 
 def silent(found: Sequence[tuple[RankInfo, Beat, float]], world_size: int, again: str) -> Verdict:
@@ -127,14 +114,12 @@ def silent(found: Sequence[tuple[RankInfo, Beat, float]], world_size: int, again
     why.append("its process is stopped or frozen, its host is down, or the network between the hosts is cut")
     if world_size > 2 and len(found) == world_size - 1:
         why[-1] = "rank 0 hears nobody any more: it may be rank 0's own host that is cut off"
-    return judged(
+    return _lost(
         member,
-        _lost(member)(
-            f"{member.who} has been silent for {seconds:.0f} s",
-            why="\n".join(why),
-            next=f"look whether {member.host} can be reached, and whether its process runs: ps -o stat= -p {member.pid}"
-            f"\nthen {again}",
-        ),
+        f"has been silent for {seconds:.0f} s",
+        why="\n".join(why),
+        next=f"look whether {member.host} can be reached, and whether its process runs: ps -o stat= -p {member.pid}\n"
+        f"then {again}",
     )
 
 
@@ -142,46 +127,32 @@ def stalled(
     members: Sequence[RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
 ) -> Verdict:
     """Ranks that live and do not come to where the others wait for them."""
-    who_waits = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
-    if not stall.behind:
-        shown = one_per_place(stall, beats)
-        cause = "a connection between two of them may be cut: ddp-manual check tries them all"
-        if len(shown) > 1:
-            cause = (
-                "look at their lines: a collective is for all ranks, so neither one nor what calls one (a step, "
-                f"train()) may be below a line such as `if rank == 0`\nor {cause}"
-            )
-        return judged(
-            members[stall.waiting[0]],
-            PeerStalled(
-                f"all ranks have waited in a collective for {stall.seconds:.0f} s, and none is behind",
-                why="\n".join(
-                    [
-                        *_places(members, stall.waiting, beats),
-                        *_fewer(stall),
-                        *(_stack(members[rank], stacks.get(rank)) for rank in shown),
-                    ]
-                ),
-                next=f"{cause}\nor a step takes longer than that, and needs a larger --stall_timeout\nthen {again}",
-            ),
+    shown = stall.behind[:2] or one_per_place(stall, beats)
+    why = [
+        *_places(members, [*stall.behind, *stall.waiting], beats),
+        *_fewer(stall),
+        *(_stack(members[rank], stacks.get(rank)) for rank in shown),
+    ]
+    if stall.behind:
+        first, *others = stall.behind
+        who = members[first]
+        also = f", and {in_words(as_ranges(others))}" if others else ""
+        waiting = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
+        what = f"{who.who}{also} is stuck while others wait: {waiting} for {stall.seconds:.0f} s"
+        next = "mend what the stack shows; work that takes this long while others wait needs a larger --stall_timeout"
+    else:
+        who = members[stall.waiting[0]]
+        what = f"all ranks have waited in a collective for {stall.seconds:.0f} s, and none is behind"
+        next = (
+            "a connection between two of them may be cut: ddp-manual check tries them all\n"
+            "or a step takes longer than that, and needs a larger --stall_timeout"
         )
-    first, *others = stall.behind
-    member = members[first]
-    also = f", and {in_words(as_ranges(others))}" if others else ""
-    return judged(
-        member,
-        PeerStalled(
-            f"{member.who}{also} is stuck while others wait: {who_waits} for {stall.seconds:.0f} s",
-            why="\n".join(
-                [
-                    *_places(members, [*stall.behind, *stall.waiting], beats),
-                    *(_stack(members[rank], stacks.get(rank)) for rank in stall.behind[:2]),
-                ]
-            ),
-            next="mend what the stack shows; work that takes this long while others wait needs a larger "
-            f"--stall_timeout\nthen {again}",
-        ),
-    )
+        if len(shown) > 1:
+            next = (
+                "look at their lines: a collective is for all ranks, so neither one nor what calls one (a step, "
+                f"train()) may be below a line such as `if rank == 0`\nor {next}"
+            )
+    return judged(who, PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}"))
 
 
 def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:

@@ -13,16 +13,16 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import environment, signals
+from ddp_manual import signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, signal_name
 from ddp_manual.messages import LONGEST_ANSWER, last_words
+from ddp_manual.processes import start_python
 
 # Seconds: faulthandler takes a millisecond; then nothing more comes.
 STACK_WITHIN = 1.0
@@ -50,9 +50,6 @@ class Worker:
         process: where the agent is its parent.
     """
 
-    exists = True
-    """Whether the process is there yet, and ``pid`` its number."""
-
     def __init__(
         self, pid: int, channel: socket.socket, faults: int, process: subprocess.Popen[bytes] | None = None
     ) -> None:
@@ -69,9 +66,8 @@ class Worker:
         """Set once it has closed the channel, as the end of the process does."""
         self._fault_text = ""
         self._fault_came = asyncio.Event()
-        self._stack: asyncio.Future[str | None] | None = None
-        self._speaks = False
-        """Whether it has torch, and reads what it is told."""
+        self._speaks = asyncio.Event()
+        """Set once it has torch, and reads what it is told."""
         self._saving = False
         self.look_at_memory()
 
@@ -91,10 +87,11 @@ class Worker:
         await loop.create_connection(lambda: connection, sock=self._channel)
 
     def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        self._speaks = True
+        self._speaks.set()
         if "born" in message:
-            return
-        if "quiet" in message:
+            self.pid = int(message["born"])  # of a fork nobody else can tell it
+            self.look_at_memory()
+        elif "quiet" in message:
             self._quiet.set()
         elif "may_end" in message:
             self._answered.set()
@@ -161,17 +158,10 @@ class Worker:
         """What faulthandler has written of its own accord, when the process crashed."""
         return readable_stack(self._fault_text)
 
-    async def stack(self) -> str | None:
+    async def stack(self) -> str:
         """The Python stack of every thread but our own, also while a C call keeps the interpreter's lock."""
-        if self._stack is None or self._stack.done():  # who asks meanwhile gets the same
-            self._stack = asyncio.ensure_future(self._ask_stack())
-        return await asyncio.shield(self._stack)
-
-    async def _ask_stack(self) -> str | None:
-        if self.ended.is_set() or self._hung_up.is_set():
-            return None
-        if self.stopped_by():
-            return "stopped"
+        if name := self.stopped_by():
+            return f"its worker is stopped: {name}"
         self._fault_text = ""
         self._fault_came.clear()
         self.signal(signals.STACKS)
@@ -183,12 +173,12 @@ class Worker:
                 if len(self._fault_text) == before:
                     break
         text, self._fault_text = self._fault_text, ""
-        return readable_stack(text) or None
+        return readable_stack(text) or "its worker gave none"
 
     async def silence(self) -> None:
         """Let it write out what it has said so far, and then no more: its agent has the last word."""
         self.send({"quiet": True})
-        if self._speaks and not self.stopped_by():
+        if self._speaks.is_set() and not self.stopped_by():
             await first_of(self._quiet, self.ended, self._hung_up, within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
@@ -198,7 +188,7 @@ class Worker:
             error: what ends the rank; None where its work is done.
             own: whether the worker itself has said so.
         """
-        if not self.ended.is_set() and error is not None and self._connection is not None:
+        if self._speaks.is_set() and not self.ended.is_set() and error is not None:
             await self._let_it_save()
         self.signal(signal.SIGKILL)
         # One that waits for a device or a file system in the kernel ends when that answers.
@@ -299,19 +289,6 @@ def start_process(rank: int, world_size: int) -> Worker:
         process = start_python(PROGRAM, [theirs.fileno(), writing], who)
         os.close(writing)
     return Worker(process.pid, ours, reading, process)
-
-
-def start_python(
-    program: Path, descriptors: Sequence[int], who: Sequence[str], **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a program of this package that has torch: its arguments are these descriptors, which it inherits, the
-    process that has started it, and ``who``.
-
-    It is to hear of no signal before it can take one on: what comes until then is held back.
-    """
-    command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
-    with signals.held_back():
-        return subprocess.Popen(command, pass_fds=descriptors, env=environment.for_worker(), **options)
 
 
 def _stat(pid: int) -> list[str]:

@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_manual.errors import DataDiffers
+from ddp_manual.errors import ConfigMismatch, DataDiffers
+from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
+
+if TYPE_CHECKING:
+    from ddp_manual.worker.world import World
+
+
+def agree(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
+    """Compare every rank's options with rank 0's, and take rank 0's folder for the run's files; a collective.
+
+    Args:
+        options: option -> (value, source), for all that the ranks must have in common.
+
+    Raises:
+        ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
+    """
+    who = f"rank {world.rank} ({world.host}, pid {os.getpid()})"
+    found = world.gather({"who": who, "options": options, "run_dir": run_dir})
+    world.take_folder(found[0]["run_dir"])
+    for other in found[1:]:
+        if differing := differing_options(found[0]["options"], other["options"]):
+            world.gather(None)  # by now every agent has been told of the folder, where this error goes
+            who = " ".join(other["who"].split()[:2])
+            raise ConfigMismatch(
+                f"{other['who']} is to train with other options than rank 0: {', '.join(differing)}",
+                why=side_by_side(differing, found[0]["options"], other["options"], who),
+                next="give train() the same TrainConfig on every rank; only paths and what rank 0 does may differ",
+            )
 
 
 def compare_data(

@@ -16,7 +16,7 @@ from ddp_manual.config import TrainConfig, is_own_factory
 from ddp_manual.errors import Stopped
 from ddp_manual.rundir import RunPaths
 from ddp_manual.training import collectives, models, own, prediction_files, trackers
-from ddp_manual.training.agreement import compare_data
+from ddp_manual.training.agreement import agree, compare_data
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.course import Position
 from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
@@ -79,7 +79,8 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     if world.rank == 0:
         extras.check_trackers(config)
         resume_option.check_run_dir(config)
-    world.agree(
+    agree(
+        world,
         {**config.shared_options(), **check_own_code(config, world.rank)},
         config.run_dir or rundir.unused_run_dir(world.run_id),
     )

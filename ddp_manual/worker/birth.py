@@ -73,4 +73,5 @@ def flush_briefly() -> None:
 
 def end_process(status: int) -> None:
     """From any thread, without the interpreter's teardown: the main thread may be blocked for good."""
+    flush_briefly()
     os._exit(status)

@@ -12,15 +12,15 @@ import os
 import resource
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import console, environment, signals, user_code
+from ddp_manual import console, environment, user_code
 from ddp_manual.errors import DdpManualError, PeerGone, Stopped, from_dict
 from ddp_manual.messages import last_words
+from ddp_manual.processes import start_python
 from ddp_manual.worker import birth
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
@@ -125,13 +125,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
-        program, arguments = environment.typed_command()
-        with signals.held_back():
-            agent = subprocess.Popen(
-                [sys.executable, str(AGENT), str(theirs.fileno()), str(reading)],
-                pass_fds=(theirs.fileno(), reading),
-                stdin=subprocess.DEVNULL,
-            )
+        agent = start_python(AGENT, [theirs.fileno(), reading], stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
     undo.callback(birth.leave_no_stacks, was_enabled=faulthandler.is_enabled())
@@ -139,6 +133,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     birth.leave_stacks_in(writing)
     reporter = Reporter(ours, own_process=False)
     undo.callback(reporter.close)
+    program, arguments = environment.typed_command()
     script = environment.program_file()
     reporter.send(
         {
@@ -172,14 +167,7 @@ def _leave_as_found(undo: ExitStack) -> None:
     undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
     with suppress(ValueError, OSError):  # rank 0's worker hosts torch's store, which each rank connects to
         resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    logger = console.LOGGER
-    undo.callback(logger.setLevel, logger.level)
-    for name, before in {
-        "handlers": [*logger.handlers],
-        "propagate": logger.propagate,
-        "disabled": logger.disabled,
-    }.items():
-        undo.callback(setattr, logger, name, before)
+    undo.enter_context(console.log_as_found())
 
 
 def _exit(reporter: Reporter, tell: Callable[[DdpManualError], None] | None, status: int) -> None:
@@ -187,5 +175,4 @@ def _exit(reporter: Reporter, tell: Callable[[DdpManualError], None] | None, sta
     verdict = reporter.verdict
     if tell is not None and verdict is not None:
         tell(from_dict(verdict, status))
-    birth.flush_briefly()
     birth.end_process(status)

@@ -18,10 +18,9 @@ from ddp_manual.config import TrainConfig
 from ddp_manual.errors import Stopped
 from ddp_manual.messages import last_words
 from ddp_manual.training.main import check_own_code, train_as_agreed
-from ddp_manual.worker.measuring import measure
+from ddp_manual.training.measuring import check
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.session import Session
-from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -52,7 +51,7 @@ def work(session: Session, start: Mapping[str, Any]) -> None:
     with session.afterwards:
         try:
             if config is None:
-                done["done"] = check(session, world)
+                done["done"] = check(world, session.steps)
             else:
                 go_on = f"go on, with any number of ranks:\n{start['go_on']}"
                 done["done"] = train_as_agreed(
@@ -67,13 +66,3 @@ def work(session: Session, start: Mapping[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     session.reporter.send(done)
-
-
-def check(session: Session, world: World) -> dict[str, Any]:
-    """What ``ddp-manual check`` measures, and on rank 0 what the other ranks have seen."""
-    world.progress.phase = "measuring"
-    measured = measure(world.device, session.steps)
-    steps = session.steps.as_dicts()
-    ranks = world.gather({"rank": world.rank, "host": world.host, "steps": steps})
-    found = {"measured": measured, "ranks": ranks, "roster": world.roster()} if world.rank == 0 else {}
-    return {"steps": steps, **found}

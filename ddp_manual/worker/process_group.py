@@ -46,10 +46,8 @@ def check_none_open() -> None:
 
 def listen_for_store(address: str) -> socket.socket:
     """As rank 0: where torch's store will be, at this IP address only."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(4096)
-    return listener
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=4096)
 
 
 def open_store(address: str, port: int, listener: socket.socket | None = None) -> TCPStore:

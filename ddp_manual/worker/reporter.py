@@ -6,8 +6,8 @@ While a C call keeps the interpreter's lock this thread stands still; the agent 
 from __future__ import annotations
 
 import collections
+import math
 import os
-import queue
 import selectors
 import signal
 import socket
@@ -57,8 +57,6 @@ class Reporter:
         self.wishes = Wishes()
         self.thread = threading.get_ident()
         """Of the thread that trains."""
-        self.verdict: dict[str, Any] | None = None
-        """Why the run ends, once the agent has said so; only in a person's own script."""
         self.unwinding = False
         """Whether the thread that trains is on its way out of a failure, and closes what is open."""
         self.over = False
@@ -72,9 +70,8 @@ class Reporter:
         self._reader = LineReader(LONGEST_ANSWER)
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
-        self._answers: dict[str, queue.SimpleQueue[dict[str, Any]]] = {
-            kind: queue.SimpleQueue() for kind in ("start", "place", "close", "over", "verdict")
-        }
+        self._said: dict[str, dict[str, Any]] = {}
+        self._agent_spoke = threading.Event()
         self._ending = False
         self._sent_beat: Beat | None = None
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}reporter", daemon=True)
@@ -95,26 +92,29 @@ class Reporter:
     def send_beat(self) -> None:
         """What this rank does now, if that has changed."""
         beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
-        self.send({"beat": beat.as_message() if beat != self._sent_beat else None})
+        self.send({"beat": vars(beat) if beat != self._sent_beat else None})
         self._sent_beat = beat
 
-    def wait(self, kind: str, timeout: float | None = None) -> dict[str, Any]:
-        """The next message of a kind: start, place, close, over or verdict.
+    @property
+    def verdict(self) -> dict[str, Any] | None:
+        """Why the run ends, once the agent has said so; only in a person's own script."""
+        return self._said.get("verdict", {}).get("verdict")
+
+    def wait(self, kind: str, timeout: float = math.inf) -> dict[str, Any]:
+        """The message of a kind that comes once: start, place, close, over or verdict.
 
         Raises:
             TimeoutError: none has come within ``timeout`` seconds. DdpManualError: the run has ended meanwhile.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if self.verdict is not None and kind != "verdict":
+        deadline = time.monotonic() + timeout
+        while kind not in self._said or (self.verdict is not None and kind != "verdict"):
+            if self.verdict is not None:
                 raise from_dict(self.verdict, int(self.verdict["exit_code"]))
-            # In short waits, since Python hears of no signal in a long one.
-            left = 0.2 if deadline is None else min(0.2, deadline - time.monotonic())
-            try:
-                return self._answers[kind].get(timeout=max(0.0, left))
-            except queue.Empty:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"the agent did not say {kind}") from None
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the agent did not say {kind}")
+            self._agent_spoke.wait(0.2)  # Python hears of no signal in a long wait
+            self._agent_spoke.clear()
+        return self._said[kind]
 
     def close(self) -> None:
         self.over = True
@@ -168,11 +168,8 @@ class Reporter:
                 os.dup2(nowhere.fileno(), 2)
 
     def _take(self, message: dict[str, Any]) -> None:
-        for kind, answers in self._answers.items():
-            if kind in message:
-                if kind == "verdict":
-                    self.verdict = message["verdict"]
-                answers.put(message)
+        self._said.update(dict.fromkeys(message, message))
+        self._agent_spoke.set()
         if "stop" in message:
             self.wishes.ask_stop(int(message["stop"]))
         if "save" in message:

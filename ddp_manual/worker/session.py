@@ -170,12 +170,16 @@ def _line_of_the_only_rank(device: torch.device) -> dict[str, Any]:
     return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}
 
 
-def as_ours(rank: int, error: BaseException) -> DdpManualError:
-    """Any exception that ends a rank, as one that has an identifier; the user's own with the end of its traceback."""
+def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> DdpManualError:
+    """Any exception that ends a rank, as one that has an identifier; the user's own with the end of its traceback.
+
+    Args:
+        after_a_signal: what to do where that has ended it, if not what Stopped says.
+    """
     if isinstance(error, DdpManualError):
         return error
     if isinstance(error, (StopSignal, KeyboardInterrupt)):
-        return stopped_by(error)
+        return stopped_by(error, next=after_a_signal)
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemory(
             f"rank {rank} on {environment.host_name()} ran out of GPU memory",

@@ -10,14 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import console, environment, signals, user_code
@@ -90,21 +88,8 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
     """Whether a new Python could find the function, and call it in as many ranks; what else keeps ``args`` from being
     copied shows when they are."""
-    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
-    name = function.__qualname__ if isinstance(function, FunctionType) else ""
-    if not callable(train_fn):
-        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
-        why = "each rank calls train_fn(world, *args)"
-        next = "give a function, by its name and without calling it"
-    elif "<" in name:
-        what = f"spawn cannot start {name}"
-        why = "each rank is a new Python, which finds a function by the name it has in its module; this one has none"
-        next = "write it as a def at the top level of a module, and give what it needs by args"
-    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
-        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
-        why = "each rank is a new Python, which finds a function in a file, and cannot see what was typed here"
-        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
-    elif type(nprocs) is not int or nprocs < 1:
+    user_code.check_function(train_fn)
+    if type(nprocs) is not int or nprocs < 1:
         what = f"nprocs {nprocs!r} is no number of ranks"
         why = "it is how many processes are started, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() is one per GPU"
@@ -123,11 +108,6 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
     else:
         return
     raise BadOption(what, why=why, next=next)
-
-
-def _is_importable(main: ModuleType) -> bool:
-    """Whether what runs here is a file or a module, which a new Python can import too."""
-    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _name(train_fn: Callable[..., object]) -> str:
@@ -237,10 +217,6 @@ class _Rank:
         """Its exit code. Not by its sentinel, which what it has forked holds open too."""
         return self.process.exitcode
 
-    @property
-    def error(self) -> DdpManualError | None:
-        return self.words.said(ERROR)  # type: ignore[no-any-return]
-
     def ask(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
@@ -255,7 +231,7 @@ class _Rank:
 
 def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
     """What the ranks say of how far they were; else that they were stopped."""
-    said = [error for rank in ranks if isinstance(error := rank.error, Stopped)]
+    said = [error for rank in ranks if isinstance(error := rank.words.said(ERROR), Stopped)]
     why = "the signal came to spawn, which has passed it on to all ranks"
     return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
 
@@ -265,7 +241,7 @@ def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
     status = rank.status
     assert status is not None
     who = f"rank {rank.words.rank} (pid {rank.pid})"
-    errors = {one.words.rank: error for one in ranks if (error := one.error) is not None}
+    errors = {one.words.rank: error for one in ranks if (error := one.words.said(ERROR)) is not None}
     if status < 0:
         return PeerLost(
             f"{who} was killed by {signal_name(-status)}",

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import signals
-from ddp_manual.errors import DdpManualError, StopSignal, TrainingFailed, stopped_by
+from ddp_manual.errors import DdpManualError, TrainingFailed
 from ddp_manual.worker import session
-from ddp_manual.worker.birth import end_process, flush_briefly
+from ddp_manual.worker.birth import end_process
 from ddp_manual.worker.join import joined
 from ddp_manual.world_spec import WorldSpec
 
@@ -75,17 +75,9 @@ def become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ..
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            ours = as_ours(spec.rank, error)
+            ours = session.as_ours(spec.rank, error, after_a_signal=START_AGAIN)
             words.leave(ours, None if ours is error else error)
-            flush_briefly()
             end_process(ours.exit_code)
-
-
-def as_ours(rank: int, error: BaseException) -> DdpManualError:
-    """What ends a rank, for its parent."""
-    if isinstance(error, (StopSignal, KeyboardInterrupt)):
-        return stopped_by(error, next=START_AGAIN)
-    return session.as_ours(rank, error)
 
 
 def _end_without_parent() -> None:
@@ -95,5 +87,4 @@ def _end_without_parent() -> None:
     wait_for_any([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(WITHOUT_PARENT)
-    flush_briefly()
     end_process(128 + signal.SIGTERM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,18 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_manual import console, signals
-from ddp_manual.errors import BadOption, ConfigMismatch, DataMissing, DdpManualError, from_dict
+from ddp_manual.errors import BadOption, DataMissing, DdpManualError, from_dict
 from ddp_manual.messages import ENDED, Place, Progress
-from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.rundir import RunFolder
 from ddp_manual.signals import Wishes
+from ddp_manual.waiting import Waiting
 from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-LINE_EVERY = 10.0
-FIRST_LINE = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,31 +80,10 @@ class World(Place):
         what it does. The one that was asked for last comes first."""
         self._afterwards.callback(action)
 
-    def agree(self, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
-        """Compare every rank's options with rank 0's, and take rank 0's folder for the run's files; a collective.
-
-        From here on ``run_dir`` is that folder, and what ends a rank is written there.
-
-        Args:
-            options: option -> (value, source), for all that the ranks must have in common.
-
-        Raises:
-            ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
-        """
-        who = f"rank {self.rank} ({self.host}, pid {os.getpid()})"
-        found = self.gather({"who": who, "options": options, "run_dir": run_dir})
-        self._folder.path = Path(found[0]["run_dir"])
-        self._tell({"run_dir": found[0]["run_dir"]})
-        for other in found[1:]:
-            differing = differing_options(found[0]["options"], other["options"])
-            if differing:
-                self.gather(None)  # by now every agent has been told of the folder, where this error goes
-                who = " ".join(other["who"].split()[:2])
-                raise ConfigMismatch(
-                    f"{other['who']} is to train with other options than rank 0: {', '.join(differing)}",
-                    why=side_by_side(differing, found[0]["options"], other["options"], who),
-                    next="give train() the same TrainConfig on every rank; only paths and what rank 0 does may differ",
-                )
+    def take_folder(self, run_dir: str) -> None:
+        """From here on ``run_dir`` is this folder, and what ends a rank is written there."""
+        self._folder.path = Path(run_dir)
+        self._tell({"run_dir": run_dir})
 
     def roster(self) -> list[Mapping[str, Any]]:
         """All ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, a GPU's UUID."""
@@ -166,21 +141,16 @@ class World(Place):
 
     def _awaited(self, store: Store, key: str, job: str, timeout: float) -> bytes:
         leader = f"rank {self.host_leader} on {self.host}"
-        began = time.monotonic()
-        next_line = began + FIRST_LINE
+        waiting = Waiting(timeout, console.log)
         # In short looks: Python hears of no signal inside torch's own wait.
         while not store.check([key]):
-            now = time.monotonic()
-            if now - began > timeout:
+            if waiting.over:
                 raise DataMissing(
                     f"{leader} did not {job} within {timeout:.0f} s",
                     why=f"rank {self.rank} waited for it, so that one rank per host writes the files",
                     next=f"look at what that rank says, or {job} beforehand",
                 )
-            if now >= next_line:
-                next_line = now + LINE_EVERY
-                waited = f"({now - began:.0f} s of {timeout:.0f} s)"
-                console.LOGGER.info("waiting for %s to %s %s", leader, console.escaped(job), waited)
+            waiting.about(f"waiting for {leader} to {console.escaped(job)}")
             time.sleep(0.02)
         return store.get(key)
 

@@ -30,17 +30,20 @@ BOTTOM = {
     "extras",
     "messages",
     "options",
+    "processes",
     "resume_option",
     "rundir",
     "signals",
     "steps",
     "user_code",
+    "waiting",
     "world_spec",
 }
 MAY_IMPORT = {
     "agent": {"agent", *BOTTOM},
     "worker": {"worker", "training", *BOTTOM},
     "training": {"training", "outcome", "resuming", *BOTTOM},
+    "tools": {"tools", "agent", *BOTTOM},
     "outcome": {"training", *BOTTOM},
     "resuming": {"training", *BOTTOM},
     "recorded": BOTTOM,
@@ -51,7 +54,7 @@ MAY_IMPORT = {
     "showing": {"training", *BOTTOM},
     "reports": set(),
     "flags": BOTTOM,
-    "cli": {"agent", "comparison", "comparison_plot", "evaluating", "flags", "reports", "showing", *BOTTOM},
+    "cli": {"agent", "comparison", "comparison_plot", "evaluating", "flags", "reports", "showing", "tools", *BOTTOM},
     "__init__": {"config", "errors", "world_spec"},
     "__main__": {"cli"},
     **dict.fromkeys(BOTTOM, BOTTOM),
@@ -63,7 +66,7 @@ MAY_NAME = {
     "outcome": {"worker"},
     "training": {"worker"},
 }
-WITHOUT_TORCH = {"agent", "cli", "flags", "reports", "__init__", "__main__", *BOTTOM}
+WITHOUT_TORCH = {"agent", "tools", "cli", "flags", "reports", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines.
 MOST_LINES_OF_AGENT_AND_WORKER = 5200
 
@@ -149,7 +152,7 @@ def test_agent_and_worker_stay_small() -> None:
 def test_the_command_line_needs_no_torch() -> None:
     script = (
         "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.attached, ddp_manual.agent.tasks\n"
-        "import ddp_manual.agent.observer, ddp_manual.reports\n"
+        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.reports\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0

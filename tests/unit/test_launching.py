@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from ddp_manual import TrainConfig, checkpoint_file, errors
-from ddp_manual.agent.local import Failed, Launch, Mouth, check_train_options, from_the_newest
+from ddp_manual.agent.local import Failed, Launch, copy
+from ddp_manual.commands import check_train_options, from_the_newest
+from ddp_manual.console import RankOutput
 from ddp_manual.errors import PeerLost, Stopped
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.rundir import RunPaths
@@ -36,7 +38,7 @@ def test_a_bar_in_one_line_is_shown_as_it_grows(tmp_path: Path, capsys: pytest.C
     async def copied() -> None:
         reading, writing = os.pipe()
         with (tmp_path / "log").open("ab") as log:
-            copying = asyncio.ensure_future(Mouth(log, 1).copy(reading, sys.stdout))
+            copying = asyncio.ensure_future(copy(reading, RankOutput(log, 1), sys.stdout))
             for piece in (b"10%\r", b"20%\r", b"30% "):
                 os.write(writing, piece)
             while "20%" not in (tmp_path / "log").read_text():
@@ -67,14 +69,14 @@ def test_a_run_that_began_with_anothers_checkpoint_goes_on_with_its_own_once_it_
     tmp_path: Path, given: list[str]
 ) -> None:
     paths = RunPaths(tmp_path)
-    launch = Launch(2, "id", paths, 1, [*given, "--epochs", "2"])
+    launch = Launch(2, "id", paths, 1, "go on")
     began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
     assert launch._to_go_on(began).resume == "auto"
     assert launch._to_go_on(another) is another
     paths.checkpoints.mkdir()
     checkpoint_file.write(paths.checkpoints, 8, b"", {})
     assert launch._to_go_on(another).resume == "auto"
-    assert from_the_newest(launch.typed) == ["--epochs", "2", "--resume", "auto"]
+    assert from_the_newest([*given, "--epochs", "2"]) == ["--epochs", "2", "--resume", "auto"]
 
 
 def test_a_script_is_refused_with_what_starts_its_ranks() -> None:

@@ -98,9 +98,9 @@ def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.Monke
 
 def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None:
     stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
-    assert spawned.as_ours(0, stopped) is stopped
+    assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
-        assert spawned.as_ours(0, error).next == "start the script again"
+        assert as_ours(0, error, spawned.START_AGAIN).next == "start the script again"
     assert spawning._stopped([], signal.SIGINT).next == "start the script again"
 
 

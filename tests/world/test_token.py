@@ -167,7 +167,7 @@ def test_a_rank_with_a_token_refuses_a_rank_0_without_it(start_rank: Start, port
     error = last_error(rank.err)
     assert error.startswith(
         f"error[token-mismatch]: rank 0 at 127.0.0.1:{port} does not have this rank's token\n"
-        f"  why:  of its answer to rank 1 ({HOST}, pid {rank.process.pid}): "
+        f"  why:  of its answer to rank 1 ({HOST}, pid {rank.worker}): "
     )
     assert why in error
     fault = f"a rank 0 with {'another' if token else 'no'} token"

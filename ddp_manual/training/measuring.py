@@ -6,12 +6,15 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_manual.steps import Steps
+
+if TYPE_CHECKING:
+    from ddp_manual.worker.world import World
 
 # All pairs of ranks are tried up to this many ranks; beyond it, rank 0 with each other.
 ALL_PAIRS_UP_TO = 16
@@ -19,6 +22,16 @@ SIZES = {1 << 10: 20, 1 << 20: 10, 64 << 20: 3}
 """Bytes of an all-reduce -> repetitions."""
 BARRIERS = 20
 ROUND_TRIPS = 10
+
+
+def check(world: World, steps: Steps) -> dict[str, Any]:
+    """What ``ddp-manual check`` measures, and on rank 0 what the other ranks have seen."""
+    world.progress.phase = "measuring"
+    measured = measure(world.device, steps)
+    seen = steps.as_dicts()
+    ranks = world.gather({"rank": world.rank, "host": world.host, "steps": seen})
+    found = {"measured": measured, "ranks": ranks, "roster": world.roster()} if world.rank == 0 else {}
+    return {"steps": seen, **found}
 
 
 def measure(device: torch.device, steps: Steps) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Commands that look at ranks and runs: one file each."""
