@@ -165,8 +165,9 @@ class Probes:
 
     @property
     def failing(self) -> list[Pair]:
+        """In the order of the ranks."""
         silent = [(self._hosts[node], None, f"said nothing for {REPORT_TIMEOUT:.0f} s") for node in self._silent]
-        return [*self._failing, *silent]
+        return sorted([*self._failing, *silent], key=lambda pair: pair[0].rank)
 
 
 def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
