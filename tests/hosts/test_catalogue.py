@@ -170,7 +170,7 @@ def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
     seconds = said(through, f"error[loopback-master]: {what}\n") - through.started
     assert through.wait() == 11
     assert "came through a tunnel to hostA" in last_error(through.err)
-    rank_0.wait_for(f"rank 1 (hostB, pid {through.process.pid}) was refused: loopback-master")
+    rank_0.wait_for(f"rank 1 (hostB, pid {through.worker}) was refused: loopback-master")
     right = two[0].start_rank(1, 2, "--master_addr", "127.0.0.1")
     codes = [process.wait() for process in (rank_0, right, through)]
     assert codes == [0, 0, 11], rank_0.err

@@ -40,12 +40,12 @@ def test_a_rank_with_other_code_is_told_which_part_differs(hosts: Hosts, other_c
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
     odd = two[1].start_rank(1, 2, cwd=other_code, **with_site(tmp_path / "odd", package=other_code))
-    what = f"rank 1 (hostB, pid {odd.process.pid}) runs other code than rank 0: ddp_manual/training"
+    what = f"rank 1 (hostB, pid {odd.worker}) runs other code than rank 0: ddp_manual/training"
     seconds = said(odd, f"error[config-mismatch]: {what}\n") - odd.started
     assert odd.wait() == 12
     assert "ddp_manual/training: rank 0 (hostA) has digest " in last_error(odd.err)
     assert "--allow_mismatch" in last_error(odd.err)
-    rank_0.wait_for(f"rank 1 (hostB, pid {odd.process.pid}) was refused: config-mismatch")
+    rank_0.wait_for(f"rank 1 (hostB, pid {odd.worker}) was refused: config-mismatch")
     right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, odd)]
     assert codes == [0, 0, 12], rank_0.err
@@ -74,13 +74,13 @@ def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_pat
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
     odd = two[1].start_rank(1, 2, PYTHONPATH=f"{installed.parent}:{REPOSITORY}")
-    what = f"rank 1 (hostB, pid {odd.process.pid}) has other versions than rank 0: torch"
+    what = f"rank 1 (hostB, pid {odd.worker}) has other versions than rank 0: torch"
     seconds = said(odd, f"error[version-mismatch]: {what}\n") - odd.started
     assert odd.wait() == 12
     assert "torch: rank 0 (hostA) has " in last_error(odd.err)
     assert "rank 1 has 2.9.1\n" in last_error(odd.err)
     assert "on hostB: pip install torch==" in last_error(odd.err)
-    rank_0.wait_for(f"rank 1 (hostB, pid {odd.process.pid}) was refused: version-mismatch")
+    rank_0.wait_for(f"rank 1 (hostB, pid {odd.worker}) was refused: version-mismatch")
     right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, odd)]
     assert codes == [0, 0, 12], rank_0.err
@@ -191,14 +191,14 @@ def test_a_rank_whose_interface_has_another_address_family_is_told(hosts: Hosts)
     rank_0 = two[0].start_rank(0, 2)
     rank_0.wait_for("listening at ")
     odd = two[1].start_rank(1, 2, GLOO_SOCKET_IFNAME="only6")
-    what = f"rank 1 (hostB, pid {odd.process.pid}) was started with other options than rank 0: address_family"
+    what = f"rank 1 (hostB, pid {odd.worker}) was started with other options than rank 0: address_family"
     seconds = said(odd, f"error[config-mismatch]: {what}\n") - odd.started
     assert odd.wait() == 12
     assert (
         f"rank 0 has IPv4 (eth0, on the way to {two[0].address}), rank 1 has IPv6 (only6, from GLOO_SOCKET_IFNAME)"
         in (last_error(odd.err))
     )
-    rank_0.wait_for(f"rank 1 (hostB, pid {odd.process.pid}) was refused: config-mismatch")
+    rank_0.wait_for(f"rank 1 (hostB, pid {odd.worker}) was refused: config-mismatch")
     right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, odd)]
     assert codes == [0, 0, 12], rank_0.err

@@ -143,12 +143,12 @@ def test_a_second_rank_1_is_turned_away_and_the_others_wait_on(start_rank: Start
     error = last_error(second.err)
     assert error.startswith(f"error[rank-taken]: rank 1 is taken by {HOST} (pid {ranks[1].worker})\n")
     assert re.search(r"that process has held it since \d\d:\d\d:\d\d; this one is ", error)
-    assert f"(pid {second.process.pid})" in error
+    assert f"(pid {second.worker})" in error
     assert "--rank 2" in error
     for rank in ranks:
         rank.wait_for(
             f"waiting for rank 2; 2 of 3 here: 0 ({HOST}), 1 ({HOST}); "
-            f"rank 1 ({HOST}, pid {second.process.pid}) was refused: rank-taken"
+            f"rank 1 ({HOST}, pid {second.worker}) was refused: rank-taken"
         )
     codes = complete(*ranks, start_rank(2, 3))
     assert list((tmp_path / "run").glob("failure-*")) == []
@@ -198,7 +198,7 @@ def test_a_second_rank_1_is_told_that_the_first_is_frozen_which_then_goes_on(sta
     assert error.startswith(f"error[rank-taken]: rank 1 is taken by {HOST} (pid {frozen.worker})\n")
     assert "it does not answer, though its connection is open: it is frozen" in error
     assert f"on {HOST}: kill -9 {frozen.worker}" in error
-    ranks[0].wait_for(f"rank 1 ({HOST}, pid {second.process.pid}) was refused: rank-taken")
+    ranks[0].wait_for(f"rank 1 ({HOST}, pid {second.worker}) was refused: rank-taken")
     os.killpg(frozen.process.pid, signal.SIGCONT)
     codes = complete(*ranks, start_rank(2, 3))
     record(
@@ -226,7 +226,7 @@ def test_a_rank_that_expects_another_world_size_is_told_both_sizes_and_where_its
         if variable:
             assert odd.err.splitlines()[0] == "[rank 1] world_size 8 (from WORLD_SIZE)"
         error = last_error(odd.err)
-        who = f"rank 1 ({HOST}, pid {odd.process.pid})"
+        who = f"rank 1 ({HOST}, pid {odd.worker})"
         assert error.startswith(f"error[world-size-mismatch]: {who} expects {size} ranks, rank 0 expects 2\n")
         assert f"rank 0 runs on {HOST} (pid {rank_0.worker}) with world_size 2; " in error
         assert f"rank 1 has world_size {size} ({source})" in error
@@ -257,7 +257,7 @@ def test_a_rank_with_other_options_is_told_which_and_where_they_came_from(
     assert f"momentum: rank 0 has 0.9 (default), rank 1 has 0.5 (from {options})" in error
     command = error.partition("next: ")[2].splitlines()[0]
     assert "--rank 1" in command and "--lr 0.25" in command and "--momentum" not in command
-    rank_0.wait_for(f"rank 1 ({HOST}, pid {other.process.pid}) was refused: config-mismatch")
+    rank_0.wait_for(f"rank 1 ({HOST}, pid {other.worker}) was refused: config-mismatch")
     codes = complete(rank_0, start_rank(1, 2, "--lr", 0.25))
     named = "option: rank 0's value / mine, the source of each"
     seconds = told - known
