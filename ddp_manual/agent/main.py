@@ -137,8 +137,8 @@ class Agent:
                 ended = Ended(result=await self._done)
                 if isinstance(ended.result, DdpManualError):  # stopped by a signal, like all ranks
                     ended = Ended(error=ended.result)
-            except DdpManualError as error:
-                ended = Ended(error=error)
+            except Exception as error:
+                ended = Ended(error=self._as_ours(error))
             await self._leave(ended.error)
         return ended
 

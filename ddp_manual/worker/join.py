@@ -131,24 +131,20 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     undo.callback(birth.leave_no_stacks, was_enabled=faulthandler.is_enabled())
     undo.callback(_await_end, agent)  # before that: it may be about to ask for stacks, by a signal
     birth.leave_stacks_in(writing)
-    reporter = Reporter(ours, own_process=False)
-    undo.callback(reporter.close)
     program, arguments = environment.typed_command()
     script = environment.program_file()
-    reporter.send(
-        {
-            "attach": {
-                "spec": spec.values(),
-                "sources": dict(spec.sources),
-                "run_dir": run_dir,
-                "command": command,
-                "typed": [*program, *arguments],
-                "script": str(script.absolute()) if script else None,
-                "attempt": f"{environment.restart_count()}.{next(_joined_before)}",
-                "pid": os.getpid(),
-            }
-        }
-    )
+    attach = {
+        "spec": spec.values(),
+        "sources": dict(spec.sources),
+        "run_dir": run_dir,
+        "command": command,
+        "typed": [*program, *arguments],
+        "script": str(script.absolute()) if script else None,
+        "attempt": f"{environment.restart_count()}.{next(_joined_before)}",
+        "pid": os.getpid(),
+    }
+    reporter = Reporter(ours, {"attach": attach}, own_process=False)
+    undo.callback(reporter.close)
     return reporter
 
 

@@ -26,8 +26,7 @@ from ddp_manual.world_spec import WorldSpec
 
 def main(channel: int) -> None:
     """Never returns: the agent ends the process, which so has no teardown that could hang."""
-    reporter = Reporter(socket.socket(fileno=channel), own_process=True)
-    reporter.send({"born": os.getpid()})
+    reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
     start = reporter.wait("start")["start"]
     spec = WorldSpec(**start["spec"], sources=start["sources"])
     console.log_to_stderr(spec.rank)

@@ -49,10 +49,11 @@ class Reporter:
 
     Args:
         channel: the worker's end of a socket pair.
+        first: what is said before anything else.
         own_process: whether the process is ours; else it is a person's script.
     """
 
-    def __init__(self, channel: socket.socket, *, own_process: bool) -> None:
+    def __init__(self, channel: socket.socket, first: Mapping[str, Any], *, own_process: bool) -> None:
         self.progress = Progress()
         self.wishes = Wishes()
         self.thread = threading.get_ident()
@@ -74,6 +75,7 @@ class Reporter:
         self._agent_spoke = threading.Event()
         self._ending = False
         self._sent_beat: Beat | None = None
+        self.send(first)
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}reporter", daemon=True)
         self._thread.start()
 
