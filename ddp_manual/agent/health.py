@@ -240,7 +240,7 @@ class Health:
         return [
             {
                 "rank": rank,
-                "phase": known.beat.phase,
+                "phase": _doing(known.beat),
                 "epoch": known.beat.epoch,
                 "step": known.beat.step,
                 "samples_per_second": known.beat.samples_per_second,
@@ -253,6 +253,12 @@ class Health:
 
     def _active(self) -> Iterable[tuple[int, _Rank]]:
         return ((rank, known) for rank, known in enumerate(self._ranks) if not known.gone)
+
+
+def _doing(beat: Beat) -> str:
+    if beat.stopped:
+        return f"stopped by {beat.stopped}"
+    return "in a debugger" if beat.debugging else beat.phase
 
 
 def _by_group(beats: Sequence[Beat], choose: Callable[[Iterable[int]], int]) -> dict[str, int]:

@@ -208,6 +208,7 @@ def test_a_rank_whose_worker_is_stopped_is_named_once_and_judged_after_peer_time
     stopped = replace(training(1, 1), stopped="SIGSTOP")
     health = health_of(training(1, 1), stopped)
     assert health.newly_stopped() == [(1, "SIGSTOP")]
+    assert [line["phase"] for line in health.progress(0.0)] == ["training", "stopped by SIGSTOP"]
     beat_until(health, 20, {0: training(1, 1), 1: stopped})
     assert health.newly_stopped() == []
     assert health.silent(20.0) == []
@@ -230,6 +231,7 @@ def test_a_person_in_a_debugger_is_named_once_and_may_take_as_long_as_he_likes()
     waits, looks = training(7, 8, inside=True), replace(training(7, 7), debugging=True)
     health = health_of(waits, looks)
     assert health.newly_debugging() == [1]
+    assert [line["phase"] for line in health.progress(0.0)] == ["training", "in a debugger"]
     beat_until(health, 1000, {0: waits, 1: looks})
     assert health.newly_debugging() == []
     assert health.stall(1000) is None
