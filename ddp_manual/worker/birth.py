@@ -28,8 +28,18 @@ def leave_signals_to_the_agent() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _pass_over)  # a handler is not handed on to another program
     signal.siginterrupt(signal.SIGTERM, False)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
+        after_in_child=_take_sigterm_as_usual,
+    )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def _take_sigterm_as_usual() -> None:
+    """In a child, which may have been sent one already, before it ran at all."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
