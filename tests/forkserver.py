@@ -42,7 +42,7 @@ READ_AT_START = (
 )
 # Those of them that a fork looks at itself.
 READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL")
-WORKER_PROCESS = "ddp_manual.agent.worker_process"
+PROCESSES = "ddp_manual.processes"
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
@@ -96,7 +96,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
         self._path, self._started_with, self._note = path, started_with, note
 
     def find_spec(self, name: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != WORKER_PROCESS:
+        if name != PROCESSES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
@@ -110,8 +110,8 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
         return spec
 
     def _instead_of(self, start_python: Callable[..., Any], module: Any) -> Callable[..., Any]:
-        def start(program: Path, descriptors: Sequence[int], who: Sequence[str], **options: Any) -> Any:
-            env = options.get("env") or sys.modules["ddp_manual.environment"].for_worker()
+        def start(program: Path, descriptors: Sequence[int], who: Sequence[str] = (), **options: Any) -> Any:
+            env = options.get("env") or module.environment.for_worker()
             known = {"env", "cwd", "stdin", "stdout", "stderr", "start_new_session"}
             # A fork has torch, not yet imported, and one thread.
             forkable = "torch" not in sys.modules and len(os.listdir("/proc/self/task")) == 1

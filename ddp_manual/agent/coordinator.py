@@ -566,11 +566,10 @@ class Coordinator:
         seen = {**self.seen(), **({"stacks": found} if stacks else {})}
         peer.connection.send({"seen": self._sealed(peer, "seen", seen)})
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
-        return task
 
     def seen(self) -> dict[str, Any]:
         """The run at this moment, for whoever looks on."""

@@ -157,8 +157,14 @@ class Health:
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
         """Ranks that wait in a collective, each for this long, for ranks that have finished."""
         active = {rank: known for rank, known in self._active() if not known.finished}
-        waiting = [rank for rank in active if self._inside_for(rank, now) > seconds and self.finished_before(rank)]
-        return waiting if len(waiting) == len(active) else []
+        if any(self._inside_for(rank, now) <= seconds for rank in active):
+            return []
+        fewest = _by_group((self._ranks[rank].beat for rank in self.finished), min)
+        in_vain = (
+            any(count > fewest.get(group, count) for group, count in known.beat.collectives.items())
+            for known in active.values()
+        )
+        return list(active) if all(in_vain) else []
 
     def finished_before(self, rank: int) -> list[int]:
         """The ranks that have finished, and begun fewer collectives than this one in a group that both are in."""
@@ -183,7 +189,7 @@ class Health:
         waiting = [rank for rank in long if self._inside_for(rank, now) > self._run.stall_timeout]
         if self.async_collectives and len(long) == len(active) and not waiting:
             # Nobody gets anywhere. Whoever has begun more collectives than another waits for it.
-            fewest = _by_group([known.beat for known in active.values()], min)
+            fewest = _by_group((known.beat for known in active.values()), min)
             waiting = [
                 rank
                 for rank in long
@@ -191,7 +197,7 @@ class Health:
             ]
         if not waiting:
             return None
-        most = _by_group([active[rank].beat for rank in waiting], max)
+        most = _by_group((active[rank].beat for rank in waiting), max)
         behind = [
             rank
             for rank, known in active.items()
@@ -261,7 +267,10 @@ def _doing(beat: Beat) -> str:
     return "in a debugger" if beat.debugging else beat.phase
 
 
-def _by_group(beats: Sequence[Beat], choose: Callable[[Iterable[int]], int]) -> dict[str, int]:
+def _by_group(beats: Iterable[Beat], choose: Callable[[int, int], int]) -> dict[str, int]:
     """The least or the most collectives that ranks have begun, in each process group."""
-    groups = {group for beat in beats for group in beat.collectives}
-    return {group: choose(beat.collectives[group] for beat in beats if group in beat.collectives) for group in groups}
+    found: dict[str, int] = {}
+    for beat in beats:
+        for group, count in beat.collectives.items():
+            found[group] = choose(found.get(group, count), count)
+    return found

@@ -10,7 +10,6 @@ from ddp_manual.agent.connection import Seal, Unsealed
 from ddp_manual.agent.probe import Probe
 from ddp_manual.errors import MasterLost, TokenMismatch, from_dict
 
-LOOK_EVERY = 1.0
 ANSWER_TIMEOUT = 5.0
 
 

@@ -20,20 +20,21 @@ FLUSH_WITHIN = 0.3
 
 
 def leave_signals_to_the_agent() -> None:
-    """The terminal sends Ctrl-C to agent and worker alike; the agent says what is wished.
-
-    To processes that the user's code starts SIGTERM is what it always is: a ``multiprocessing.Pool`` ends its own so.
-    """
+    """The terminal sends Ctrl-C to agent and worker alike; the agent says what is wished."""
     for number in (*STOP, SAVE):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _pass_over)  # a handler is not handed on to another program
     signal.siginterrupt(signal.SIGTERM, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def let_children_be_terminated() -> None:
+    """Give forked children the default SIGTERM: a ``multiprocessing.Pool`` ends its processes with it."""
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
         after_in_child=_take_sigterm_as_usual,
     )
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
 
 
 def _take_sigterm_as_usual() -> None:

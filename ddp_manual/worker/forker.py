@@ -41,7 +41,6 @@ if __name__ == "__main__":
     forker = os.getpid()
     channel, faults, out, err = serve(socket.socket(fileno=own))
     os.setsid()
-    birth.leave_signals_to_the_agent()
     birth.die_with_parent(forker)
     os.dup2(out, 1)
     os.dup2(err, 2)

@@ -19,6 +19,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.messages import last_words
 from ddp_manual.training.main import check_own_code, train_as_agreed
 from ddp_manual.training.measuring import check
+from ddp_manual.worker import birth
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.session import Session
 from ddp_manual.world_spec import WorldSpec
@@ -26,6 +27,7 @@ from ddp_manual.world_spec import WorldSpec
 
 def main(channel: int) -> None:
     """Never returns: the agent ends the process, which so has no teardown that could hang."""
+    birth.let_children_be_terminated()
     reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
     start = reporter.wait("start")["start"]
     spec = WorldSpec(**start["spec"], sources=start["sources"])

@@ -15,15 +15,21 @@ from tests.conftest import REPOSITORY, RankProcess, Start
 OPTIONS = ("--model", "my_shapes:network", "--dataset", "my_shapes:shapes", "--batch_size", 50)
 
 
+def own_folder(tmp_path: Path, rank: int) -> Path:
+    """The folder in which ``start_own`` starts a rank; it has the example's module, unless a test has made it."""
+    folder = tmp_path / f"rank{rank}"
+    if not folder.exists():
+        folder.mkdir()
+        shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+    return folder
+
+
 @pytest.fixture
 def start_own(start: Start, port: int, tmp_path: Path) -> Start:
     """Start a rank in a folder of its own that has the example's module."""
 
     def start_own(rank: int, *options: object) -> RankProcess:
-        folder = tmp_path / f"rank{rank}"
-        if not folder.exists():
-            folder.mkdir()
-            shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
+        folder = own_folder(tmp_path, rank)
         words = ["--world_size", 2, "--rank", rank, "--master_port", port, "--run_dir", tmp_path / "run", *options]
         return start(
             sys.executable, REPOSITORY / "run_multi_gpu_train.py", *OPTIONS, *words, cwd=folder, PYTHONUNBUFFERED=""
@@ -62,10 +68,7 @@ def test_what_a_factory_draws_is_the_same_on_every_rank_and_when_the_run_goes_on
     drawn = "import random, my_shapes\ndef shapes():\n    parts = my_shapes.shapes()\n"
     drawn += "    random.shuffle(parts[0].places)\n    return parts\n"
     for rank in range(2):
-        folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
-        (folder / "drawn.py").write_text(drawn)
+        (own_folder(tmp_path, rank) / "drawn.py").write_text(drawn)
     ranks = [start_own(rank, "--dataset", "drawn:shapes", "--epochs", 1) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
     alone = ("--world_size", 1, "--no_ddp", "--dataset", "drawn:shapes", "--epochs", 2, "--resume", "auto")
@@ -110,10 +113,7 @@ def network():
     return Network()
 """
     for rank in range(2):
-        folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
-        (folder / "talking.py").write_text(module)
+        (own_folder(tmp_path, rank) / "talking.py").write_text(module)
     ranks = [start_own(rank, "--model", "talking:network", "--epochs", 40) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [14, 1]
     for rank in ranks:
@@ -140,10 +140,7 @@ def shapes():
     assert other.wait(10) == -15
     return my_shapes.shapes()
 """
-    folder = tmp_path / "rank0"
-    folder.mkdir()
-    shutil.copy(REPOSITORY / "examples" / "my_shapes.py", folder)
-    (folder / "pooled.py").write_text(module)
+    (own_folder(tmp_path, 0) / "pooled.py").write_text(module)
     rank = start_own(0, "--dataset", "pooled:shapes", "--epochs", 1, "--world_size", 1)
     assert rank.wait(60) == 0, rank.err
 
