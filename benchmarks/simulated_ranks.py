@@ -23,8 +23,8 @@ from typing import Any
 
 from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.host import code_digests, installed_versions
-from ddp_manual.config import TrainConfig
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode
+from ddp_manual.training.config import TrainConfig
 
 LOOPBACK = "127.0.0.1"
 # No hosts file has a name for it: see ``ask_for_no_names``.

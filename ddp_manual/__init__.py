@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual.config import TrainConfig
 from ddp_manual.errors import DdpManualError
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ddp_manual import console, environment, signals
-from ddp_manual.config import TrainConfig
+from ddp_manual import launchers, signals, terminal
 from ddp_manual.errors import (
     BackendUnavailable,
     BadOption,
@@ -31,6 +30,7 @@ from ddp_manual.errors import (
     stopped_by,
 )
 from ddp_manual.flags import GroupedCommand, given, options_of
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 FOUND_A_PROBLEM = 3
@@ -75,11 +75,11 @@ def train(config_file: str | None, **flags: Any) -> None:
     ended = tasks.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
         try:
-            _say(console.result_text(ended.result))
+            _say(terminal.result_text(ended.result))
         except (DdpManualError, click.exceptions.Exit) as error:  # the run is complete, whether anybody reads so or not
             if isinstance(error, DdpManualError):
                 result = ended.result["run_dir"]
-                console.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, result)
+                terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, result)
     if ended.exit_code:
         raise click.exceptions.Exit(ended.exit_code)
 
@@ -93,7 +93,7 @@ def check(as_json: bool, **flags: Any) -> None:
     Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
     own line. The exit code is 0, or 3 with the findings first.
     """
-    from ddp_manual import reports
+    from ddp_manual.tools import reports
     from ddp_manual.tools.check import check as check_rank
 
     report = check_rank(WorldSpec.from_environment(**given(WorldSpec, flags)))
@@ -111,14 +111,14 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
     """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing."""
     import asyncio  # of 0.05 s, which --help does without
 
-    from ddp_manual import reports
+    from ddp_manual.tools import reports
     from ddp_manual.tools.status import look
 
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     write = json.dumps if as_json else reports.status_text
 
     async def show() -> None:
-        with console.redrawing(watch and not as_json and sys.stdout.isatty()) as redraw:
+        with terminal.redrawing(watch and not as_json and sys.stdout.isatty()) as redraw:
             async for seen in look(spec, again=watch, stacks=stacks):
                 (redraw or _say)(write(seen))
 
@@ -142,7 +142,8 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 
     The exit code is 0, also where one is damaged; 15 if there is none.
     """
-    from ddp_manual import checkpoints, reports
+    from ddp_manual.tools import reports
+    from ddp_manual.training import checkpoints
 
     found = checkpoints.listed(folder)
     _say(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
@@ -158,12 +159,12 @@ def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) ->
     Each RUN is the folder of a run, which may still be going on or have been stopped; a start that failed is passed
     over.
     """
-    from ddp_manual import comparison, comparison_plot
+    from ddp_manual.tools import compare, compare_plot
 
-    console.log_to_stderr(None)
-    compared = comparison.compare(folders)
+    terminal.log_to_stderr(None)
+    compared = compare.compare(folders)
     if plot is not None:
-        comparison_plot.write_plot(compared, plot)
+        compare_plot.write_plot(compared, plot)
     _say(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
 
 
@@ -192,10 +193,10 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
 
     Model, data and normalisation are those of the config.json beside it; flags come before that.
     """
-    from ddp_manual import evaluating, reports
+    from ddp_manual.tools import evaluate, reports
 
-    console.log_to_stderr(None)
-    report = evaluating.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
+    terminal.log_to_stderr(None)
+    report = evaluate.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
     _say(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
 
 
@@ -214,12 +215,12 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
 
     On a terminal, a few are drawn there too.
     """
-    from ddp_manual import reports, showing
+    from ddp_manual.tools import reports, show_data
 
-    console.log_to_stderr(None)
+    terminal.log_to_stderr(None)
     typed = given(TrainConfig, flags)
     config = TrainConfig(**typed, sources=dict.fromkeys(typed, "flag"))
-    shown = showing.show(config, part, count, out)
+    shown = show_data.show(config, part, count, out)
     _say(reports.data_text(shown))
 
 
@@ -239,8 +240,7 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
-    from ddp_manual import commands
-    from ddp_manual.agent import local
+    from ddp_manual.agent import commands, local
 
     commands.check_train_options(nproc, train_options)
     flags = train.make_context("train", list(train_options)).params
@@ -261,13 +261,13 @@ def _say(text: str) -> None:
     try:
         click.echo(text)
     except OSError as error:
-        failed = console.stdout_failed(error)
+        failed = terminal.stdout_failed(error)
         raise (click.exceptions.Exit(NOBODY_READS) if error.errno == errno.EPIPE else failed) from error
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
-    console.escape_what_cannot_be_shown()
+    terminal.escape_what_cannot_be_shown()
     try:
         with signals.as_errors():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
@@ -289,7 +289,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _print(_as_not_installed(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-            return _print(console.stdout_failed(error))  # click's own text, of --help
+            return _print(terminal.stdout_failed(error))  # click's own text, of --help
         return _print(_as_failed(error))
 
 
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _print(error: DdpManualError) -> int:
-    console.print_error(error)
+    terminal.print_error(error)
     return error.exit_code
 
 
@@ -314,7 +314,7 @@ def _print_stop(stopped: Stopped, arguments: Sequence[str] | None) -> int:
 
 
 def _as_bad_option(error: click.UsageError) -> BadOption:
-    program, arguments = environment.typed_command()
+    program, arguments = launchers.typed_command()
     parameter = getattr(error, "param", None)
     about = getattr(parameter, "help", None) or "the command line has no such option or argument"
     command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]

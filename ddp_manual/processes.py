@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import environment, signals
+from ddp_manual import launchers, signals
 
 
 def start_python(
@@ -22,4 +22,4 @@ def start_python(
     """
     command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
     with signals.held_back():
-        return subprocess.Popen(command, pass_fds=descriptors, env=environment.for_worker(), **options)
+        return subprocess.Popen(command, pass_fds=descriptors, env=launchers.for_worker(), **options)

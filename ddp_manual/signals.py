@@ -26,7 +26,7 @@ NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 ONCE_WITHIN = 0.3
 
 
-class Wishes:
+class Requests:
     """What this process has been asked for; the ranks agree on it at their next sync point."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Wishes:
         """The number of the signal that asked for it, or 0."""
         self._save = threading.Event()
 
-    def ask_stop(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         self.stop = self.stop or number
 
-    def ask_save(self) -> None:
+    def request_save(self) -> None:
         self._save.set()
 
     def take_save(self) -> bool:
@@ -119,14 +119,14 @@ def without_saving(instead: Callable[[int], None] = lambda number: None) -> Iter
 
 
 @contextmanager
-def noted(wishes: Wishes, tell: Callable[[int], None]) -> Iterator[None]:
-    """While the body runs, signals to this process become ``wishes`` instead of interrupting it, and ``tell`` hears."""
+def noted(requests: Requests, tell: Callable[[int], None]) -> Iterator[None]:
+    """While the body runs, signals become ``requests`` instead of interrupting this process; ``tell`` gets each."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == SAVE:
-            wishes.ask_save()
+            requests.request_save()
         else:
-            wishes.ask_stop(number)
+            requests.request_stop(number)
         tell(number)
 
     with _handlers(dict.fromkeys([*handled(), SAVE], note)):

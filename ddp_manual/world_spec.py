@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
 
@@ -145,7 +145,7 @@ class WorldSpec(Options):
         """
         found = {}
         for field in option_fields(cls):
-            setting = environment.identity(field.name, flags.pop(field.name, None))
+            setting = launchers.identity(field.name, flags.pop(field.name, None))
             if setting is not None:
                 found[field.name] = setting
         if flags:
@@ -161,7 +161,7 @@ class WorldSpec(Options):
     @property
     def agent_store(self) -> bool:
         """Whether torchrun's agent hosts the store; rank 0 is then a client like the others."""
-        return environment.agent_store_serves(self.master_addr, self.master_port)
+        return launchers.agent_store_serves(self.master_addr, self.master_port)
 
     @property
     def alone(self) -> bool:

@@ -18,7 +18,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import CSVFile, FlyteFile, PNGImageFile
 
 from ddp_manual import TrainConfig
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
 
 HYPERPARAMETERS = TrainConfig()
 GPUS = int(os.environ.get("GPUS", 0))

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ddp_manual.messages import Progress
-from ddp_manual.rundir import RunFolder
-from ddp_manual.signals import Wishes
+from ddp_manual.run_folder import RunFolder
+from ddp_manual.signals import Requests
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
@@ -35,7 +35,7 @@ def alone() -> Iterator[World]:
             _folder=RunFolder(),
             _store=None,
             _roster=[{"rank": 0, "host": "here"}],
-            _wishes=Wishes(),
+            _wishes=Requests(),
             _tell=lambda message: None,
             _own_process=True,
             _afterwards=afterwards,

@@ -115,7 +115,7 @@ def install(faults: Sequence[Fault]) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from ddp_manual.messages import ENDED, Progress
-    from ddp_manual.training.images import Normalise
+    from ddp_manual.training.augment import Normalise
 
     entered: Counter[str] = Counter()
     now = ""
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str]) -> None:
         settings.append(words[place + 1])
         del words[place : place + 2]
     for setting in settings:
-        change(setting, without=("ddp_manual.worker", "ddp_manual.training"))
+        change(setting, without=("ddp_manual.worker", "ddp_manual.train"))
     os.environ[VARIABLE] = json.dumps({"faults": words, "settings": settings})
     run_agent(__file__, ["train", *options])
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import LoopbackMaster, MasterUnresolvable
 from ddp_manual.world_spec import WorldSpec
 
@@ -29,7 +29,7 @@ def resolve(host: str, say: Callable[[str], None] = lambda line: None) -> list[s
         words = getattr(error, "strerror", None) or str(error)
         raise MasterUnresolvable(
             f"rank 0's address {host!r} has no IP address",
-            why=f"looking it up on {environment.host_name()} gave: {words}",
+            why=f"looking it up on {launchers.host_name()} gave: {words}",
             next=f"check with: getent hosts {host}\nor give rank 0's IP address as --master_addr",
         ) from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -58,7 +58,7 @@ def resolved(host: str, addresses: list[str]) -> str:
 
 def _is_own_name(host: str) -> bool:
     """Also with its domain, or without."""
-    return not host[0].isdigit() and host.split(".")[0].lower() == environment.host_name().split(".")[0].lower()
+    return not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
 
 
 def is_loopback(address: str) -> bool:
@@ -81,7 +81,7 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
     Raises:
         LoopbackMaster: it is one, and a launcher's variables tell of several hosts.
     """
-    several_hosts = environment.launcher_hosts(spec.world_size)
+    several_hosts = launchers.launcher_hosts(spec.world_size)
     if several_hosts is None or not all(map(is_loopback, addresses)):
         return
     mine = own_address()

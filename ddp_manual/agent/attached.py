@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import console, signals
+from ddp_manual import signals, terminal
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import Script
@@ -32,7 +32,7 @@ def main(channel: int, faults: int) -> None:
 
 async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -> None:
     spec = WorldSpec(**attach["spec"], sources=attach["sources"])
-    console.log_to_stderr(spec.rank)
+    terminal.log_to_stderr(spec.rank)
     task = Task(
         start={"alone": False},
         run_dir=attach["run_dir"],
@@ -41,12 +41,12 @@ async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -
         is_script=True,
         attempt=attach["attempt"],
     )
-    script = Script(attach["pid"], connection, faults, console.print_error)
+    script = Script(attach["pid"], connection, faults, terminal.print_error)
     agent = Agent(
         spec,
         task,
         start_worker=lambda: script,
-        say=console.log,
+        say=terminal.log,
         tell=lambda error: None,  # as an exception, or at last by ``script``
     )
     await agent.run()

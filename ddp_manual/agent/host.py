@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_manual
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.agent.address import family, interface_addresses, route_to
 from ddp_manual.errors import BadOption
 from ddp_manual.world_spec import WorldSpec
@@ -38,7 +38,7 @@ class OwnAddress:
     def __init__(self, rank_0: str, backend: str) -> None:
         self.address, self.interface = route_to(rank_0)
         self.source = f"{self.interface}, on the way to {rank_0}"
-        names, variable = environment.chosen_interfaces(backend)
+        names, variable = launchers.chosen_interfaces(backend)
         if names:
             self.address, self.interface = _chosen_address(names, variable, backend)
             self.source = f"{self.interface}, from {variable}"
@@ -58,7 +58,7 @@ def _chosen_address(names: list[str], variable: str, backend: str) -> tuple[str,
     ]
     if not found:
         raise BadOption(
-            f"{variable}={','.join(names)} names no interface of {environment.host_name()} that has an address",
+            f"{variable}={','.join(names)} names no interface of {launchers.host_name()} that has an address",
             why=f"this host has {', '.join(f'{name} ({address})' for address, name in mine.items())}",
             next=f"unset {variable}, and the interface on the way to rank 0 is taken",
         )
@@ -80,7 +80,7 @@ def raise_descriptor_limit(spec: WorldSpec) -> str:
     needed = OWN_DESCRIPTORS + CONNECTIONS_PER_RANK * spec.world_size
     if spec.rank == 0 and soft < needed:
         raise BadOption(
-            f"rank 0 on {environment.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
+            f"rank 0 on {launchers.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
             f"needs {needed}",
             why=f"each rank keeps up to {CONNECTIONS_PER_RANK} connections to rank 0; the hard limit is {hard}",
             next=f"raise it before rank 0 is started: ulimit -n {needed}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import environment, rundir
+from ddp_manual import launchers, run_folder
 from ddp_manual.agent import address as addresses
 from ddp_manual.agent import reachability, torch_store
 from ddp_manual.agent.connection import Connection, Seal, Unsealed
@@ -50,7 +50,7 @@ class Task:
     """What goes on with the run, if ``launch`` has started the ranks."""
     wait_until_ready: bool = False
     """Whether a failure waits for what the worker finds out, as ``check`` does."""
-    attempt: str = field(default_factory=lambda: f"{environment.restart_count()}.0")
+    attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
     """Differs for each time that the ranks of one torchrun meet."""
 
 
@@ -65,13 +65,13 @@ class Joining:
     own: OwnAddress
 
     def __init__(self, spec: WorldSpec, task: Task, *, steps: Steps, say: Say) -> None:
-        host = environment.host_name()
+        host = launchers.host_name()
         self.who = RankInfo(rank=spec.rank, world_size=spec.world_size, host=host, pid=os.getpid())
         self._spec = spec
         self._task = task
         self._steps = steps
         self._say = say
-        self.seal = Seal(environment.token(spec.token_file))
+        self.seal = Seal(launchers.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
 
     async def join(self, waiting: Waiting) -> tuple[RunInfo, Connection]:
@@ -132,7 +132,7 @@ class Joining:
             self._spec = spec = dataclasses.replace(spec, master_port=port)
             step.detail = addresses.at(address, port)
         own = await self._introduce(address)
-        run_id = spec.run_id or rundir.new_run_id()
+        run_id = spec.run_id or run_folder.new_run_id()
         run = RunInfo(
             run_id=run_id,
             run_dir=self._task.run_dir and self._task.run_dir.replace("{run_id}", run_id),
@@ -157,13 +157,13 @@ class Joining:
         if self.answering is None:
             spec = self._spec
             with self._steps.step("interface") as step:
-                self.own = OwnAddress(rank_0, environment.likely_backend(spec.device, spec.backend))
+                self.own = OwnAddress(rank_0, launchers.likely_backend(spec.device, spec.backend))
                 step.detail = f"{self.own.address} on {self.own.source}"
             self.answering = await reachability.answer_at(self.own.address)
             self.who = dataclasses.replace(
                 self.who,
                 world_size_source=spec.source("world_size"),
-                host_id=environment.host_id(),
+                host_id=launchers.host_id(),
                 since=time.time(),
                 address=self.own.address,
                 answer_port=self.answering.sockets[0].getsockname()[1],

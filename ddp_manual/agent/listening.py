@@ -9,7 +9,7 @@ from datetime import datetime
 
 import psutil
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.agent.address import at, family, interface_addresses
 from ddp_manual.agent.observer import look_at
 from ddp_manual.agent.probe import Answer, Probe, probe
@@ -50,7 +50,7 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
                 next="give rank 0's IP address as --master_addr, the same on every rank",
             ) from None
     raise AddressNotLocal(
-        f"rank 0 runs on {environment.host_name()}, but {spec.master_addr} is not an address of this host",
+        f"rank 0 runs on {launchers.host_name()}, but {spec.master_addr} is not an address of this host",
         why=f"{spec.named('master_addr')} resolves to {', '.join(addresses)}; "
         f"this host has {', '.join(sorted(interface_addresses()))}",
         next=f"start rank 0 on the host that has {addresses[0]}, or give every rank this host's --master_addr",
@@ -80,7 +80,7 @@ async def _run_there(there: Probe, spec: WorldSpec) -> str:
     if there.connection is None:
         return "its run is ending"
     try:
-        seen = await look_at(there, at(there.address, spec.master_port), environment.token(spec.token_file))
+        seen = await look_at(there, at(there.address, spec.master_port), launchers.token(spec.token_file))
     except DdpManualError as error:
         return f"of its run nothing is known: {error.what}"
     finally:

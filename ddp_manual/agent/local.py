@@ -19,17 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_manual import checkpoints, console, environment, signals
+from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import tasks
+from ddp_manual.agent.commands import command_to_go_on_with_launch
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of
-from ddp_manual.commands import command_to_go_on_with_launch
-from ddp_manual.config import TrainConfig
-from ddp_manual.console import RankOutput, say
 from ddp_manual.errors import DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.processes import start_python
-from ddp_manual.rundir import RunPaths, default_run_dir, new_run_id
+from ddp_manual.run_folder import RunPaths, default_run_dir, new_run_id
+from ddp_manual.terminal import RankOutput, say
+from ddp_manual.training import checkpoints
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 FORKER = Path(__file__).parent.parent / "worker" / "forker.py"
@@ -61,7 +62,7 @@ def launch_ranks(
     paths = RunPaths(Path(run_dir)).create(resuming=config.resume is not None)
     go_on = command_to_go_on_with_launch(nproc, max_restarts, paths.run_dir, typed)
     launch = Launch(nproc, run_id, paths, max_restarts, go_on)
-    with environment.reserved_port() as port:
+    with launchers.reserved_port() as port:
         return asyncio.run(launch.run(spec, config, port))
 
 
@@ -122,7 +123,7 @@ class Launch:
                     for agent in self.agents:
                         agent.give_up(PeerFailed(f"rank {rank} has left", why=ended.error.what, next=ended.error.next))
                 elif rank == 0:
-                    outputs[0].write(f"{console.result_text(ended.result)}\n".encode(), sys.stdout)
+                    outputs[0].write(f"{terminal.result_text(ended.result)}\n".encode(), sys.stdout)
 
             await asyncio.gather(*(live(rank) for rank in range(self.nproc)))
         # A rank that lost a peer may have ended before the one that was lost.
@@ -138,7 +139,7 @@ class Launch:
             own,
             tasks.training(own, config.in_folder(str(self.paths.run_dir)), launched=self.go_on),
             start_worker=lambda: forker.fork(output),
-            say=lambda line: output.write(f"{console.tag(rank)} {line}\n".encode()),
+            say=lambda line: output.write(f"{terminal.tag(rank)} {line}\n".encode()),
             tell=lambda error: output.write(f"{error.render()}\n".encode()),
         )
 
@@ -203,7 +204,7 @@ class Forker:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs, environment.of_children(self._nproc):
+        with theirs, launchers.of_children(self._nproc):
             self._process = start_python(
                 FORKER, [theirs.fileno()], [f"ranks={self._nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
             )

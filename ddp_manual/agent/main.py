@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import environment, rundir, signals
+from ddp_manual import launchers, run_folder, signals
 from ddp_manual.agent import host, reachability, verdicts
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.joining import Joining, Task
@@ -170,7 +170,7 @@ class Agent:
             self._to_worker({"start": {**self.task.start, **spec, **here}})
 
     async def _work_alone(self) -> None:
-        run_id = self.spec.run_id or rundir.new_run_id()
+        run_id = self.spec.run_id or run_folder.new_run_id()
         self._set_run_dir(self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id))
         self._begin(None)
         await self._ready_came.wait()
@@ -520,7 +520,7 @@ class Agent:
         if self._left:
             return
         if self._joining.coordinator is not None:
-            who = f"rank 0 ({environment.host_name()}, pid {self._pid})"
+            who = f"rank 0 ({launchers.host_name()}, pid {self._pid})"
             before = MasterLost(f"{who} left before all ranks had joined", why=error.what, next="start all ranks again")
             self._joining.coordinator.end(before)
         if self._placed and not isinstance(error, PeerGone) and self._own_words is None:
@@ -533,10 +533,12 @@ class Agent:
         no_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
         if self._run_dir is None or no_rank:
             return
-        about = {"rank": self.spec.rank, "host": environment.host_name(), "pid": self._pid}
+        about = {"rank": self.spec.rank, "host": launchers.host_name(), "pid": self._pid}
         with suppress(DdpManualError, OSError):
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            rundir.write_json(rundir.RunPaths(self._run_dir).failure(self.spec.rank), {**last_words(error), **about})
+            run_folder.write_json(
+                run_folder.RunPaths(self._run_dir).failure(self.spec.rank), {**last_words(error), **about}
+            )
 
     @property
     def _pid(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.agent.address import at, is_loopback
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import MasterAddressError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
@@ -148,7 +148,7 @@ async def find_rank_0(
     resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
     who = who or f"rank {spec.rank}"
     if all(is_loopback(address) for address in addresses):
-        resolved += f", which is {environment.host_name()} itself"
+        resolved += f", which is {launchers.host_name()} itself"
     closed_before = False
     while True:
         probes = await asyncio.gather(*(probe(address, spec.master_port) for address in addresses))
@@ -210,11 +210,11 @@ def _never_came(
     if rank_0_command:
         return MasterRefused(
             f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
-            why=f"{who} on {environment.host_name()} tried {tried}",
+            why=f"{who} on {launchers.host_name()} tried {tried}",
             next=f"{rank_0_command}\nthen try again; if rank 0 does run, compare its address and port with these",
         )
     return MasterUnreachable(
         f"no answer{waited} from rank 0's address {where}",
-        why=f"{who} on {environment.host_name()} tried {tried}",
+        why=f"{who} on {launchers.host_name()} tried {tried}",
         next=f"open TCP port {spec.master_port} on rank 0's host, or check the route: ping {spec.master_addr}",
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ddp_manual import console, extras, resume_option, rundir
+from ddp_manual import run_folder, terminal
+from ddp_manual.agent.commands import command_template, command_to_go_on
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.main import Agent, Ended
 from ddp_manual.agent.worker_process import start_process
-from ddp_manual.commands import command_template, command_to_go_on
-from ddp_manual.config import TrainConfig
 from ddp_manual.errors import DdpManualError
+from ddp_manual.training import extras, resume_option
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -37,7 +38,7 @@ def training(spec: WorldSpec, config: TrainConfig, launched: str | None = None) 
             "alone": config.no_ddp,
         },
         options={**config.shared_options(), "command": ("train", "command")},
-        run_dir=config.run_dir or rundir.default_run_dir("{run_id}"),
+        run_dir=config.run_dir or run_folder.default_run_dir("{run_id}"),
         command=command_template(spec, config),
         launched=launched,
     )
@@ -49,12 +50,14 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
     Raises:
         BadOption: see ``training``.
     """
-    console.log_to_stderr(spec.rank)
+    terminal.log_to_stderr(spec.rank)
     task = training(spec, config)
     if spec.source("world_size") == "default" and not config.no_ddp:
-        console.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
-    return asyncio.run(agent_of(spec, task, console.print_error).run())
+        terminal.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
+    return asyncio.run(agent_of(spec, task, terminal.print_error).run())
 
 
 def agent_of(spec: WorldSpec, task: Task, tell: Callable[[DdpManualError], None]) -> Agent:
-    return Agent(spec, task, start_worker=lambda: start_process(spec.rank, spec.world_size), say=console.log, tell=tell)
+    return Agent(
+        spec, task, start_worker=lambda: start_process(spec.rank, spec.world_size), say=terminal.log, tell=tell
+    )

@@ -10,7 +10,7 @@ import asyncio
 import json
 import struct
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import BadOption, MasterLost, RankMissing
 from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
@@ -78,7 +78,7 @@ async def _connect(spec: WorldSpec, attempt: str) -> _Key:
         # torchrun's agent listens before it starts any rank, so one that does not is not there.
         raise BadOption(
             f"variables of another launcher say that its agent hosts the store at {where}, but nothing listens there",
-            why="; ".join([environment.agent_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
+            why="; ".join([launchers.agent_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
             next="unset TORCHELASTIC_USE_AGENT_STORE RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT\n"
             "then start every rank again, with flags",
         ) from None

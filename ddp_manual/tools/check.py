@@ -9,11 +9,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ddp_manual import console, environment
+from ddp_manual import launchers, terminal
 from ddp_manual.agent.address import own_address, resolve
+from ddp_manual.agent.commands import command_template
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.tasks import agent_of
-from ddp_manual.commands import command_template
 from ddp_manual.errors import MasterUnresolvable
 from ddp_manual.steps import Step
 from ddp_manual.world_spec import WorldSpec
@@ -31,14 +31,14 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         ``host``, ``settings`` (name, value, source), ``variables``, ``steps`` (name, seconds, outcome, detail), and on
         rank 0 of a complete run ``roster``, ``ranks`` (the reports of all) and ``measured``.
     """
-    console.log_to_stderr(spec.rank)
+    terminal.log_to_stderr(spec.rank)
     if spec.source("join_timeout") == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
     report: dict[str, Any] = {
         "rank": spec.rank,
-        "host": environment.host_name(),
+        "host": launchers.host_name(),
         "settings": [[name, value, spec.source(name)] for name, value in spec.values().items()],
-        "variables": environment.network_variables(),
+        "variables": launchers.network_variables(),
     }
     started = time.monotonic()
     agent = agent_of(spec, checking(spec), tell=lambda error: None)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.agent.address import at, resolve
 from ddp_manual.agent.observer import look_at
 from ddp_manual.agent.probe import find_rank_0
@@ -26,7 +26,7 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
     start_rank_0 = (
         f"ddp-manual train --world_size N --rank 0 --master_addr {spec.master_addr} --master_port {spec.master_port}"
     )
-    token = environment.token(spec.token_file)
+    token = launchers.token(spec.token_file)
     waiting = Waiting(0.0, lambda line: None)
     there = await find_rank_0(spec, resolve(spec.master_addr), waiting, start_rank_0, who="status")
     assert there.connection is not None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_manual.training import collectives
-from ddp_manual.training.course import Position
-from ddp_manual.training.evaluation import Evaluation
-from ddp_manual.training.metering import Window
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.metrics import Window
 
 T = TypeVar("T")
 

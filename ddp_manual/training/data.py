@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ddp_manual.config import is_folder
-from ddp_manual.console import escaped
 from ddp_manual.errors import BadOption
-from ddp_manual.training.images import Normalise
+from ddp_manual.terminal import escaped
+from ddp_manual.training.augment import Normalise
+from ddp_manual.training.config import is_folder
 
 logger = logging.getLogger(__name__)
 

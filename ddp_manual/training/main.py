@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_manual import checkpoints, console, environment, extras, outcome, resume_option, resuming, rundir, signals
-from ddp_manual.config import TrainConfig, is_own_factory
+from ddp_manual import launchers, run_folder, signals, terminal
 from ddp_manual.errors import Stopped
-from ddp_manual.rundir import RunPaths
-from ddp_manual.training import collectives, models, own, prediction_files, trackers
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import (
+    checkpoints,
+    collectives,
+    extras,
+    models,
+    own_code,
+    prediction_files,
+    results,
+    resume_option,
+    resuming,
+    trackers,
+)
 from ddp_manual.training.agreement import agree, compare_data
+from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
-from ddp_manual.training.course import Position
+from ddp_manual.training.config import TrainConfig, is_own_factory
 from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
-from ddp_manual.training.engine import Trainer
-from ddp_manual.training.images import unit_scale
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.loop import Trainer
 from ddp_manual.training.run import Run
 from ddp_manual.training.sources import PARTS, prepare, source_of
 from ddp_manual.training.tracking import Tracker
@@ -49,8 +60,8 @@ def check_own_code(config: TrainConfig, rank: int) -> Shared:
     for option in ("model", "dataset"):
         value = getattr(config, option)
         if is_own_factory(value):
-            own.factory(option, value)
-            found[f"{option} source"] = own.digest(option, value)
+            own_code.factory(option, value)
+            found[f"{option} source"] = own_code.digest(option, value)
     if rank == 0:
         source_of(config).check()
     return found
@@ -82,7 +93,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     agree(
         world,
         {**config.shared_options(), **check_own_code(config, world.rank)},
-        config.run_dir or rundir.unused_run_dir(world.run_id),
+        config.run_dir or run_folder.unused_run_dir(world.run_id),
     )
 
     def go_on(paths: RunPaths) -> str:
@@ -102,7 +113,7 @@ def train_as_agreed(world: World, config: TrainConfig, go_on: Callable[[RunPaths
     """
     assert world.run_dir is not None
     paths = RunPaths(world.run_dir)
-    if restart := environment.restart_count():
+    if restart := launchers.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
     folder = resuming.run_folder(config, paths) if world.rank == 0 else nullcontext()
     with folder, signals.without_saving(), ExitStack() as closing:
@@ -148,12 +159,12 @@ def _go(
     )
     fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
-    course = trainer.course
+    plan = trainer.epoch_plan
     options = resuming.options_of(config, data.train, data.test)
     gone_on = resuming.go_on(config, paths, trainer, network, options)
     position, history = gone_on or (Position(), History())
-    described = outcome.described(world, paths, config, trainer, position)
-    summary = outcome.earlier_summary(paths, config.epochs) if course.ended(position) and world.rank == 0 else None
+    described = results.described(world, paths, config, trainer, position)
+    summary = results.earlier_summary(paths, config.epochs) if plan.ended(position) and world.rank == 0 else None
     tracker = Tracker()
     if world.rank == 0:
         tracker = trackers.of_rank_0(
@@ -162,7 +173,7 @@ def _go(
     # After the signals are no longer noted: by then they end the wait for an upload.
     closing.callback(tracker.closed)
     if config.resume is not None:
-        tracker.resumed(position, history, network, complete=course.ended(position))
+        tracker.resumed(position, history, network, complete=plan.ended(position))
     run = Run(
         network=network,
         trainer=trainer,
@@ -175,24 +186,24 @@ def _go(
     )
     if gone_on and world.rank == 0 and not checkpoints.holds(paths.checkpoints, position.step):
         run.save()  # it began with another run's, and may end before its next one
-    if course.ended(position) and world.rank == 0:
+    if plan.ended(position) and world.rank == 0:
         logger.info("the run is complete: all its %d epochs are done", config.epochs)
     if summary is None or not paths.config.exists():
         tracker.started(described, data.train)
-    if not course.ended(position):
+    if not plan.ended(position):
         # What all ranks would say alike, rank 0 says.
-        console.LOGGER.log(
+        terminal.LOGGER.log(
             logging.INFO if world.rank == 0 else logging.DEBUG,
             "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
-            *(config.model, len(data.train), config.dataset, config.epochs, course.steps_per_epoch),
-            *(trainer.batch_size, trainer.schedule.peak),
+            *(config.model, len(data.train), config.dataset, config.epochs, plan.steps_per_epoch),
+            *(trainer.batch_size, trainer.learning_rate.peak),
         )
-        wishes = closing.enter_context(world.noting_signals())
+        requests = closing.enter_context(world.noting_signals())
         told = world.rank == 0
-        bar = told and console.on_a_terminal()
+        bar = told and terminal.on_a_terminal()
         try:
-            with console.progress(course.steps(position), done=position.step, bar=bar, lines=told) as progress:
-                number = run.go(progress, wishes)
+            with terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=told) as progress:
+                number = run.go(progress, requests)
         finally:
             world.no_longer_heeds()
         if number:
@@ -202,7 +213,7 @@ def _go(
         if collectives.says_rank_0(summary is None or not all(file.exists() for file in files), world.device):
             run.predict()
     if summary is None:
-        summary = outcome.summary(world, paths, config, run)
+        summary = results.summary(world, paths, config, run)
         with run.saving():
             tracker.finished(summary)
     return summary

@@ -19,7 +19,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import collectives, own
+from ddp_manual.training import collectives, own_code
 from ddp_manual.training.checkpoint import on_cpu
 
 COMPILED = "_orig_mod"
@@ -34,13 +34,13 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
     Raises:
         BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
     """
-    if isinstance(own.factory("model", name), nn.Module):
+    if isinstance(own_code.factory("model", name), nn.Module):
         raise BadOption(
             f"--model {name} is a network, not a function that makes one",
             why="its weights were drawn when its module was imported, before the seed was set",
             next="name its class, or a function that returns a new one: def factory(): return Net()",
         )
-    model = own.call("model", name, shape=shape, classes=classes)
+    model = own_code.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module):
         raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
     if isinstance(model, (DataParallel, DistributedDataParallel)):

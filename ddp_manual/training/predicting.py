@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
-from ddp_manual.training.evaluation import Evaluation, evaluate
+from ddp_manual.training.evaluate import Evaluation, evaluate
 
 
 @dataclass(frozen=True, eq=False)

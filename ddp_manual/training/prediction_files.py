@@ -9,9 +9,9 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ddp_manual import rundir
+from ddp_manual import run_folder
 from ddp_manual.errors import writing
-from ddp_manual.rundir import PredictionPaths
+from ddp_manual.run_folder import PredictionPaths
 from ddp_manual.training.confusion import confusion_picture
 from ddp_manual.training.pictures import prediction_grid
 from ddp_manual.training.predicting import Predictions
@@ -50,7 +50,7 @@ def write(paths: PredictionPaths, predictions: Predictions, *, option: str) -> l
     else:
         logger.info("no %s and no picture of it: more than %d classes", paths.confusion_table, MOST_CONFUSED)
     with writing(paths.folder, option):
-        rundir.replace_files(contents)
+        run_folder.replace_files(contents)
     return list(contents)
 
 

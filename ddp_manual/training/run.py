@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ddp_manual.console import Progress as Bar
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.signals import Wishes
+from ddp_manual.signals import Requests
+from ddp_manual.terminal import Progress as Bar
 from ddp_manual.training import checkpoint, collectives, models
 from ddp_manual.training.checkpoint import History
-from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
-from ddp_manual.training.engine import SyncPoint, Trainer
-from ddp_manual.training.evaluation import Evaluation, evaluate
-from ddp_manual.training.metering import Meter, agree, diverged
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.evaluate import Evaluation, evaluate
+from ddp_manual.training.loop import SyncPoint, Trainer
+from ddp_manual.training.metrics import Meter, agree, diverged
 from ddp_manual.training.predicting import Predictions, evaluate_and_predict, predict
 from ddp_manual.training.tracking import Tracker
 
@@ -69,7 +69,7 @@ class Run:
         self._meter = Meter(self._device, history.window, history.train_seconds)
         self.position = position
         self.evaluations = list(history.evaluations)
-        self._steps = trainer.course.steps(position)
+        self._steps = trainer.epoch_plan.steps(position)
         self._began, self._seconds_before = position, history.train_seconds
 
     @property
@@ -79,13 +79,13 @@ class Run:
     @property
     def samples_per_second(self) -> float:
         """Over all ranks, since it began here or went on; over the whole run where nothing has been trained since."""
-        course = self._trainer.course
-        samples = course.seen(self.position) - course.seen(self._began)
+        plan = self._trainer.epoch_plan
+        samples = plan.seen(self.position) - plan.seen(self._began)
         if not samples:
-            return course.seen(self.position) / self.train_seconds
+            return plan.seen(self.position) / self.train_seconds
         return samples / (self.train_seconds - self._seconds_before)
 
-    def go(self, bar: Bar, wishes: Wishes) -> int:
+    def go(self, bar: Bar, requests: Requests) -> int:
         """Train to the end and return 0; or stop with all other ranks and return the number of the signal that asked.
 
         A run that stops has saved a checkpoint, and every rank returns only when it is on disk. A signal during the
@@ -95,29 +95,29 @@ class Run:
             TrainingFailed: training has diverged, or the test loss is not finite; on every rank.
             DiskFull: a file could not be written; on rank 0.
         """
-        course = self._trainer.course
-        while not course.ended(self.position):
-            stop, save = self._train_epoch(bar, wishes)
-            if stop and not course.epoch_ended(self.position):
+        plan = self._trainer.epoch_plan
+        while not plan.ended(self.position):
+            stop, save = self._train_epoch(bar, requests)
+            if stop and not plan.epoch_ended(self.position):
                 return stop
             result, predictions = self._evaluate()
-            since = agree(wishes, self._device)
+            since = agree(requests, self._device)
             stop = stop or since.stop
             # What is lost with a file that cannot be written grows less: of a checkpoint all others can be made anew.
-            if save or stop or since.save or course.saves_epoch(self.position):
+            if save or stop or since.save or plan.saves_epoch(self.position):
                 self.save()
             with self.saving():
                 self._tracker.evaluated(self.position.epoch, result, self._network)
                 if predictions is not None:
                     self._tracker.predicted(predictions)
-            if stop and not course.ended(self.position):
+            if stop and not plan.ended(self.position):
                 collectives.meet(self._device)  # rank 0 has saved when it gets here
                 return stop
         return 0
 
-    def _train_epoch(self, bar: Bar, wishes: Wishes) -> tuple[int, bool]:
+    def _train_epoch(self, bar: Bar, requests: Requests) -> tuple[int, bool]:
         """What remains of the epoch; returns the signal that asked to stop, and whether a save is still to be done."""
-        course = self._trainer.course
+        plan = self._trainer.epoch_plan
         self._doing.phase, self._doing.epoch = "training", self.position.epoch + 1
         self._doing.step_seconds = 0.0
 
@@ -125,12 +125,12 @@ class Run:
             self._doing.step = position.step
             bar.advance()
 
-        for sync in self._trainer.train_epoch(self.position, self._meter, wishes, on_step=step_done):
+        for sync in self._trainer.train_epoch(self.position, self._meter, requests, on_step=step_done):
             self.position = sync.position
             self._tell(sync, bar)
-            if course.epoch_ended(self.position):
+            if plan.epoch_ended(self.position):
                 return sync.agreed.stop, sync.agreed.save
-            if sync.agreed.stop or sync.agreed.save or course.saves(self.position):
+            if sync.agreed.stop or sync.agreed.save or plan.saves(self.position):
                 self.save()
                 collectives.meet(self._device)  # rank 0 has saved when it gets here
                 self._meter.begin(self.position.step)
@@ -146,7 +146,7 @@ class Run:
         self._doing.samples_per_second = metrics.samples_per_second
         self._tracker.trained(metrics)
         bar.say(
-            f"step {metrics.step}/{self._steps} epoch {metrics.epoch}/{self._trainer.course.epochs} "
+            f"step {metrics.step}/{self._steps} epoch {metrics.epoch}/{self._trainer.epoch_plan.epochs} "
             f"loss {metrics.loss:.4f} accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} "
             f"{metrics.samples_per_second:,.0f} samples/s"
         )
@@ -158,7 +158,7 @@ class Run:
         models.share_buffers(self._network)
         rank, world_size = trainer.rank, trainer.world_size
         predictions: Predictions | None = None
-        if trainer.course.ended(self.position.next_epoch()):
+        if trainer.epoch_plan.ended(self.position.next_epoch()):
             result, predictions = evaluate_and_predict(
                 self._network, self._test, trainer.normalise, rank=rank, world_size=world_size
             )
@@ -178,7 +178,7 @@ class Run:
         logger.log(
             logging.INFO if trainer.rank == 0 else logging.DEBUG,
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
-            *(self.position.epoch, trainer.course.epochs, 100 * result.accuracy, result.loss, result.samples),
+            *(self.position.epoch, trainer.epoch_plan.epochs, 100 * result.accuracy, result.loss, result.samples),
         )
         return result, predictions
 
@@ -229,7 +229,7 @@ class Run:
             )
 
         with self.saving():
-            self._tracker.checkpoint(take, self._trainer.course)
+            self._tracker.checkpoint(take, self._trainer.epoch_plan)
         self._doing.phase = "training"
 
     def _check_parameters(self) -> None:
@@ -239,4 +239,4 @@ class Run:
             TrainingFailed: training has diverged.
         """
         if not all(bool(parameter.isfinite().all()) for parameter in self._network.parameters()):
-            raise diverged(self.position.step, self._trainer.schedule.peak, "the parameters were")
+            raise diverged(self.position.step, self._trainer.learning_rate.peak, "the parameters were")

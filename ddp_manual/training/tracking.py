@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_manual import checkpoint_file, checkpoints, rundir
+from ddp_manual import run_folder
 from ddp_manual.errors import DdpManualError, writing
-from ddp_manual.rundir import RunPaths
-from ddp_manual.training import prediction_files
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint_file, checkpoints, prediction_files
 from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
-from ddp_manual.training.course import Course, Position
 from ddp_manual.training.data import Split
-from ddp_manual.training.evaluation import Evaluation
-from ddp_manual.training.metering import Metrics
+from ddp_manual.training.epoch_plan import EpochPlan, Position
+from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.pictures import image_grid
 from ddp_manual.training.predicting import Predictions
 
@@ -48,7 +48,7 @@ class Tracker:
     def predicted(self, predictions: Predictions) -> None:
         """The last epoch is done, and this is what the model makes of each test image."""
 
-    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+    def checkpoint(self, take: Callable[[], Saved], epoch_plan: EpochPlan) -> None:
         """Save what ``take`` returns."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
@@ -84,9 +84,9 @@ class Several(Tracker):
         for tracker in self._trackers:
             tracker.predicted(predictions)
 
-    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+    def checkpoint(self, take: Callable[[], Saved], epoch_plan: EpochPlan) -> None:
         for tracker in self._trackers:
-            tracker.checkpoint(take, course)
+            tracker.checkpoint(take, epoch_plan)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         for tracker in self._trackers:
@@ -113,24 +113,24 @@ class RunFiles(Tracker):
         self._accuracies: list[float] = []
 
     def started(self, config: Mapping[str, Any], train: Split) -> None:
-        rundir.write_json(self._paths.config, config)
+        run_folder.write_json(self._paths.config, config)
         with _not_worth_the_run(self._paths.samples):
-            rundir.write_bytes(self._paths.samples, image_grid(train))
+            run_folder.write_bytes(self._paths.samples, image_grid(train))
 
     def resumed(self, position: Position, history: History, model: nn.Module, *, complete: bool) -> None:
         """The files become what they were at ``position``."""
         self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
         with writing(self._paths.run_dir, "--run_dir"):
-            rundir.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
+            run_folder.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
             checkpoints.rewind(self._paths.checkpoints, position.step)
             if not complete:
                 for told_at_the_end in (self._paths.summary, *self._paths.predictions.all):
                     told_at_the_end.unlink(missing_ok=True)
             if not at_the_end_of_an_epoch and self._accuracies_there() != self._accuracies:
                 self._paths.model.unlink(missing_ok=True)  # it is of an epoch that has yet to come
-        rundir.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
-        rundir.write_json(self._paths.accuracies, self._accuracies)
+        run_folder.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
+        run_folder.write_json(self._paths.accuracies, self._accuracies)
         if at_the_end_of_an_epoch:
             self._write_model(model)
 
@@ -144,12 +144,12 @@ class RunFiles(Tracker):
             return None
 
     def trained(self, metrics: Metrics) -> None:
-        rundir.append_json_line(self._paths.metrics, asdict(metrics))
+        run_folder.append_json_line(self._paths.metrics, asdict(metrics))
 
     def evaluated(self, epoch: int, evaluation: Evaluation, model: nn.Module) -> None:
         # In this order: a model of more epochs than there are accuracies would be taken for that of the epoch before.
         self._accuracies.append(evaluation.accuracy)
-        rundir.write_json(self._paths.accuracies, self._accuracies)
+        run_folder.write_json(self._paths.accuracies, self._accuracies)
         self._write_model(model)
 
     def _write_model(self, model: nn.Module) -> None:
@@ -160,17 +160,17 @@ class RunFiles(Tracker):
             for name, value in on_cpu(model.state_dict()).items()
         }
         torch.save(state, content)
-        rundir.write_bytes(self._paths.model, content.getvalue())
+        run_folder.write_bytes(self._paths.model, content.getvalue())
 
-    def checkpoint(self, take: Callable[[], Saved], course: Course) -> None:
+    def checkpoint(self, take: Callable[[], Saved], epoch_plan: EpochPlan) -> None:
         saved = take()
         position, history = saved.position, saved.history
         accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         about = {
-            "epochs": round(course.seen(position) / course.samples, 4),
+            "epochs": round(epoch_plan.seen(position) / epoch_plan.samples, 4),
             "epochs_done": position.epoch,
             "samples_taken_of_next_epoch": position.taken,
-            "samples_per_epoch": course.samples,
+            "samples_per_epoch": epoch_plan.samples,
             "test_accuracy": accuracies[-1] if accuracies and not position.taken else None,
             "test_accuracies": accuracies,
             "world_size": saved.world_size,
@@ -185,7 +185,7 @@ class RunFiles(Tracker):
             prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        rundir.write_json(self._paths.summary, summary)
+        run_folder.write_json(self._paths.summary, summary)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
 from ddp_manual.steps import Step
 from ddp_manual.world_spec import WorldSpec
@@ -29,7 +29,7 @@ def choose(spec: WorldSpec) -> tuple[str, str, int]:
     Raises:
         DeviceMissing: cuda was asked for and there is none. BackendUnavailable: nccl without cuda, or not built in.
     """
-    host = environment.host_name()
+    host = launchers.host_name()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
     if device == "cuda" and not gpus:
@@ -63,7 +63,7 @@ def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch
         DeviceMissing: this host has fewer GPUs than ranks.
     """
     if device == "cpu":
-        torch.set_num_threads(environment.cpu_threads(local_world_size))
+        torch.set_num_threads(launchers.cpu_threads(local_world_size))
         return torch.device("cpu")
     _check_gpu(rank, local_rank, torch.cuda.device_count())
     torch.cuda.set_device(local_rank)
@@ -73,7 +73,7 @@ def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch
 def _check_gpu(rank: int, local_rank: int, gpus: int) -> None:
     if local_rank >= gpus:
         raise DeviceMissing(
-            f"rank {rank} on {environment.host_name()} wants cuda:{local_rank}, which does not exist",
+            f"rank {rank} on {launchers.host_name()} wants cuda:{local_rank}, which does not exist",
             why=f"this host has {gpus} usable GPU(s), cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
             next=f"start at most {gpus} rank(s) on this host, choose with --local_rank, "
             "or use --device cpu on every rank",

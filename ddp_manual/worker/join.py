@@ -17,10 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import console, environment, user_code
+from ddp_manual import launchers, terminal
 from ddp_manual.errors import DdpManualError, PeerGone, Stopped, from_dict
 from ddp_manual.messages import last_words
 from ddp_manual.processes import start_python
+from ddp_manual.training import user_code
 from ddp_manual.worker import birth
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
@@ -74,10 +75,10 @@ def joined(
     """
     user_code.refuse_while_importing("join")
     check_none_open()
-    environment.token(spec.token_file)  # its agent would come upon what is wrong with it too late to say so
+    launchers.token(spec.token_file)  # its agent would come upon what is wrong with it too late to say so
     with ExitStack() as undo:
         _leave_as_found(undo)
-        console.log_to_stderr(spec.rank)
+        terminal.log_to_stderr(spec.rank)
         reporter = _start_agent(spec, run_dir, command, undo)
         reporter.on_exit = lambda status: _exit(reporter, tell, status)
         session = Session(reporter, spec, reporter.wait("start")["start"])
@@ -131,8 +132,8 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     undo.callback(birth.leave_no_stacks, was_enabled=faulthandler.is_enabled())
     undo.callback(_await_end, agent)  # before that: it may be about to ask for stacks, by a signal
     birth.leave_stacks_in(writing)
-    program, arguments = environment.typed_command()
-    script = environment.program_file()
+    program, arguments = launchers.typed_command()
+    script = launchers.program_file()
     attach = {
         "spec": spec.values(),
         "sources": dict(spec.sources),
@@ -140,7 +141,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
         "command": command,
         "typed": [*program, *arguments],
         "script": str(script.absolute()) if script else None,
-        "attempt": f"{environment.restart_count()}.{next(_joined_before)}",
+        "attempt": f"{launchers.restart_count()}.{next(_joined_before)}",
         "pid": os.getpid(),
     }
     reporter = Reporter(ours, {"attach": attach}, own_process=False)
@@ -163,7 +164,7 @@ def _leave_as_found(undo: ExitStack) -> None:
     undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
     with suppress(ValueError, OSError):  # rank 0's worker hosts torch's store, which each rank connects to
         resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    undo.enter_context(console.log_as_found())
+    undo.enter_context(terminal.log_as_found())
 
 
 def _exit(reporter: Reporter, tell: Callable[[DdpManualError], None] | None, status: int) -> None:

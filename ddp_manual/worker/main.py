@@ -13,13 +13,13 @@ from typing import Any
 import torch._dynamo  # which DDP's constructor and the first step of an optimizer import: 2 to 4 s
 import torch.nn.parallel  # noqa: F401
 
-from ddp_manual import console
-from ddp_manual.config import TrainConfig
+from ddp_manual import terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.messages import last_words
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import check_own_code, train_as_agreed
-from ddp_manual.training.measuring import check
 from ddp_manual.worker import birth
+from ddp_manual.worker.measure import check
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.session import Session
 from ddp_manual.world_spec import WorldSpec
@@ -31,8 +31,8 @@ def main(channel: int) -> None:
     reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
     start = reporter.wait("start")["start"]
     spec = WorldSpec(**start["spec"], sources=start["sources"])
-    console.log_to_stderr(spec.rank)
-    console.escape_what_cannot_be_shown()
+    terminal.log_to_stderr(spec.rank)
+    terminal.escape_what_cannot_be_shown()
     sys.path[0] = start["path"]
     session = Session(reporter, spec, start)
     try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, DeviceTaken, MasterLost, PeerUnreachable
 from ddp_manual.worker.whereabouts import OWN_THREADS
 
@@ -61,7 +61,7 @@ def open_store(address: str, port: int, listener: socket.socket | None = None) -
     Raises:
         MasterLost: nothing answers there. BackendUnavailable: USE_LIBUV=0 is set.
     """
-    if environment.legacy_store_requested():
+    if launchers.legacy_store_requested():
         raise BackendUnavailable(
             "the store must be torch's libuv one",
             why="USE_LIBUV=0 is set; the legacy store it asks for cannot be kept to one address",
@@ -71,7 +71,7 @@ def open_store(address: str, port: int, listener: socket.socket | None = None) -
     how: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": False, "use_libuv": True}
     how |= {"is_master": listening is not None, "master_listen_fd": listening, "timeout": CONNECT_TIMEOUT}
     try:
-        with environment.brief_name_lookups():
+        with launchers.brief_name_lookups():
             return ThreadPoolExecutor(1).submit(TCPStore, address, port, **how).result()
     except Exception as error:
         raise MasterLost(

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ddp_manual import console
+from ddp_manual import terminal
 from ddp_manual.errors import from_dict
 from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
-from ddp_manual.signals import Wishes
+from ddp_manual.signals import Requests
 from ddp_manual.worker import birth
 from ddp_manual.worker.process_group import collectives_begun
 from ddp_manual.worker.whereabouts import OWN_THREADS, whereabouts
@@ -55,7 +55,7 @@ class Reporter:
 
     def __init__(self, channel: socket.socket, first: Mapping[str, Any], *, own_process: bool) -> None:
         self.progress = Progress()
-        self.wishes = Wishes()
+        self.requests = Requests()
         self.thread = threading.get_ident()
         """Of the thread that trains."""
         self.unwinding = False
@@ -162,7 +162,7 @@ class Reporter:
 
     def _fall_silent(self) -> None:
         """What this process has said so far is written out; then its agent has the last word."""
-        console.LOGGER.disabled = True
+        terminal.LOGGER.disabled = True
         if self.own_process:  # also before what the user's own threads, or torch, would still write
             birth.flush_briefly()
             with open(os.devnull, "wb") as nowhere:
@@ -173,9 +173,9 @@ class Reporter:
         self._said.update(dict.fromkeys(message, message))
         self._agent_spoke.set()
         if "stop" in message:
-            self.wishes.ask_stop(int(message["stop"]))
+            self.requests.request_stop(int(message["stop"]))
         if "save" in message:
-            self.wishes.ask_save()
+            self.requests.request_save()
         if "quiet" in message:
             self._fall_silent()
             self.send({"quiet": True})

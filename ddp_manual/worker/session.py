@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import DdpManualError, OutOfMemory, PeerLost, StopSignal, TrainingFailed, stopped_by
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, last_words
-from ddp_manual.rundir import RunFolder
+from ddp_manual.run_folder import RunFolder
 from ddp_manual.steps import Steps
 from ddp_manual.worker import device as devices
 from ddp_manual.worker.process_group import (
@@ -105,7 +105,7 @@ class Session:
         address, port = ("", 0) if self.alone else message["store"]
         self.afterwards.callback(setattr, self.reporter.progress, "phase", ENDED)
         self.afterwards.enter_context(
-            environment.of_a_rank(self.spec.world_size, self.spec.rank, place, address, port, message.get("interface"))
+            launchers.of_a_rank(self.spec.world_size, self.spec.rank, place, address, port, message.get("interface"))
         )
         self._pinned = device = devices.pin(self.spec.rank, self._device, place.local_rank, place.local_world_size)
         if not self.alone:
@@ -121,14 +121,14 @@ class Session:
             world_size=self.spec.world_size,
             device=device,
             backend="none" if self.alone else self._backend,
-            host=environment.host_name(),
+            host=launchers.host_name(),
             run_id=run["run_id"],
             rendezvous_seconds=0.0 if self.alone else time.monotonic() - self._start["started"],
             progress=self.reporter.progress,
             _folder=RunFolder(path, path),
             _store=self._store,
             _roster=message["roster"] or [_line_of_the_only_rank(device)],
-            _wishes=self.reporter.wishes,
+            _wishes=self.reporter.requests,
             _tell=self.reporter.send,
             _own_process=self.reporter.own_process,
             _afterwards=self.afterwards,
@@ -166,7 +166,7 @@ class Session:
 
 def _line_of_the_only_rank(device: torch.device) -> dict[str, Any]:
     versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
-    host, pid = environment.host_name(), os.getpid()
+    host, pid = launchers.host_name(), os.getpid()
     return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}
 
 
@@ -182,7 +182,7 @@ def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) 
         return stopped_by(error, next=after_a_signal)
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemory(
-            f"rank {rank} on {environment.host_name()} ran out of GPU memory",
+            f"rank {rank} on {launchers.host_name()} ran out of GPU memory",
             why=first_line(error),
             next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
         )
@@ -193,7 +193,7 @@ def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) 
             next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
         )
     failed = TrainingFailed(
-        f"rank {rank} on {environment.host_name()}: {first_line(error)}",
+        f"rank {rank} on {launchers.host_name()}: {first_line(error)}",
         why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
         next="leave init_process_group out: the process group is open, and is closed at the end"
         if is_opened_twice(error)

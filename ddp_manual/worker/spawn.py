@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console, environment, signals, user_code
+from ddp_manual import launchers, signals, terminal
 from ddp_manual.errors import (
     BadOption,
     DdpManualError,
@@ -30,6 +30,7 @@ from ddp_manual.errors import (
     signal_name,
 )
 from ddp_manual.options import option_fields
+from ddp_manual.training import user_code
 from ddp_manual.worker.spawned import BEGAN, CAUSE, ERROR, HELD_BACK, START_AGAIN, Words, become
 from ddp_manual.world_spec import WorldSpec
 
@@ -68,7 +69,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
     """
     user_code.refuse_while_importing("spawn")
     _check(train_fn, nprocs, args)
-    with signals.as_errors(), environment.reserved_port() as port, tempfile.TemporaryDirectory() as folder:
+    with signals.as_errors(), launchers.reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         specs = [_spec(rank, nprocs, port, world_options) for rank in range(nprocs)]
         _run(specs, train_fn, tuple(args), Path(folder))
 
@@ -93,7 +94,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         what = f"nprocs {nprocs!r} is no number of ranks"
         why = "it is how many processes are started, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() is one per GPU"
-    elif (launched := environment.launched_as()) is not None:
+    elif (launched := launchers.launched_as()) is not None:
         what = f"spawn was called where a launcher has started this script, as one of several ranks: {launched}"
         why = f"each of them would start {nprocs} ranks of its own, and they would not train together"
         next = (
@@ -117,7 +118,7 @@ def _name(train_fn: Callable[..., object]) -> str:
 def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tuple[Any, ...], folder: Path) -> None:
     ranks: list[_Rank] = []
     try:
-        with signals.deferred(), environment.of_children(len(specs)):  # one that is being started is in no list yet
+        with signals.deferred(), launchers.of_children(len(specs)):  # one that is being started is in no list yet
             for spec in specs:
                 ranks.append(_start(spec, train_fn, args, Words(folder, spec.rank)))
         with signals.without_saving(instead=ranks[0].ask):  # which tells the others
@@ -159,7 +160,7 @@ def _stop_in_order(ranks: Sequence[_Rank], number: int) -> None:
     """Pass a signal on, once, and let the ranks end by themselves; a second signal comes out of here as it came in."""
     running = [rank for rank in ranks if rank.status is None]
     if running:
-        console.say("stopping; once more ends it at once")
+        terminal.say("stopping; once more ends it at once")
     for rank in running:
         rank.ask(number)
     began = time.monotonic()

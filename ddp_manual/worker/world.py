@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddp_manual import console, signals
+from ddp_manual import signals, terminal
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, from_dict
 from ddp_manual.messages import ENDED, Place, Progress
-from ddp_manual.rundir import RunFolder
-from ddp_manual.signals import Wishes
+from ddp_manual.run_folder import RunFolder
+from ddp_manual.signals import Requests
 from ddp_manual.waiting import Waiting
 from ddp_manual.world_spec import WorldSpec
 
@@ -47,7 +47,7 @@ class World(Place):
     _store: Store | None = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """On rank 0; the others ask the store."""
-    _wishes: Wishes = field(repr=False)
+    _wishes: Requests = field(repr=False)
     _tell: Callable[[Mapping[str, Any]], None] = field(repr=False)
     """Tells the agent."""
     _own_process: bool = field(repr=False)
@@ -141,7 +141,7 @@ class World(Place):
 
     def _awaited(self, store: Store, key: str, job: str, timeout: float) -> bytes:
         leader = f"rank {self.host_leader} on {self.host}"
-        waiting = Waiting(timeout, console.log)
+        waiting = Waiting(timeout, terminal.log)
         # In short looks: Python hears of no signal inside torch's own wait.
         while not store.check([key]):
             if waiting.over:
@@ -150,13 +150,13 @@ class World(Place):
                     why=f"rank {self.rank} waited for it, so that one rank per host writes the files",
                     next=f"look at what that rank says, or {job} beforehand",
                 )
-            waiting.about(f"waiting for {leader} to {console.escaped(job)}")
+            waiting.about(f"waiting for {leader} to {terminal.escaped(job)}")
             time.sleep(0.02)
         return store.get(key)
 
     @contextmanager
-    def noting_signals(self) -> Iterator[Wishes]:
-        """While the body runs, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are wishes that the ranks agree on."""
+    def noting_signals(self) -> Iterator[Requests]:
+        """While the body runs, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are requests that the ranks agree on."""
         self._tell({"notes": True, "heeds": True})
         if self._own_process:
             yield self._wishes

@@ -30,7 +30,7 @@ def other_code(tmp_path: Path) -> Path:
     copy = tmp_path / "copy"
     shutil.copytree(REPOSITORY / "ddp_manual", copy / "ddp_manual", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "run_multi_gpu_train.py", copy)
-    with (copy / "ddp_manual/training/schedule.py").open("a") as file:
+    with (copy / "ddp_manual/training/learning_rate.py").open("a") as file:
         file.write("# changed\n")
     return copy
 

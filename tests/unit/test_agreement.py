@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_manual import TrainConfig, resuming
+from ddp_manual import TrainConfig
 from ddp_manual.errors import CheckpointMismatch, DataDiffers
-from ddp_manual.training import collectives
+from ddp_manual.training import collectives, resuming
 from ddp_manual.training.agreement import compare_data, fingerprint
-from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
+from ddp_manual.training.epoch_plan import Position
 from tests.conftest import REPOSITORY
 
 SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
@@ -74,7 +74,7 @@ def test_a_run_does_not_go_on_with_other_data_where_the_checkpoint_tells(
 
     def go_on(then: dict[str, Any], now: dict[str, Any]) -> None:
         saved: Any = SimpleNamespace(options=then, position=Position())
-        trainer: Any = SimpleNamespace(course=SimpleNamespace(samples=2))
+        trainer: Any = SimpleNamespace(epoch_plan=SimpleNamespace(samples=2))
         resuming._compare(tmp_path / "step.pt", saved, config, trainer, now)
 
     then = options("1a")

@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_manual import checkpoint_file, checkpoints, cli, resume_option, resuming, rundir, signals
-from ddp_manual.commands import command_to_go_on
-from ddp_manual.config import TrainConfig
+from ddp_manual import cli, run_folder, signals
+from ddp_manual.agent.commands import command_to_go_on
 from ddp_manual.errors import (
     BadOption,
     CheckpointCorrupt,
@@ -30,13 +29,14 @@ from ddp_manual.errors import (
     DdpManualError,
     DiskFull,
 )
-from ddp_manual.rundir import RunPaths
-from ddp_manual.training import checkpoint, models
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint, checkpoint_file, checkpoints, models, resume_option, resuming
 from ddp_manual.training.checkpoint import History, Saved, Unreadable
-from ddp_manual.training.course import Position
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
-from ddp_manual.training.evaluation import Evaluation
-from ddp_manual.training.metering import Window
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.metrics import Window
 from ddp_manual.world_spec import WorldSpec
 
 EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
@@ -163,16 +163,16 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
 
 def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
     told: list[int] = []
-    wishes = signals.Wishes()
+    requests = signals.Requests()
     before = signal.getsignal(signal.SIGTERM)
     threads = threading.active_count()
-    with signals.noted(wishes, told.append):
+    with signals.noted(requests, told.append):
         assert threading.active_count() == threads
-        assert (wishes.stop, wishes.take_save()) == (0, False)
+        assert (requests.stop, requests.take_save()) == (0, False)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert wishes.stop == signal.SIGTERM
-        assert (wishes.take_save(), wishes.take_save()) == (True, False)
+        assert requests.stop == signal.SIGTERM
+        assert (requests.take_save(), requests.take_save()) == (True, False)
     assert told == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -377,34 +377,34 @@ def test_another_file_of_a_run_is_no_checkpoint_and_the_run_is_named(tmp_path: P
 def test_starting_from_the_beginning_overwrites_no_other_run_and_none_that_is_complete(tmp_path: Path) -> None:
     paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
     assert resuming.find(config, paths) is None
-    rundir.write_json(paths.config, TrainConfig().as_dict())
+    run_folder.write_json(paths.config, TrainConfig().as_dict())
     assert resuming.find(config, paths) is None
-    rundir.write_json(paths.config, TrainConfig(seed=1, model="mlp").as_dict())
+    run_folder.write_json(paths.config, TrainConfig(seed=1, model="mlp").as_dict())
     with pytest.raises(BadOption, match="holds another run") as caught:
         resuming.find(config, paths)
     assert "differs in model, seed" in caught.value.why
     paths.config.write_text("[]")
     with pytest.raises(BadOption, match="holds another run"):
         resuming.find(config, paths)
-    rundir.write_json(paths.config, TrainConfig().as_dict())
-    rundir.write_json(paths.summary, {})
+    run_folder.write_json(paths.config, TrainConfig().as_dict())
+    run_folder.write_json(paths.summary, {})
     with pytest.raises(BadOption, match="holds a complete run"):
         resuming.find(config, paths)
 
 
 def test_metrics_after_a_step_and_a_line_that_was_cut_off_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rundir.keep_json_lines(path, lambda line: True)
+    run_folder.keep_json_lines(path, lambda line: True)
     assert not path.exists()
     for step in (10, 20, 30):
-        rundir.append_json_line(path, {"step": step})
+        run_folder.append_json_line(path, {"step": step})
     path.write_text(path.read_text() + '{"step": 1')
-    rundir.keep_json_lines(path, lambda line: line["step"] <= 20)
+    run_folder.keep_json_lines(path, lambda line: line["step"] <= 20)
     assert path.read_text() == '{"step": 10}\n{"step": 20}\n'
 
 
 def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "LOCK_TIMEOUT", 0.2)
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.2)
     paths = RunPaths(tmp_path)
     with paths.locked(), pytest.raises(DdpManualError, match="is in use") as caught, paths.locked():
         pass
@@ -432,7 +432,7 @@ def going_on(
         rank=0,
         world_size=1,
         train=train,
-        course=SimpleNamespace(samples=len(train), seen=lambda _: 0),
+        epoch_plan=SimpleNamespace(samples=len(train), seen=lambda _: 0),
         settle_buckets=int,
         optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
     )
@@ -495,7 +495,7 @@ def test_the_way_back_to_a_run_is_its_own_file_of_options(tmp_path: Path) -> Non
 
     from_the_checkpoint = "--model convnet --epochs 4 --momentum 0.5 --normalization dataset --seed 0 --dataset mnist"
     assert told(seed=1) == from_the_checkpoint
-    rundir.write_json(paths.config, {})
+    run_folder.write_json(paths.config, {})
     again = f"--config '{paths.config}' --run_dir '{paths.run_dir}' --resume auto"
     assert told(seed=1) == again
     assert told(epochs=1) == f"{again} --epochs 4"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import cli, console
+from ddp_manual import cli, terminal
 from ddp_manual.agent.main import Ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -190,8 +190,8 @@ def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
     monkeypatch.setattr(cli.click, "echo", echo)
     ended = Ended(result={"run_dir": "runs/mine"})
     monkeypatch.setattr("ddp_manual.agent.tasks.train_by_hand", lambda spec, config: ended)
-    monkeypatch.setattr(console, "result_text", lambda summary: "99%")
-    monkeypatch.setattr(console.LOGGER, "propagate", True)
+    monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
+    monkeypatch.setattr(terminal.LOGGER, "propagate", True)
     assert cli.run(["train"]) == 0
     assert "stdout cannot be written (No space left on device): the result is in runs/mine" in caplog.text
 

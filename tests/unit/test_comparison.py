@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from ddp_manual import cli, comparison, comparison_plot, extras
-from ddp_manual.config import TrainConfig
+from ddp_manual import cli
 from ddp_manual.errors import BadOption
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.tools import compare, compare_plot
+from ddp_manual.training import extras
+from ddp_manual.training.config import TrainConfig
 
 
 def metrics(steps: Iterable[int], *, rate: float, batch: int, per_epoch: int) -> list[dict[str, Any]]:
@@ -48,7 +50,7 @@ def leave_run(folder: Path, *, ranks: int = 1, rate: float = 1000.0, finished: b
 
 
 def compared(*runs: Path) -> dict[str, dict[str, Any]]:
-    return {run["name"]: run for run in comparison.compare(runs).as_dict()["runs"]}
+    return {run["name"]: run for run in compare.compare(runs).as_dict()["runs"]}
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -124,8 +126,8 @@ def test_without_a_summary_the_speed_is_that_since_the_run_last_went_on(tmp_path
 
 def test_a_run_that_none_can_be_compared_with_has_no_efficiency(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / "one", global_batch_size=50), leave_run(tmp_path / "mlp", model="mlp")]
-    assert comparison.compare(runs).base is None
-    shown = comparison.compare(runs).text()
+    assert compare.compare(runs).base is None
+    shown = compare.compare(runs).text()
     assert table(shown)["efficiency"] == ["-", "-"] and "efficiency:" not in shown
     assert shown.splitlines()[-1].split() == ["global_batch_size", "50", "default"]
 
@@ -145,13 +147,13 @@ def test_starts_that_failed_are_passed_over_where_two_runs_remain(
     assert said.err == f"passed over, as nothing was trained there: {failed}, {mistyped}\n"
     assert said.out.splitlines()[0].split() == ["one", "two"]
     with pytest.raises(BadOption, match="failed is not the folder of a run"):
-        comparison.compare([one, failed])
+        compare.compare([one, failed])
 
 
 def test_many_runs_are_shown_in_tables_that_a_terminal_can_hold(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / f"20261122-000007-a0d541{number:02}", seed=number) for number in range(9)]
-    text = comparison.compare(runs).text()
-    assert max(map(len, text.splitlines())) <= comparison.WIDEST_TABLE
+    text = compare.compare(runs).text()
+    assert max(map(len, text.splitlines())) <= compare.WIDEST_TABLE
     assert all(text.count(f"{run.name} ") + text.count(f"{run.name}\n") >= 1 for run in runs)
     assert text.count("options that differ:") == text.count("test accuracy") == 3
 
@@ -186,7 +188,7 @@ def test_a_run_that_has_just_begun_has_a_column_of_its_own(tmp_path: Path) -> No
     begun = leave_run(tmp_path / "begun", finished=False)
     RunPaths(begun).metrics.unlink()
     RunPaths(begun).accuracies.unlink()
-    text = comparison.compare([leave_run(tmp_path / "one"), begun]).text()
+    text = compare.compare([leave_run(tmp_path / "one"), begun]).text()
     cells = table(text)
     assert cells["samples/s"] == ["1,000", "-"]
     assert cells["epochs"] == ["2 of 2", "0 of 2"]
@@ -203,7 +205,7 @@ def test_where_metrics_have_no_seconds_they_are_worked_out_and_that_is_said(tmp_
     for line in lines:
         del line["seconds"]
     RunPaths(old).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = comparison.compare([old, leave_run(tmp_path / "new", ranks=2)]).text()
+    text = compare.compare([old, leave_run(tmp_path / "new", ranks=2)]).text()
     assert table(text)["train seconds"] == ["~2.0", "1.0"]
     assert table(text)["samples/s"] == ["1,000", "1,000"]
     assert "old: metrics without seconds; times and ~ are worked out" in text
@@ -218,8 +220,8 @@ def test_an_option_that_an_older_version_did_not_have_was_at_its_default(tmp_pat
 
     old = without_shift(leave_run(tmp_path / "old"))
     new, moved = leave_run(tmp_path / "new"), leave_run(tmp_path / "moved", shift=4)
-    assert comparison.compare([old, new]).differing_options() == {}
-    assert comparison.compare([old, moved]).differing_options() == {"shift": {"moved": 4}}
+    assert compare.compare([old, new]).differing_options() == {}
+    assert compare.compare([old, moved]).differing_options() == {"shift": {"moved": 4}}
 
 
 DAMAGED = [
@@ -250,12 +252,12 @@ def leave_damaged(folder: Path, name: str, content: bytes | None) -> Path:
 
 def test_a_loss_of_zero_is_left_out_of_the_plot(tmp_path: Path) -> None:
     runs = [leave_damaged(tmp_path / name, *DAMAGED[5][:2]) for name in ("one", "two")]
-    comparison_plot.write_plot(comparison.compare(runs), tmp_path / "runs.png")
+    compare_plot.write_plot(compare.compare(runs), tmp_path / "runs.png")
 
 
 def test_what_is_left_of_damaged_runs_is_drawn(tmp_path: Path) -> None:
     runs = [leave_damaged(tmp_path / str(index), *damage[:2]) for index, damage in enumerate(DAMAGED)]
-    comparison_plot.write_plot(comparison.compare(runs), tmp_path / "runs.png")
+    compare_plot.write_plot(compare.compare(runs), tmp_path / "runs.png")
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
@@ -299,7 +301,7 @@ def test_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:
     RunPaths(runs[1]).metrics.unlink()
     RunPaths(runs[1]).metrics.mkdir()
     with pytest.raises(BadOption, match=r"metrics\.jsonl cannot be read"):
-        comparison.compare(runs)
+        compare.compare(runs)
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

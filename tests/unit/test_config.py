@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from ddp_manual.config import TrainConfig, is_own_factory
 from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
+from ddp_manual.training.config import TrainConfig, is_own_factory
 from ddp_manual.world_spec import WorldSpec
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ddp_manual import cli
-from ddp_manual.commands import command_template
-from ddp_manual.config import TrainConfig
+from ddp_manual.agent.commands import command_template
 from ddp_manual.errors import BadOption
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 from tests.unit.test_evaluating import write_old_config
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_manual import checkpoint_file, cli
-from ddp_manual.config import TrainConfig
-from ddp_manual.rundir import in_a_file_name
-from ddp_manual.training import models, own
+from ddp_manual import cli
+from ddp_manual.run_folder import in_a_file_name
+from ddp_manual.training import checkpoint_file, models, own_code
+from ddp_manual.training.config import TrainConfig
 
 FILES = ["confusion.csv", "confusion.png", "predictions.csv", "predictions.png"]
 MEAN, STD = (100.0, 50.0, 20.0), (60.0, 70.0, 80.0)
@@ -165,7 +165,7 @@ def test_code_that_has_changed_since_the_run_is_a_warning(
     body = "from ddp_manual.training.models import MLP\ndef net(shape, classes): return MLP(shape, classes)\n"
     (tmp_path / "mine_evaluated.py").write_text(body)
     described = json.loads((run / "config.json").read_text())
-    described["run"] |= own.sources(model="mine_evaluated:net")
+    described["run"] |= own_code.sources(model="mine_evaluated:net")
     (run / "config.json").write_text(json.dumps({**described, "model": "mine_evaluated:net"}))
     arguments = ["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]
     assert cli.run(arguments) == 0 and "changed" not in capsys.readouterr().err

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_manual import TrainConfig, checkpoint_file, checkpoints, train
-from ddp_manual.console import result_text
-from ddp_manual.rundir import RunPaths
-from ddp_manual.signals import Wishes
-from ddp_manual.training import metering
+from ddp_manual import TrainConfig, train
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.signals import Requests
+from ddp_manual.terminal import result_text
+from ddp_manual.training import checkpoint_file, checkpoints, metrics
 from ddp_manual.training.checkpoint import History
-from ddp_manual.training.course import Position
-from ddp_manual.training.engine import Trainer
-from ddp_manual.training.evaluation import Evaluation
-from ddp_manual.training.metering import Meter
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.loop import Trainer
+from ddp_manual.training.metrics import Meter
 from ddp_manual.training.tracking import RunFiles
 from tests.alone import alone
 
@@ -71,7 +71,7 @@ def dies_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the meter takes for the time: ``now``, in seconds."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(metering, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -175,12 +175,12 @@ def test_the_seconds_of_a_save_within_an_epoch_do_not_count(
 
 
 def test_a_meter_that_begins_again_keeps_the_seconds_and_the_samples_of_its_window(clock: SimpleNamespace) -> None:
-    meter, wishes = Meter(torch.device("cpu")), Wishes()
+    meter, requests = Meter(torch.device("cpu")), Requests()
     meter.begin(0)
     for step in (1, 2):
         clock.now += 2
         meter.add(step, torch.tensor(0.5), torch.eye(3), torch.arange(3))
-        meter.sync(step, 0.1, wishes)
+        meter.sync(step, 0.1, requests)
         clock.now += 100
         meter.begin(step)
     assert meter.window.seconds == meter.seconds == 4

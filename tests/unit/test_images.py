@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from ddp_manual.training.augment import Augment, Drawn, Normalise, unit_scale
 from ddp_manual.training.data import Split
-from ddp_manual.training.images import Augment, Drawn, Normalise, unit_scale
 from ddp_manual.training.sources import source
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import TrainConfig, checkpoint_file, errors
+from ddp_manual import TrainConfig, errors
+from ddp_manual.agent.commands import check_train_options, from_the_newest
 from ddp_manual.agent.local import Failed, Launch, copy
-from ddp_manual.commands import check_train_options, from_the_newest
-from ddp_manual.console import RankOutput
 from ddp_manual.errors import PeerLost, Stopped
 from ddp_manual.messages import LONGEST_LINE
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.terminal import RankOutput
+from ddp_manual.training import checkpoint_file
 
 
 def failed(code: int) -> Failed:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual import TrainConfig
-from ddp_manual.console import Progress as Bar
 from ddp_manual.errors import BadOption, TrainingFailed
-from ddp_manual.signals import Wishes
-from ddp_manual.training import data, models, own
+from ddp_manual.signals import Requests
+from ddp_manual.terminal import Progress as Bar
+from ddp_manual.training import data, models, own_code
+from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
-from ddp_manual.training.course import Position
 from ddp_manual.training.data import Split
-from ddp_manual.training.engine import Trainer
-from ddp_manual.training.images import unit_scale
-from ddp_manual.training.metering import Meter
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.loop import Trainer
+from ddp_manual.training.metrics import Meter
 from ddp_manual.training.run import Run
 from ddp_manual.training.tracking import Tracker
 
@@ -35,7 +35,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """The network that ``--model mine:net`` is where its factory returns this one."""
 
     def build(returned: nn.Module) -> nn.Module:
-        monkeypatch.setattr(own, "factory", lambda *_: lambda: returned)
+        monkeypatch.setattr(own_code, "factory", lambda *_: lambda: returned)
         return models.build("mine:net", device=CPU, seed=0, shape=SHAPE, classes=CLASSES)
 
     return build
@@ -77,7 +77,7 @@ class Linear(nn.Module):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_ones_own_network_may_view_what_comes_out_of_a_convolution(monkeypatch: object, channels: int) -> None:
-    monkeypatch.setattr(own, "factory", lambda *_: lambda: Convolved(channels))  # type: ignore[attr-defined]
+    monkeypatch.setattr(own_code, "factory", lambda *_: lambda: Convolved(channels))  # type: ignore[attr-defined]
     network = models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
     moved = torch.zeros(5, 8, 8, channels).permute(0, 3, 1, 2)
     assert network(moved).shape == (5, CLASSES)
@@ -176,7 +176,7 @@ def trained(network: nn.Module, *, samples: int, fewest: int, settle: bool = Fal
     trainer = trainer_of(network, samples, fewest=fewest)
     if settle:
         trainer.settle_buckets()
-    *_, last = trainer.train_epoch(Position(), Meter(CPU), Wishes(), on_step=lambda position: None)
+    *_, last = trainer.train_epoch(Position(), Meter(CPU), Requests(), on_step=lambda position: None)
     assert last.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
 
@@ -248,7 +248,7 @@ def test_scores_of_half_precision_have_a_loss_of_single() -> None:
             losses.append(loss)
 
     trainer = trainer_of(Half(), 8)
-    list(trainer.train_epoch(Position(), Noting(CPU), Wishes(), on_step=lambda position: None))
+    list(trainer.train_epoch(Position(), Noting(CPU), Requests(), on_step=lambda position: None))
     assert {loss.dtype for loss in losses} == {torch.float32}
 
 
@@ -268,7 +268,7 @@ def go(network: nn.Module, tracker: Tracker) -> None:
         history=History(),
         options={},
         doing=Doing(),
-    ).go(Bar(), Wishes())
+    ).go(Bar(), Requests())
 
 
 def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:

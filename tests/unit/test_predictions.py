@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ddp_manual import rundir
+from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, DiskFull, writing
-from ddp_manual.rundir import PredictionPaths, RunPaths
+from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import collectives, pictures, prediction_files
+from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.confusion import confusion_picture
 from ddp_manual.training.data import Split
-from ddp_manual.training.evaluation import evaluate
-from ddp_manual.training.images import unit_scale
+from ddp_manual.training.evaluate import evaluate
 from ddp_manual.training.predicting import Predictions, predict
 from ddp_manual.training.tracking import RunFiles
 
@@ -98,7 +98,7 @@ def test_a_file_that_does_not_fit_is_named_and_the_run_goes_on_without_it(
     assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
     assert not list(tmp_path.iterdir())
     with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
-        rundir.replace_files({tmp_path / "predictions.csv": no_room()})
+        run_folder.replace_files({tmp_path / "predictions.csv": no_room()})
 
 
 def test_a_picture_that_cannot_be_drawn_costs_a_warning(

@@ -20,10 +20,10 @@ from PIL import Image
 
 from ddp_manual import cli
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError
-from ddp_manual.training import models, own
+from ddp_manual.training import models, own_code
+from ddp_manual.training import own_data as sources_own
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, source
-from ddp_manual.training.sources import own as sources_own
 from tests.conftest import CIFAR_CLASSES
 
 
@@ -494,7 +494,7 @@ def test_what_a_factory_itself_raises_comes_through(module: object) -> None:
 
 def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
     for name in ("nowhere", "nowhere.at_all", "torch.nowhere"):
-        for ask in (own.factory, own.digest):
+        for ask in (own_code.factory, own_code.digest):
             with pytest.raises(DdpManualError, match=f"there is no module {name}") as caught:
                 ask("model", f"{name}:made")
             assert "PYTHONPATH" in (caught.value.next or "")
@@ -502,12 +502,12 @@ def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_pa
 
 def test_a_files_name_or_a_misspelt_function_is_answered_with_what_was_meant(module: object) -> None:
     name = module("def network(): pass\ndef train(): pass\n" + "from os.path import *\n")  # type: ignore[operator]
-    for ask in (own.factory, own.digest):
+    for ask in (own_code.factory, own_code.digest):
         with pytest.raises(BadOption) as caught:
             ask("model", f"{name}.py:network")
         assert caught.value.next == f"name the module, not its file: --model {name}:network"
     with pytest.raises(BadOption) as caught:
-        own.factory("model", f"{name}:netwrok")
+        own_code.factory("model", f"{name}:netwrok")
     assert caught.value.next == f"name one of them: --model {name}:network"
     listed = caught.value.why.partition(" has ")[2]
     assert listed.startswith("Pictures, network, train, ") and listed.count(",") == 7 and listed.endswith(" more")
@@ -515,30 +515,30 @@ def test_a_files_name_or_a_misspelt_function_is_answered_with_what_was_meant(mod
 
 def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(module: object, tmp_path: Path) -> None:
     name = module("made = 1")  # type: ignore[operator]
-    first, path = own.digest("model", f"{name}:made")
+    first, path = own_code.digest("model", f"{name}:made")
     assert path == str(tmp_path / f"{name}.py")
     (tmp_path / f"{name}.py").write_text("made = 2")
-    assert own.digest("model", f"{name}:made")[0] != first
+    assert own_code.digest("model", f"{name}:made")[0] != first
     (tmp_path / "pack" / "below").mkdir(parents=True)
     for file in ("__init__.py", "layers.py", "below/__init__.py", "below/net.py"):
         (tmp_path / "pack" / file).write_text("")
-    package, _ = own.digest("model", "pack.below.net:made")
+    package, _ = own_code.digest("model", "pack.below.net:made")
     (tmp_path / "pack" / "layers.py").write_text("changed = True")
-    assert own.digest("model", "pack.below.net:made")[0] != package
+    assert own_code.digest("model", "pack.below.net:made")[0] != package
     layers, below = tmp_path / "pack" / "layers.py", tmp_path / "pack" / "below" / "layers.py"
     below.write_text("other = True")
-    package, _ = own.digest("model", "pack.below.net:made")
+    package, _ = own_code.digest("model", "pack.below.net:made")
     first_text, second_text = layers.read_text(), below.read_text()
     layers.write_text(second_text)
     below.write_text(first_text)
-    assert own.digest("model", "pack.below.net:made")[0] != package
+    assert own_code.digest("model", "pack.below.net:made")[0] != package
 
 
 def test_the_digest_of_what_is_imported_stays_that_of_the_code_that_trains(module: object, tmp_path: Path) -> None:
     name = module("def made(): ...")  # type: ignore[operator]
-    imported = own.factory("model", f"{name}:made")
-    digest = own.digest("model", f"{name}:made")
+    imported = own_code.factory("model", f"{name}:made")
+    digest = own_code.digest("model", f"{name}:made")
     (tmp_path / f"{name}.py").write_text("def made(): return 2")
-    assert own.digest("model", f"{name}:made") == digest
+    assert own_code.digest("model", f"{name}:made") == digest
     importlib.reload(sys.modules[imported.__module__])
-    assert own.digest("model", f"{name}:made") != digest
+    assert own_code.digest("model", f"{name}:made") != digest

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_manual import TrainConfig, WorldSpec, environment, join, spawn
+from ddp_manual import TrainConfig, WorldSpec, join, launchers, spawn
 from ddp_manual import train as train_here
 from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
 from ddp_manual.messages import Place
@@ -79,21 +79,21 @@ def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
 
 
 def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in environment.IDENTITY_VARIABLES.values():
+    for name in launchers.IDENTITY_VARIABLES.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
-    monkeypatch.setattr(environment, "_of_ours", {})
+    monkeypatch.setattr(launchers, "_of_ours", {})
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert environment.launched_as() is None
+    assert launchers.launched_as() is None
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
     place = Place(local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
-    with environment.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # the launcher's ranks have joined
-        assert environment.launched_as() == "RANK=1, WORLD_SIZE=2"
+    with launchers.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # the launcher's ranks have joined
+        assert launchers.launched_as() == "RANK=1, WORLD_SIZE=2"
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert environment.launched_as() is None
-    with environment.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # a rank of spawn may spawn
-        assert environment.launched_as() is None
+    assert launchers.launched_as() is None
+    with launchers.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # a rank of spawn may spawn
+        assert launchers.launched_as() is None
 
 
 def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None:

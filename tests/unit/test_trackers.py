@@ -19,13 +19,13 @@ import psutil
 import pytest
 import torch
 
-from ddp_manual import cli, environment, extras, join
-from ddp_manual.config import TrainConfig
+from ddp_manual import cli, join, launchers
 from ddp_manual.errors import BadOption
-from ddp_manual.rundir import RunPaths
-from ddp_manual.training import trackers
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import extras, trackers
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
-from ddp_manual.training.metering import Metrics
+from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.predicting import Predictions
 from ddp_manual.training.trackers import followed, run_name, wandb
 from ddp_manual.training.trackers.background import Background
@@ -249,7 +249,7 @@ def test_variables_say_where_wandb_keeps_files_for_one_run_only(
     monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
     monkeypatch.setenv("WANDB_CACHE_DIR", "/the/users/own")
     for run in (tmp_path / "first", tmp_path / "second"):
-        with environment.wandb_files_below(run):
+        with launchers.wandb_files_below(run):
             assert os.environ["WANDB_DATA_DIR"] == str(run / "data")
             assert os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
         assert "WANDB_DATA_DIR" not in os.environ

@@ -5,12 +5,11 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from ddp_manual import config
 from ddp_manual.errors import BadOption
-from ddp_manual.training import data, models
-from ddp_manual.training.course import Course, Position, steps_until_sync
+from ddp_manual.training import config, data, models
+from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
+from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.models import ConvNet
-from ddp_manual.training.schedule import Schedule
 from ddp_manual.training.sources import source
 
 
@@ -127,8 +126,8 @@ def test_every_name_an_option_accepts_is_there() -> None:
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
 def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> None:
-    schedule = Schedule(peak=1.0, warmup=30, total=330, shape=shape)
-    rates = [schedule.lr(3 * step, 3) for step in range(110)]
+    learning_rate = LearningRate(peak=1.0, warmup=30, total=330, shape=shape)
+    rates = [learning_rate.lr(3 * step, 3) for step in range(110)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
     assert rates[60] == pytest.approx(1.0 if shape == "constant" else 0.5)
@@ -136,33 +135,33 @@ def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> N
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_learning_rate_at_each_step() -> None:
-    schedule = Schedule(peak=1.0, warmup=5, total=5, shape="linear")
-    assert [schedule.lr(step, 1) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    learning_rate = LearningRate(peak=1.0, warmup=5, total=5, shape="linear")
+    assert [learning_rate.lr(step, 1) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
 def test_the_learning_rate_goes_by_samples_so_that_other_steps_come_as_far() -> None:
-    schedule = Schedule(peak=1.0, warmup=48.0, total=120, shape="linear")
-    assert schedule.lr(24, 6) == pytest.approx(30 / 48)
-    assert schedule.lr(45, 6) == 1.0
-    assert schedule.lr(84, 12) == schedule.lr(84, 3) == pytest.approx(0.5)
+    learning_rate = LearningRate(peak=1.0, warmup=48.0, total=120, shape="linear")
+    assert learning_rate.lr(24, 6) == pytest.approx(30 / 48)
+    assert learning_rate.lr(45, 6) == 1.0
+    assert learning_rate.lr(84, 12) == learning_rate.lr(84, 3) == pytest.approx(0.5)
 
 
 def test_positions_add_up_to_the_epoch_and_the_last_step_takes_what_is_left() -> None:
-    course = Course(samples=25, batch=10, epochs=2, log_every=100, checkpoint_every=1, checkpoint_steps=2)
+    plan = EpochPlan(samples=25, batch=10, epochs=2, log_every=100, checkpoint_every=1, checkpoint_steps=2)
     position, taken = Position(), []
-    while not course.epoch_ended(position):
-        position = course.after_a_step(position)
+    while not plan.epoch_ended(position):
+        position = plan.after_a_step(position)
         taken.append(position.taken)
     assert taken == [10, 20, 25]
-    assert course.steps(position.next_epoch()) == course.steps(Position()) == 6
-    assert course.seen(position.next_epoch()) == 25
+    assert plan.steps(position.next_epoch()) == plan.steps(Position()) == 6
+    assert plan.seen(position.next_epoch()) == 25
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_epochs_and_at_the_end() -> None:
-    course = Course(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=2, checkpoint_steps=3)
-    assert [step for step in range(1, 10) if course.saves(Position(step=step))] == [3, 6, 9]
-    assert [n for n in range(1, 6) if course.saves_epoch(Position(epoch=n, step=2 * n))] == [2, 3, 4, 5]
-    never = Course(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=0, checkpoint_steps=0)
+    plan = EpochPlan(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=2, checkpoint_steps=3)
+    assert [step for step in range(1, 10) if plan.saves(Position(step=step))] == [3, 6, 9]
+    assert [n for n in range(1, 6) if plan.saves_epoch(Position(epoch=n, step=2 * n))] == [2, 3, 4, 5]
+    never = EpochPlan(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=0, checkpoint_steps=0)
     assert not any(never.saves_epoch(Position(epoch=n, step=2 * n)) or never.saves(Position(step=n)) for n in range(6))
 
 

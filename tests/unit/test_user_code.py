@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_manual import TrainConfig
 from ddp_manual.errors import BadOption
-from ddp_manual.training import own
+from ddp_manual.training import own_code
 
 Write = Callable[[str, str], Path]
 
@@ -77,36 +77,36 @@ def test_a_name_without_its_module_is_answered_with_both(script: ModuleType, mon
 
 
 def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> None:
-    assert own.factory("model", "q3:Net") is script.Net
-    digest, path = own.digest("model", "q3:Net")
+    assert own_code.factory("model", "q3:Net") is script.Net
+    digest, path = own_code.digest("model", "q3:Net")
     assert path == script.__file__
     Path(path).write_text("edited = True")
-    assert own.digest("model", "q3:Net")[0] == digest
+    assert own_code.digest("model", "q3:Net")[0] == digest
     with pytest.raises(BadOption, match="has no function or class Later") as caught:
-        own.factory("model", "q3:Later")
+        own_code.factory("model", "q3:Later")
     assert caught.value.why == f"{path} has Net, Outer, unnamed, as far as it has run"
     assert "q3" not in sys.modules
 
 
 def test_the_script_has_the_digest_of_its_file(write: Write, script: ModuleType) -> None:
-    ranks = own.digest("model", "q3:Net")
+    ranks = own_code.digest("model", "q3:Net")
     script.__file__ = "elsewhere.py"
-    assert own.digest("model", "q3:Net") == ranks
+    assert own_code.digest("model", "q3:Net") == ranks
 
 
 def test_a_files_name_does_not_run_the_file(write: Write) -> None:
     write("not_imported", "raise AssertionError")
     with pytest.raises(BadOption) as caught:
-        own.factory("model", "not_imported.py:Net")
+        own_code.factory("model", "not_imported.py:Net")
     assert caught.value.next == "name the module, not its file: --model not_imported:Net"
 
 
-@pytest.mark.parametrize("ask", [own.factory, own.digest])
+@pytest.mark.parametrize("ask", [own_code.factory, own_code.digest])
 def test_a_module_that_ends_the_program_is_named(ask: Callable[[str, str], object], write: Write) -> None:
     folder = write("leaving", "import sys; sys.exit('please pip install x')").parent
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").write_text("import leaving")
-    module = "package.net" if ask is own.digest else "leaving"  # a digest imports no more than packages
+    module = "package.net" if ask is own_code.digest else "leaving"  # a digest imports no more than packages
     with pytest.raises(BadOption, match=f"importing {module} ended the program") as caught:
         ask("model", f"{module}:Net")
     assert caught.value.why == "it called sys.exit: please pip install x"
@@ -122,15 +122,15 @@ def test_a_module_that_parses_arguments_does_not_see_those_of_our_command_line(
     monkeypatch.setattr(sys, "argv", typed)
     monkeypatch.setitem(sys.modules, "ddp_manual.cli", ModuleType("cli"))
     write("optional", parsing.format(""))
-    own.factory("model", "optional:Net")
+    own_code.factory("model", "optional:Net")
     assert sys.modules["optional"].arguments.width is None and sys.argv is typed
     write("needed", parsing.format(", required=True"))
     with pytest.raises(BadOption, match="importing needed ended the program"):
-        own.factory("model", "needed:Net")
+        own_code.factory("model", "needed:Net")
     assert "needed: error: the following arguments are required: --width" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "ddp_manual.cli")  # in a script the arguments are the user's own
     monkeypatch.setattr(sys, "argv", ["q3.py", "--width", "7"])
-    own.factory("model", "needed:Net")
+    own_code.factory("model", "needed:Net")
     assert sys.modules["needed"].arguments.width == "7"
 
 
@@ -140,6 +140,6 @@ def test_a_module_must_not_train_while_it_is_imported(call: str, write: Write) -
     calls = "spawn(work, 1)\n" if call == "spawn" else "with join(device='cpu'): ...\n"
     write("unguarded", unguarded + calls)
     with pytest.raises(BadOption, match="--model unguarded:Net cannot be imported") as caught:
-        own.factory("model", "unguarded:Net")
+        own_code.factory("model", "unguarded:Net")
     assert caught.value.why.startswith(f"importing unguarded calls {call}\n")
     assert 'if __name__ == "__main__":' in caught.value.next

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_manual import checkpoints, signals
+from ddp_manual import signals
+from ddp_manual.training import checkpoints
 from tests.conftest import DRAWN, REPOSITORY, RankProcess, Start, free_port
 
 KILLS = int(os.environ.get("DDP_MANUAL_SOAK_KILLS", "2"))

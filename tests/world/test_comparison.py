@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import comparison
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.tools import compare
 from tests.conftest import LONGER, Start
 
 
@@ -21,13 +21,13 @@ def test_a_run_is_compared_while_it_trains_and_after_it_was_stopped(start_rank: 
     ranks[0].wait_for("step 40/")
     while not RunPaths(other).metrics.exists():
         time.sleep(0.02)
-    before = comparison.compare([finished, other]).as_dict()["runs"]
+    before = compare.compare([finished, other]).as_dict()["runs"]
     lines = RunPaths(other).metrics.read_text().count("\n")
     while RunPaths(other).metrics.read_text().count("\n") <= lines:  # it has gone on since
         time.sleep(0.02)
     ranks[1].process.send_signal(signal.SIGINT)
     assert [rank.wait(30) for rank in ranks] == [130, 130]
-    compared = comparison.compare([finished, other])
+    compared = compare.compare([finished, other])
     after = compared.as_dict()["runs"]
     assert [run["state"] for run in before + after] == ["finished", "running", "finished", "stopped"]
     summary = json.loads(RunPaths(finished).summary.read_bytes())

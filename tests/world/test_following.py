@@ -111,14 +111,14 @@ STOPPED_CORE = """
 import sys, time
 from pathlib import Path
 import psutil
-from ddp_manual import console
-from ddp_manual.rundir import RunPaths
-from ddp_manual.training.metering import Metrics
+from ddp_manual import terminal
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.trackers import followed
 from ddp_manual.training.trackers.sink import About
 from ddp_manual.training.trackers.wandb import WeightsAndBiases
 
-console.log_to_stderr(0)
+terminal.log_to_stderr(0)
 followed.STOP_WITHIN = 0.5
 paths = RunPaths(Path(sys.argv[1]))
 about = About(name="name", hyperparameters={}, paths=paths)

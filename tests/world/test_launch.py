@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual import checkpoints
+from ddp_manual.training import checkpoints
 from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start
 
 
@@ -53,7 +53,7 @@ def fails_once(folder: Path) -> dict[str, str]:
         "from pathlib import Path\n"
         f"raised = Path({str(folder / 'raised')!r})\n"
         "if sys.orig_argv[1].endswith(('worker', 'forker.py')):\n"
-        "    from ddp_manual.training.engine import Trainer\n"
+        "    from ddp_manual.training.loop import Trainer\n"
         "    steps, train_step = [], Trainer._train_step\n"
         "    def failing(*arguments):\n"
         "        steps.append(arguments)\n"

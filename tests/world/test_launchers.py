@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual.config import MODELS
+from ddp_manual.training.config import MODELS
 from tests.conftest import REPOSITORY, RankProcess, Start
 
 # A rank of the command line trains one network. To save its start, this has it train all of them, one after the other.
@@ -17,7 +17,7 @@ EVERY_MODEL = """
     from pathlib import Path
 
     if os.path.basename(sys.orig_argv[1]) in ("worker", "forker.py"):
-        from ddp_manual.config import MODELS
+        from ddp_manual.training.config import MODELS
         from ddp_manual.worker import main
 
         train = main.train_as_agreed
@@ -36,7 +36,7 @@ SPAWNING = """
     import sys
     import ddp_manual
     from ddp_manual import TrainConfig
-    from ddp_manual.config import MODELS
+    from ddp_manual.training.config import MODELS
 
     def train_every_model(world, dataset, run_dir):
         for model in MODELS:

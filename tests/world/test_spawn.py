@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual import checkpoints
+from ddp_manual.training import checkpoints
 from tests.conftest import RankProcess, Start
 from tests.world.test_launch import gone, wait_until
 
@@ -33,7 +33,7 @@ SCRIPT = """
         print(world.rank, summary["run_dir"], flush=True)
 
     def train_and_save_slowly(world, options):
-        from ddp_manual import checkpoint_file
+        from ddp_manual.training import checkpoint_file
 
         write = checkpoint_file.write
 

@@ -278,9 +278,9 @@ def test_a_full_disk_is_named_and_the_previous_model_stays(tmp_path: Path) -> No
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small file system")
     script = (
-        "from pathlib import Path; from ddp_manual import rundir, errors\n"
+        "from pathlib import Path; from ddp_manual import run_folder, errors\n"
         f"path = Path({str(tmp_path)!r}) / 'model.pt'\n"
-        "rundir.write_bytes(path, b'old')\n"
+        "run_folder.write_bytes(path, b'old')\n"
         "try: rundir.write_bytes(path, bytes(1 << 20))\n"
         "except errors.DiskFull as error: print(error.exit_code, path.read_bytes(), len(list(path.parent.iterdir())))\n"
     )

@@ -9,13 +9,13 @@ import torch
 
 import ddp_manual
 from ddp_manual import TrainConfig
-from ddp_manual.signals import Wishes
+from ddp_manual.signals import Requests
 from ddp_manual.training import data, models
-from ddp_manual.training.course import Position
+from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
-from ddp_manual.training.engine import Trainer
-from ddp_manual.training.images import unit_scale
-from ddp_manual.training.metering import Meter
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.loop import Trainer
+from ddp_manual.training.metrics import Meter
 
 with ddp_manual.join() as world:
     drawn = torch.Generator().manual_seed(0)
@@ -33,8 +33,8 @@ with ddp_manual.join() as world:
         config=TrainConfig(global_batch_size=30, epochs=2),
     )
     position, meter, counted = Position(), Meter(world.device), 0.0
-    while not trainer.course.ended(position):
-        for sync in trainer.train_epoch(position, meter, Wishes(), on_step=lambda position: None):
+    while not trainer.epoch_plan.ended(position):
+        for sync in trainer.train_epoch(position, meter, Requests(), on_step=lambda position: None):
             position = sync.position
         assert sync.metrics is not None
         position = position.next_epoch()

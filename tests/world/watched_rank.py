@@ -11,13 +11,13 @@ import psutil
 from tests.changed import is_worker, run_agent, run_worker
 
 if TYPE_CHECKING:
-    from ddp_manual.training.engine import Trainer
+    from ddp_manual.training.loop import Trainer
 
 
 def watch() -> None:
     import torch.distributed as dist
 
-    from ddp_manual.training.engine import Trainer
+    from ddp_manual.training.loop import Trainer
 
     train_step = Trainer._train_step
     steps: list[Trainer] = []

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ddp_manual.config import FOLDER_PREFIX, TrainConfig, is_folder
 from ddp_manual.errors import BadOption
+from ddp_manual.training.augment import Normalise
+from ddp_manual.training.config import FOLDER_PREFIX, TrainConfig, is_folder
 from ddp_manual.training.data import Split
-from ddp_manual.training.images import Normalise
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +113,11 @@ def source(
         classes: names to show in place of its own.
         seed: of what a factory of the user's draws.
     """
+    from ddp_manual.training.own_data import OwnData
     from ddp_manual.training.sources.cifar import Cifar10
     from ddp_manual.training.sources.drawn import Drawn
     from ddp_manual.training.sources.folder import Folder
     from ddp_manual.training.sources.idx_files import FAMILY, IdxFiles
-    from ddp_manual.training.sources.own import OwnData
 
     found: Source
     if is_folder(dataset):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ddp_manual import rundir
+from ddp_manual import run_folder
 from ddp_manual.errors import DataCorrupt, writing
 from ddp_manual.training.data import DIGITS, Split
 from ddp_manual.training.sources import PARTS, Source, synthetic
@@ -66,4 +66,4 @@ def _draw(part: str, path: Path, data_dir: Path) -> None:
     content = io.BytesIO()
     torch.save({"images": images, "labels": labels}, content)
     with writing(data_dir, "--data_dir"):
-        rundir.replace_file(path, content.getvalue())
+        run_folder.replace_file(path, content.getvalue())

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, Source
@@ -166,7 +166,7 @@ def _is_image(path: Path, folder: Path) -> bool:
 
 def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:
     """Pillow decodes outside of Python's lock."""
-    with ThreadPoolExecutor(environment.usable_cores()) as pool:
+    with ThreadPoolExecutor(launchers.usable_cores()) as pool:
         return list(pool.map(action, items))
 
 

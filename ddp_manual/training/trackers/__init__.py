@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddp_manual.config import TrainConfig
-from ddp_manual.console import escaped
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.terminal import escaped
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.trackers.followed import Followed
 from ddp_manual.training.trackers.jsonl import JsonLines
 from ddp_manual.training.trackers.sink import About, Sink

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddp_manual.training.checkpoint import History
-    from ddp_manual.training.course import Position
     from ddp_manual.training.data import Split
-    from ddp_manual.training.evaluation import Evaluation
-    from ddp_manual.training.metering import Metrics
+    from ddp_manual.training.epoch_plan import Position
+    from ddp_manual.training.evaluate import Evaluation
+    from ddp_manual.training.metrics import Metrics
     from ddp_manual.training.predicting import Predictions
 
 logger = logging.getLogger(__name__)

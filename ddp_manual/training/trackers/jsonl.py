@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import rundir
+from ddp_manual import run_folder
 from ddp_manual.training.trackers.sink import About, PredictionTable, Sink
 
 
@@ -20,7 +20,7 @@ class JsonLines(Sink):
         self._file = about.paths.track
         self._step = step = about.goes_on_after or 0
         if about.goes_on_after is not None:
-            rundir.keep_json_lines(self._file, lambda line: line["step"] <= step)
+            run_folder.keep_json_lines(self._file, lambda line: line["step"] <= step)
         self._write("started", step, name=about.name, hyperparameters=dict(about.hyperparameters))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -49,4 +49,6 @@ class JsonLines(Sink):
 
     def _write(self, event: str, step: int, **content: Any) -> None:
         self._step = step
-        rundir.append_json_line(self._file, {"event": event, "time": round(time.time(), 3), "step": step, **content})
+        run_folder.append_json_line(
+            self._file, {"event": event, "time": round(time.time(), 3), "step": step, **content}
+        )

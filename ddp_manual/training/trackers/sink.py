@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddp_manual import environment, rundir
-from ddp_manual.rundir import RunPaths
+from ddp_manual import launchers, run_folder
+from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.trackers.sink import About, PredictionTable, Sink
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class WeightsAndBiases(Sink):
 
     def open(self, about: About) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with _service.turn, environment.wandb_files_below(self._folder):
+        with _service.turn, launchers.wandb_files_below(self._folder):
             _service.joined_by(self)
             self._open(about)
 
@@ -132,7 +132,7 @@ class WeightsAndBiases(Sink):
             [sample.number, wandb.Image(sample.image), sample.guess, sample.truth, *sample.scores]
             for sample in table.samples
         ]
-        with _service.turn, environment.wandb_files_below(self._folder):
+        with _service.turn, launchers.wandb_files_below(self._folder):
             self._opened.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
 
     def result(self, summary: Mapping[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _init(about: About, mode: Mode) -> wandb.Run:
         settings=wandb.Settings(**_of_the_run()),
     )
     if mode != "disabled":
-        rundir.write_json(about.paths.wandb_id, {"id": run.id})
+        run_folder.write_json(about.paths.wandb_id, {"id": run.id})
     return run
 
 

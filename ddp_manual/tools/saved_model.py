@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import checkpoint_file, checkpoints, config_file
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint_file, checkpoints, config_file
 
 # How torch ends the name under which a module keeps what is no tensor.
 EXTRA_STATE = "_extra_state"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import collectives, own
+from ddp_manual.training import collectives, own_code
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, Source
 from ddp_manual.training.sources.pixels import as_tensor, eight_bit
@@ -55,9 +55,9 @@ class OwnData(Source):
         return bool(self._parts)
 
     def prepare(self, data_dir: Path) -> None:
-        own.factory(OPTION, self.name)  # what its module draws while it is imported comes before
+        own_code.factory(OPTION, self.name)  # what its module draws while it is imported comes before
         _seed_generators(self._seed)
-        made = own.call(OPTION, self.name, data_dir=data_dir)
+        made = own_code.call(OPTION, self.name, data_dir=data_dir)
         if not isinstance(made, Sequence) or len(made) != len(PARTS):
             size = f" of {len(made)}" if isinstance(made, Sequence) else ""
             raise self._wrong(f"a {type(made).__name__}{size}", "a pair: the training part and the test part")

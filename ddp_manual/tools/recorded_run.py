@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import config_file
-from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import config_file
+from ddp_manual.training.config import TrainConfig
 
 MOST_NAMED = 8
 # Beyond these a number is damage, and what is worked out from it would be infinite.

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual import config_file, user_code
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
+from ddp_manual.training import config_file, user_code
 from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
 
 MODELS = ("convnet", "mlp", "classic", "cifar-cnn")

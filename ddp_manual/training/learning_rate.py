@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LearningRate:
     """Learning rate by progress, counted in samples.
 
     Args:

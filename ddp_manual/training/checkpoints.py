@@ -9,10 +9,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import rundir
-from ddp_manual.checkpoint_file import NAME, SET_ASIDE, Checkpoint, check, describe, read, run_dir_of
+from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
 from ddp_manual.options import as_flags
+from ddp_manual.training.checkpoint_file import NAME, SET_ASIDE, Checkpoint, check, describe, read, run_dir_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def find(folder: Path) -> list[Checkpoint]:
 
 def _unfinished(folder: Path) -> set[Path]:
     """Each ``.pt`` whose description has yet to take its name: it is being written, or was when a kill came."""
-    names = [name for _, name in rundir.unfinished(folder) if NAME.fullmatch(name) and name.endswith(".json")]
+    names = [name for _, name in run_folder.unfinished(folder) if NAME.fullmatch(name) and name.endswith(".json")]
     return {(folder / name).with_suffix(".pt") for name in names if not (folder / name).exists()}
 
 
@@ -94,13 +94,13 @@ def named(path: Path) -> tuple[Checkpoint, bytes]:
 
 def folder_of(path: Path) -> Path:
     """The folder of the checkpoints, given that or the run's."""
-    below = rundir.RunPaths(path).checkpoints
+    below = run_folder.RunPaths(path).checkpoints
     return below if below.is_dir() else path
 
 
 def _another_file(path: Path) -> CheckpointMissing:
     """There is a file, and its name is no checkpoint's: most likely the run's ``model.pt``."""
-    run = rundir.RunPaths(run_dir_of(path))
+    run = run_folder.RunPaths(run_dir_of(path))
     why = (
         f"a checkpoint is called step-<number>-<digest>.pt, and has a .json of that name beside it; {path.name} is not"
     )
@@ -212,7 +212,7 @@ def _sweep(folder: Path) -> None:
     """Remove what processes that were killed have left. Only for who holds the run's folder."""
     for path in _unfinished(folder):
         path.unlink(missing_ok=True)
-    rundir.sweep(folder, NAME)
+    run_folder.sweep(folder, NAME)
 
 
 def _remove(checkpoint: Checkpoint) -> None:

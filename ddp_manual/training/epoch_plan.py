@@ -28,7 +28,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class EpochPlan:
     """The whole way.
 
     Args:

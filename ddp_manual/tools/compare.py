@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields
-from ddp_manual.recorded import RecordedRun, read_run
-from ddp_manual.reports import columns
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.tools.recorded_run import RecordedRun, read_run
+from ddp_manual.tools.reports import columns
+from ddp_manual.training.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ddp_manual import checkpoint_file, checkpoints, environment, rundir
-from ddp_manual.config import TrainConfig
+from ddp_manual import launchers, run_folder
 from ddp_manual.errors import BadOption
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint_file, checkpoints
+from ddp_manual.training.config import TrainConfig
 
 AUTO = "auto"
 
 
 def in_the_agents_run_dir(config: TrainConfig) -> TrainConfig:
     """Under torchrun ``--resume auto`` needs no ``--run_dir``: all that one torchrun starts has the same."""
-    agent = environment.agent_identity()
+    agent = launchers.agent_identity()
     if config.resume != AUTO or config.run_dir is not None or agent is None:
         return config
-    return dataclasses.replace(config, run_dir=rundir.run_dir_of_agent(agent))
+    return dataclasses.replace(config, run_dir=run_folder.run_dir_of_agent(agent))
 
 
 def check_run_dir(config: TrainConfig) -> None:

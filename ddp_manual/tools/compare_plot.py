@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import extras, rundir
-from ddp_manual.comparison import Comparison
+from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
-from ddp_manual.recorded import Point, RecordedRun
+from ddp_manual.tools.compare import Comparison
+from ddp_manual.tools.recorded_run import Point, RecordedRun
+from ddp_manual.training import extras
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,7 @@ def write_plot(comparison: Comparison, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format=form, dpi=100)
     with writing(path, "--plot"):
-        rundir.replace_file(path, content.getvalue())
+        run_folder.replace_file(path, content.getvalue())
 
 
 def _draw(comparison: Comparison, figure: Figure) -> None:

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import rundir
-from ddp_manual.config import TrainConfig
+from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
+from ddp_manual.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -33,7 +33,7 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
     Raises:
         DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: the file cannot be written.
     """
-    out = out or Path(f"{rundir.in_a_file_name(config.dataset)}-{part}.png")
+    out = out or Path(f"{run_folder.in_a_file_name(config.dataset)}-{part}.png")
     if out.suffix.lower() != ".png":
         raise BadOption(
             f"--out {out} is not the name of a PNG file", why="PNG is what is written", next=f"name it {out}.png"
@@ -49,7 +49,7 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
 
     split = prepared(config).load(Path(config.data_dir), part)
     with writing(out, "--out"):
-        rundir.replace_file(out, image_grid(split, count=count))
+        run_folder.replace_file(out, image_grid(split, count=count))
     if sys.stdout.isatty():
         _draw(split, count)
     counts = torch.bincount(split.labels, minlength=len(split.classes)).tolist()

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_manual import environment
-from ddp_manual.config import TrainConfig
+from ddp_manual import launchers
 from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 # What differs from rank to rank or from run to run, and is never copied from one rank's command line to another's.
@@ -24,7 +24,7 @@ def command_to_go_on(spec: WorldSpec, config: TrainConfig, rank: int) -> str:
 
 def command_template(spec: WorldSpec, config: TrainConfig | None = None) -> str:
     """The command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` for the numbers."""
-    program, arguments = environment.typed_command()
+    program, arguments = launchers.typed_command()
     if arguments[:1] in (["train"], ["check"]):
         program.append(arguments[0])
     identity = f"--world_size {spec.world_size} --rank {{rank}}"
@@ -36,7 +36,7 @@ def command_template(spec: WorldSpec, config: TrainConfig | None = None) -> str:
 
 def command_to_go_on_with_launch(nproc: int, max_restarts: int, run_dir: Path, typed: Sequence[str]) -> str:
     """What to type for another ``launch`` in the place of one that was typed with these training options."""
-    program, _ = environment.typed_command()
+    program, _ = launchers.typed_command()
     restarts = ["--max_restarts", str(max_restarts)] if max_restarts else []
     words = [*program, "launch", "--nproc", str(nproc), *restarts, "--run_dir", str(run_dir), "--"]
     return shlex.join([*words, *from_the_newest(typed)])

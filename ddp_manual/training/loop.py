@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_manual.config import TrainConfig
-from ddp_manual.signals import Wishes
+from ddp_manual.signals import Requests
 from ddp_manual.training import data, models
-from ddp_manual.training.course import Course, Position, steps_until_sync
+from ddp_manual.training.augment import Augment, Normalise
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
-from ddp_manual.training.images import Augment, Normalise
-from ddp_manual.training.metering import Agreed, Meter, Metrics
-from ddp_manual.training.schedule import Schedule
+from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
+from ddp_manual.training.learning_rate import LearningRate
+from ddp_manual.training.metrics import Agreed, Meter, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Trainer:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    course: Course
+    learning_rate: LearningRate
+    epoch_plan: EpochPlan
     train: Split
     normalise: Normalise
     rank: int
@@ -77,13 +77,13 @@ class Trainer:
         return cls(
             model=model,
             optimizer=optimizer,
-            schedule=Schedule(
+            learning_rate=LearningRate(
                 peak=config.peak_lr(world_size),
                 warmup=config.warmup_epochs * len(train),
                 total=config.epochs * len(train),
                 shape=config.lr_schedule,
             ),
-            course=Course(
+            epoch_plan=EpochPlan(
                 samples=len(train),
                 batch=world_size * batch_size,
                 epochs=config.epochs,
@@ -104,7 +104,7 @@ class Trainer:
         )
 
     def train_epoch(
-        self, position: Position, meter: Meter, wishes: Wishes, *, on_step: Callable[[Position], None]
+        self, position: Position, meter: Meter, requests: Requests, *, on_step: Callable[[Position], None]
     ) -> Iterator[SyncPoint]:
         """Train to the end of the epoch that ``position`` is in; yields wherever all ranks agree.
 
@@ -116,12 +116,12 @@ class Trainer:
         order = data.epoch_order(len(self.train), seed=self.seed, epoch=position.epoch).to(device)
         varied = self.augment.draw(len(self.train), seed=self.seed, epoch=position.epoch, device=device)
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
-        while not self.course.epoch_ended(position):
+        while not self.epoch_plan.epoch_ended(position):
             meter.work.start()
-            start, seen = position.taken, self.course.seen(position)
-            position = self.course.after_a_step(position)
+            start, seen = position.taken, self.epoch_plan.seen(position)
+            position = self.epoch_plan.after_a_step(position)
             taking = position.taken - start
-            lr = self.schedule.lr(seen, taking)
+            lr = self.learning_rate.lr(seen, taking)
             samples = data.share(order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size)
             counted = len(samples)
             if counted < self.fewest_samples:
@@ -137,9 +137,9 @@ class Trainer:
             if counted:
                 meter.add(position.step, loss, scores, labels)
             on_step(position)
-            logs = self.course.logs(position)
-            if logs or self.course.saves(position) or position.step >= sync_at:
-                agreed = meter.sync(position.step, lr, wishes)
+            logs = self.epoch_plan.logs(position)
+            if logs or self.epoch_plan.saves(position) or position.step >= sync_at:
+                agreed = meter.sync(position.step, lr, requests)
                 sync_at = position.step + steps_until_sync(meter.seconds_per_step)
                 metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr) if logs else None
                 yield SyncPoint(position=position, agreed=agreed, metrics=metrics)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields, value_types
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
 
 RECORD = "run"
 # What stood beside the options before there was "run"; all of it in every such file.

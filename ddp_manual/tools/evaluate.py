@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import saved_model
-from ddp_manual.config import TrainConfig, is_own_factory
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, writing
 from ddp_manual.options import as_flags
-from ddp_manual.rundir import PredictionPaths, RunPaths
-from ddp_manual.saved_model import SavedModel
+from ddp_manual.run_folder import PredictionPaths, RunPaths
+from ddp_manual.tools import saved_model
+from ddp_manual.tools.saved_model import SavedModel
+from ddp_manual.training.config import TrainConfig, is_own_factory
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ddp_manual.training.augment import Normalise
     from ddp_manual.training.data import Split
-    from ddp_manual.training.images import Normalise
     from ddp_manual.training.predicting import Predictions
     from ddp_manual.training.sources import Source
 
@@ -116,10 +116,10 @@ def _refuse_code_nobody_named(path: Path, known: TrainConfig, flags: Mapping[str
 
 
 def _warn_of_changed_code(saved: SavedModel, known: TrainConfig, config: TrainConfig) -> None:
-    from ddp_manual.training import own
+    from ddp_manual.training import own_code
 
     then = saved.trained.sources if saved.trained is not None else {}
-    for name, digest in own.sources(model=config.model, dataset=config.dataset).items():
+    for name, digest in own_code.sources(model=config.model, dataset=config.dataset).items():
         option = name.removesuffix("_source")
         if getattr(known, option) == getattr(config, option) and then.get(name, digest) != digest:
             logger.warning("the source of %s has changed since the run", getattr(config, option))
@@ -212,7 +212,7 @@ def _normalise(
     saved: SavedModel, config: TrainConfig, source: Source, test: Split, flags: Mapping[str, Any]
 ) -> Normalise:
     """As in the run; where that is not known, or a flag says otherwise, as a run on this data set would."""
-    from ddp_manual.training.images import Normalise, unit_scale
+    from ddp_manual.training.augment import Normalise, unit_scale
 
     if saved.trained is not None and "normalization" not in flags:
         return Normalise(saved.trained.mean, saved.trained.std)

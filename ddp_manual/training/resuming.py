@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import checkpoint_file, checkpoints
-from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.options import as_flags, option_fields
-from ddp_manual.resume_option import AUTO, goes_on_in
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint_file, checkpoints
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.resume_option import AUTO, goes_on_in
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ddp_manual.training.checkpoint import History, Saved
-    from ddp_manual.training.course import Position
     from ddp_manual.training.data import Split
-    from ddp_manual.training.engine import Trainer
+    from ddp_manual.training.epoch_plan import Position
+    from ddp_manual.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def run_folder(config: TrainConfig, paths: RunPaths) -> Iterator[None]:
 def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
     """What a checkpoint keeps of the options and the data: what makes the parameters, to be compared when a run goes on
     from it."""
-    from ddp_manual.training import own
+    from ddp_manual.training import own_code
 
     kept = {
         field.name: getattr(config, field.name)
@@ -62,7 +62,7 @@ def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]
         if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
     }
     of_the_data = {"samples": len(train), "shape": list(train.shape), "class_count": len(train.classes)}
-    sources = own.sources(model=config.model, dataset=config.dataset)
+    sources = own_code.sources(model=config.model, dataset=config.dataset)
     return {**kept, **of_the_data, "data": train.digest, "test_data": test.digest, **sources}
 
 
@@ -99,7 +99,7 @@ def go_on(
     logger.log(
         logging.INFO if trainer.rank == 0 else logging.DEBUG,
         "going on after step %d, %.2f epochs, from %s%s",
-        *(position.step, trainer.course.seen(position) / trainer.course.samples, path),
+        *(position.step, trainer.epoch_plan.seen(position) / trainer.epoch_plan.samples, path),
         f", saved by {saved.world_size} rank(s)" if saved.world_size != trainer.world_size else "",
     )
     return position, saved.history
@@ -215,8 +215,8 @@ def _compare(path: Path, saved: Saved, config: TrainConfig, trainer: Trainer, no
             next="bring back the data that the run began with; a factory has to return the same each time\n"
             "or start a new run, without --resume",
         )
-    if not (0 <= saved.position.taken < trainer.course.samples and saved.position.step >= 0):
-        raise checkpoint_file.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.course.samples}")
+    if not (0 <= saved.position.taken < trainer.epoch_plan.samples and saved.position.step >= 0):
+        raise checkpoint_file.corrupt(path, f"it is at sample {saved.position.taken} of {trainer.epoch_plan.samples}")
     for name, value in now.items():
         if name not in then or then[name] == value:  # an option that is newer than the checkpoint was at its default
             continue

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.signals import Wishes
+from ddp_manual.signals import Requests
 from ddp_manual.training import collectives
 
 
@@ -77,9 +77,9 @@ def exchange(totals: Tensor, mine: Tensor) -> tuple[list[float], list[list[float
     return sums, [rest[start : start + len(mine)] for start in range(0, len(rest), len(mine))]
 
 
-def agree(wishes: Wishes, device: torch.device) -> Agreed:
+def agree(requests: Requests, device: torch.device) -> Agreed:
     """What signals have asked of any rank; a collective."""
-    mine = torch.tensor([wishes.stop, wishes.take_save()], dtype=torch.float64, device=device)
+    mine = torch.tensor([requests.stop, requests.take_save()], dtype=torch.float64, device=device)
     _, ranks = exchange(mine.new_zeros(0), mine)
     return Agreed(stop=int(max(stop for stop, _ in ranks)), save=any(save for _, save in ranks))
 
@@ -122,7 +122,7 @@ class Meter:
         bad = torch.where(loss.isfinite(), self._never, step)
         torch.minimum(self._first_bad_step, bad, out=self._first_bad_step)
 
-    def sync(self, step: int, lr: float, wishes: Wishes) -> Agreed:
+    def sync(self, step: int, lr: float, requests: Requests) -> Agreed:
         """Add the metrics of all ranks to the window, and agree; a collective, and the only copy to the host.
 
         Raises:
@@ -130,7 +130,7 @@ class Meter:
         """
         own = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
-        asked = torch.tensor([own, wishes.stop, wishes.take_save()], dtype=torch.float64, device=bad_step.device)
+        asked = torch.tensor([own, requests.stop, requests.take_save()], dtype=torch.float64, device=bad_step.device)
         sums, ranks = exchange(self._totals, torch.cat([bad_step[None], asked]))
         now = time.perf_counter()
         self.seconds += now - self._synced

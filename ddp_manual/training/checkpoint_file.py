@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import rundir
+from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, CheckpointCorrupt, writing
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})\.(pt|json)")
@@ -94,7 +94,7 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
     with writing(folder, "--run_dir"):
         folder.mkdir(exist_ok=True)
         try:
-            rundir.replace_files({path: content, path.with_suffix(".json"): (text + "\n").encode()})
+            run_folder.replace_files({path: content, path.with_suffix(".json"): (text + "\n").encode()})
         except OSError:
             # What has no description is no checkpoint; on a full disk it would only take the room of the next.
             if not path.with_suffix(".json").exists():
@@ -206,7 +206,7 @@ def _content_fault(checkpoint: Checkpoint, size: int, digest: str) -> Fault | No
 def run_dir_of(path: Path) -> Path:
     """The folder of the run that ``path``, a file of it or a folder, belongs to."""
     folder = path if path.is_dir() else path.parent
-    checkpoints = rundir.RunPaths(folder).checkpoints
+    checkpoints = run_folder.RunPaths(folder).checkpoints
     *_, above, name = "", *Path(os.path.abspath(folder)).parts
     if (above, name) == (checkpoints.name, SET_ASIDE):
         return _above(_above(folder))

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddp_manual import user_code
-from ddp_manual.config import is_own_factory
 from ddp_manual.errors import BadOption, DdpManualError
+from ddp_manual.training import user_code
+from ddp_manual.training.config import is_own_factory
 
 MOST_NAMED = 8
 _taken: dict[str, tuple[ModuleSpec | ModuleType, tuple[str, str]]] = {}

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from ddp_manual import environment
+from ddp_manual import launchers
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
-from ddp_manual.rundir import RunPaths
+from ddp_manual.run_folder import RunPaths
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -145,9 +145,7 @@ class RankOutput:
     def write(self, text: bytes, sink: TextIO | None = None) -> None:
         """Whatever becomes of the log or the terminal, the rank goes on."""
         sink = sys.stderr if sink is None else sink
-        shown = (
-            f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and environment.colour_allowed() else self._tag
-        )
+        shown = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and launchers.colour_allowed() else self._tag
         with suppress(OSError, ValueError):
             self._log.write(text)
             self._log.flush()

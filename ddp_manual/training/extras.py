@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ddp_manual.config import TrainConfig
 from ddp_manual.errors import BadOption
+from ddp_manual.training.config import TrainConfig
 
 # Extra -> the packages it brings; setup.cfg has the same extras.
 PACKAGES = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import console
-from ddp_manual.config import TrainConfig
-from ddp_manual.rundir import RunPaths
+from ddp_manual import terminal
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from ddp_manual.training.course import Position
-    from ddp_manual.training.engine import Trainer
+    from ddp_manual.training.epoch_plan import Position
+    from ddp_manual.training.loop import Trainer
     from ddp_manual.training.run import Run
     from ddp_manual.worker.world import World
 
@@ -20,7 +20,7 @@ def described(
     world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer, position: Position
 ) -> dict[str, Any]:
     """``config.json``: the options, and below ``run`` what followed from them, and ``position``, where it goes on."""
-    from ddp_manual.training import own
+    from ddp_manual.training import own_code
 
     return {
         **config.as_dict(),
@@ -31,13 +31,13 @@ def described(
             "device": world.device.type,
             "batch_size_per_rank": trainer.batch_size,
             "goes_on_after_step": position.step,
-            "peak_lr": trainer.schedule.peak,
-            "steps_per_epoch": trainer.course.steps_per_epoch,
+            "peak_lr": trainer.learning_rate.peak,
+            "steps_per_epoch": trainer.epoch_plan.steps_per_epoch,
             "mean": trainer.normalise.mean,
             "std": trainer.normalise.std,
             "shape": trainer.train.shape,
             "classes": trainer.train.classes,
-            **own.sources(model=config.model, dataset=config.dataset),
+            **own_code.sources(model=config.model, dataset=config.dataset),
         },
     }
 
@@ -73,7 +73,7 @@ def earlier_summary(paths: RunPaths, epochs: int) -> dict[str, Any] | None:
     there cannot be read or is of another end."""
     try:
         found = {**json.loads(paths.summary.read_bytes()), "run_dir": str(paths.run_dir)}
-        console.result_text(found)
+        terminal.result_text(found)
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
     return found if found["epochs"] == epochs else None
