@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Seal
-from ddp_manual.agent.host import code_digests, installed_versions
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode
 from ddp_manual.training.config import TrainConfig
 

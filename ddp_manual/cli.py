@@ -240,9 +240,9 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
-    from ddp_manual.agent import commands, local
+    from ddp_manual.agent import local
 
-    commands.check_train_options(nproc, train_options)
+    local.check_train_options(nproc, train_options)
     flags = train.make_context("train", list(train_options)).params
     config = TrainConfig.from_file(flags.pop("config_file"), **given(TrainConfig, flags))
     options = given(WorldSpec, flags)  # and no variables, which another launcher may have left

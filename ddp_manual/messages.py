@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from ddp_manual.errors import ConfigMismatch, DdpManualError, PeerFailed, from_dict
+from ddp_manual.errors import DdpManualError
 
 # Bytes of a line. The longest that a rank sends are last words with a traceback, and the stacks of a process.
 LONGEST_LINE = 1 << 18
@@ -371,41 +371,8 @@ Verdict = dict[str, Any]
 
 def last_words(error: DdpManualError) -> Verdict:
     """What ends a worker, as it says it to its agent."""
-    return {**_cut(error.as_dict()), "exit_code": error.exit_code}
+    return {**shortened(error.as_dict()), "exit_code": error.exit_code}
 
 
-def words_of(who: RankInfo, words: Mapping[str, Any]) -> Verdict:
-    """The last words of a rank, which speaks for nobody else.
-
-    Raises:
-        KeyError, TypeError, ValueError: they are none.
-    """
-    about = {"rank": who.rank, "host": who.host, "pid": who.pid, "exit_code": int(words["exit_code"])}
-    return {**_cut(words), **about}
-
-
-def judged(who: RankInfo, error: DdpManualError, exit_code: int | None = None) -> Verdict:
-    """What the coordinator says of a rank.
-
-    Args:
-        exit_code: of that rank itself, if it is another than the error's.
-    """
-    about = {"rank": who.rank, "host": who.host, "pid": who.pid, "judged": True}
-    return {**_cut(error.as_dict()), **about, "exit_code": exit_code or error.exit_code}
-
-
-def as_error(verdict: Mapping[str, Any], rank: int) -> DdpManualError:
-    """The error that ends ``rank``: its own, what was judged, or that another rank has left with last words."""
-    if verdict["rank"] == rank:
-        return from_dict(_cut(verdict), int(verdict["exit_code"]))
-    if verdict.get("judged") or verdict["identifier"] == ConfigMismatch.identifier:  # which all ranks find alike
-        return from_dict(_cut(verdict))
-    return PeerFailed(
-        f"rank {verdict['rank']} ({verdict['host']}, pid {verdict['pid']}) left with error[{verdict['identifier']}]",
-        why=f"{verdict['what']}\n{verdict['why']}",
-        next=str(verdict["next"]),
-    )
-
-
-def _cut(words: Mapping[str, Any]) -> dict[str, str]:
+def shortened(words: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(words[name])[-LONGEST_TEXT:] for name in ("identifier", "what", "why", "next")}

@@ -1,11 +1,59 @@
-"""The agent of a rank in a person's own script, which starts it: ``python .../ddp_manual/agent CHANNEL FAULTS``."""
+"""The agent of a user's own script, a helper process that ``worker/join.py`` starts:
+``python .../ddp_manual/agent CHANNEL FAULTS``."""
 
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    channel, faults = map(int, sys.argv[1:3])
-    sys.path[0] = str(Path(__file__).resolve().parents[2])  # in place of this folder
-    from ddp_manual.agent.attached import main
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
-    main(channel, faults)
+import asyncio
+import shlex
+import signal
+import socket
+from typing import Any
+
+from ddp_manual import signals, terminal
+from ddp_manual.agent.join import Task
+from ddp_manual.agent.main import Agent
+from ddp_manual.agent.worker_process import ScriptWorker
+from ddp_manual.messages import LineReader
+from ddp_manual.world_spec import WorldSpec
+
+
+def main(channel: int, faults: int) -> None:
+    """Serve the script at the other end of ``channel`` until it has left, or was told why the run ends."""
+    for number in (*signals.handled(), signals.SAVE):  # the script alone handles signals
+        signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HELD_BACK)
+    connection = socket.socket(fileno=channel)
+    reader = LineReader()
+    while not (messages := reader.feed(data := connection.recv(1))):  # byte by byte: the event loop reads the rest
+        if not data:
+            return  # the script has ended already
+    asyncio.run(_run(messages[0]["attach"], connection, faults))
+
+
+async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -> None:
+    spec = WorldSpec(**attach["spec"], sources=attach["sources"])
+    terminal.log_to_stderr(spec.rank)
+    # A rank of a script is started with variables, because the script's flags are not known here.
+    command = (
+        f"WORLD_SIZE={spec.world_size} RANK={{rank}} MASTER_ADDR={spec.master_addr} "
+        f"MASTER_PORT={{master_port}} {shlex.join(attach['typed'])}"
+    )
+    task = Task(
+        start={"alone": False},
+        run_dir=attach["run_dir"],
+        command=attach["command"] or command,
+        script=Path(attach["script"]) if attach["script"] else None,
+        is_script=True,
+        attempt=attach["attempt"],
+    )
+    worker = ScriptWorker(attach["pid"], connection, faults, terminal.print_error)
+    # ``worker`` shows the error: the script raises it as an exception, or else it is printed.
+    await Agent(spec, task, start_worker=lambda: worker, log=terminal.log, print_error=lambda error: None).run()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))

@@ -1,27 +1,46 @@
-"""Rank 0's address: what it resolves to, whether it can be anybody's, and this host's own way to it."""
+"""Rank 0's address: the IP addresses that its name has, rank 0's listening socket there, and who holds its port."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
+import resource
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 
 import psutil
 
 from ddp_manual import launchers
-from ddp_manual.errors import LoopbackMaster, MasterUnresolvable
+from ddp_manual.agent.network_interface import at, family, interface_addresses, is_loopback, own_address
+from ddp_manual.agent.observer import look_at
+from ddp_manual.agent.probe import Answer, Probe, probe
+from ddp_manual.agent.roll_call import MOST_NAMED, situation
+from ddp_manual.errors import (
+    AddressNotLocal,
+    BadOption,
+    DdpManualError,
+    LoopbackMaster,
+    MasterUnresolvable,
+    PortInUse,
+)
 from ddp_manual.world_spec import WorldSpec
 
+# Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
+CONNECTIONS_PER_RANK = 2
+OWN_DESCRIPTORS = 100
 
-def resolve(host: str, say: Callable[[str], None] = lambda line: None) -> list[str]:
-    """The IP addresses of a host name, those first that rank 0 should listen on.
 
-    A host whose own name is only a loopback address to itself (Debian writes 127.0.1.1 into /etc/hosts) is known to
-    others by another one, so its real address comes first then.
+def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Return the IP addresses of a host name; rank 0 should listen at the first that it can.
+
+    A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts). Other hosts know
+    another address for it, so this host's real address then comes first.
 
     Raises:
-        MasterUnresolvable: it has none, or one that no host can have.
+        MasterUnresolvable: the name has no address, or one that no host can have.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -33,7 +52,7 @@ def resolve(host: str, say: Callable[[str], None] = lambda line: None) -> list[s
             next=f"check with: getent hosts {host}\nor give rank 0's IP address as --master_addr",
         ) from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    if host.isdigit():  # which is never looked up: it is read as one 32-bit number
+    if host.isdigit():  # a number is never looked up: the resolver reads it as a 32-bit address
         if ipaddress.ip_address(addresses[0]) in ipaddress.ip_network("0.0.0.0/8"):
             raise MasterUnresolvable(
                 f"rank 0's address {host!r} is all digits, and is read as the IP address {addresses[0]}",
@@ -41,14 +60,14 @@ def resolve(host: str, say: Callable[[str], None] = lambda line: None) -> list[s
                 "no host has an address that begins with 0",
                 next=f"give the name with its domain, such as {host}.example.org, or rank 0's IP address",
             )
-        say(f"rank 0's address {host} is all digits: it is read as the IP address {addresses[0]}, not as a name")
+        log(f"rank 0's address {host} is all digits: it is read as the IP address {addresses[0]}, not as a name")
     if _is_own_name(host) and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
         addresses.insert(0, real)
     return addresses
 
 
-def resolved(host: str, addresses: list[str]) -> str:
-    """What ``resolve`` made of a name, in words; empty for an IP address."""
+def describe_resolved(host: str, addresses: list[str]) -> str:
+    """Say what ``resolve`` returned for a name; "" for an IP address."""
     if addresses == [host]:
         return ""
     own_name = _is_own_name(host) and len(addresses) > 1 and is_loopback(addresses[-1])
@@ -57,29 +76,15 @@ def resolved(host: str, addresses: list[str]) -> str:
 
 
 def _is_own_name(host: str) -> bool:
-    """Also with its domain, or without."""
+    """Compare names without their domains."""
     return not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
-
-
-def own_address() -> str | None:
-    """This host's IP address on its default route, else its first that is neither loopback nor link-local."""
-    candidates = [address for address in interface_addresses() if not ipaddress.ip_address(address).is_link_local]
-    for anywhere in ("192.0.2.1", "2001:db8::1"):  # addresses for documentation: nothing is sent there
-        with suppress(OSError):
-            candidates.insert(0, route_to(anywhere)[0])
-    real = [address for address in candidates if not is_loopback(address)]
-    return min(real, key=lambda address: ":" in address, default=None)
-
-
 def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
-    """A loopback address means each host itself, so with several hosts it cannot be rank 0's.
+    """Refuse a loopback address for a run of several hosts, because each host would find itself there.
 
     Raises:
-        LoopbackMaster: it is one, and a launcher's variables tell of several hosts.
+        LoopbackMaster: all addresses are loopback, and a launcher's variables tell of several hosts.
     """
     several_hosts = launchers.launcher_hosts(spec.world_size)
     if several_hosts is None or not all(map(is_loopback, addresses)):
@@ -93,31 +98,114 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
     )
 
 
-def at(address: str, port: int) -> str:
-    """``10.0.0.1:29500``, ``[fe80::1]:29500``"""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+def raise_descriptor_limit(spec: WorldSpec) -> str:
+    """Raise the soft limit of open files to the hard limit, and return it.
 
-
-def family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def interface_addresses() -> dict[str, str]:
-    """IP address -> interface, for every interface of this host."""
-    return {
-        address.address.split("%")[0]: interface
-        for interface, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6)
-    }
-
-
-def route_to(address: str) -> tuple[str, str | None]:
-    """This host's own address on the way to ``address``, and the interface that has it (None if unknown).
-
-    Connecting a datagram socket sends nothing; it only asks the kernel's routing table.
+    Raises:
+        BadOption: rank 0 could not hold the connections of all ranks.
     """
-    with socket.socket(family(address), socket.SOCK_DGRAM) as asking:
-        asking.connect((address, 9))
-        own = str(asking.getsockname()[0])
-    return own, interface_addresses().get(own.split("%")[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS calls its hard limit unlimited and accepts less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return "unlimited"
+    needed = OWN_DESCRIPTORS + CONNECTIONS_PER_RANK * spec.world_size
+    if spec.rank == 0 and soft < needed:
+        raise BadOption(
+            f"rank 0 on {launchers.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
+            f"needs {needed}",
+            why=f"each rank keeps up to {CONNECTIONS_PER_RANK} connections to rank 0; the hard limit is {hard}",
+            next=f"raise it before rank 0 is started: ulimit -n {needed}",
+        )
+    return str(soft)
+
+
+async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.socket:
+    """Open rank 0's listening socket at the first of ``addresses`` that is this host's own, and at no other.
+
+    Args:
+        port: 0 for any free port.
+
+    Raises:
+        AddressNotLocal, PortInUse: the other ranks could not find rank 0 at the address it was given.
+        BadOption: this user may not listen on that port.
+    """
+    for address in addresses:
+        try:
+            # With SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
+            return socket.create_server((address, port), family=family(address), backlog=4096)
+        except OSError as error:
+            words = os.strerror(error.errno or 0)
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            if error.errno == errno.EADDRINUSE:
+                raise await _port_in_use(spec, address) from None
+            if error.errno == errno.EACCES:
+                raise BadOption(
+                    f"--master_port {port} may not be used by this user",
+                    why=f"binding {at(address, port)} gave: {words}",
+                    next="choose a --master_port above 1023, the same on every rank",
+                ) from None
+            raise BadOption(
+                f"rank 0 cannot listen at {at(address, port)}",
+                why=f"{spec.named('master_addr')}; binding it gave: {words}",
+                next="give rank 0's IP address as --master_addr, the same on every rank",
+            ) from None
+    raise AddressNotLocal(
+        f"rank 0 runs on {launchers.host_name()}, but {spec.master_addr} is not an address of this host",
+        why=f"{spec.named('master_addr')} resolves to {', '.join(addresses)}; "
+        f"this host has {', '.join(sorted(interface_addresses()))}",
+        next=f"start rank 0 on the host that has {addresses[0]}, or give every rank this host's --master_addr",
+    )
+
+
+async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
+    port = spec.master_port
+    another = f"--master_port {port + 1 if port < 65535 else port - 1}"
+    there = await probe(address, port)
+    if there.answer in (Answer.GREETED, Answer.OVER):
+        return PortInUse(
+            f"another rank 0 is already running at {at(address, port)}",
+            why=f"it answers there, held by {_port_owner(port)}\n"
+            f"{await _describe_run(there, spec)}; this process is {spec.named('rank')}",
+            next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
+            f"if it is another run, give all its ranks a port of its own: {another}",
+        )
+    return PortInUse(
+        f"rank 0 cannot listen at {at(address, port)}: the port is in use",
+        why=f"it is held by {_port_owner(port)}",
+        next=f"end that process, or give every rank another port: {another}",
+    )
+
+
+async def _describe_run(there: Probe, spec: WorldSpec) -> str:
+    if there.connection is None:
+        return "its run is ending"
+    try:
+        seen = await look_at(there, at(there.address, spec.master_port), launchers.token(spec.token_file))
+    except DdpManualError as error:
+        return f"of its run nothing is known: {error.what}"
+    finally:
+        there.connection.close()
+    named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
+    return f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
+
+
+def _port_owner(port: int) -> str:
+    try:
+        sockets = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return "a process that this user may not see"
+    # A listener if there is one; otherwise a connection out of this host, which may have any port above 32767.
+    for entry in sorted(sockets, key=lambda entry: entry.status != psutil.CONN_LISTEN):
+        if entry.laddr and entry.laddr.port == port and entry.pid:
+            try:
+                owner = psutil.Process(entry.pid)
+                started = datetime.fromtimestamp(owner.create_time()).strftime("%Y-%m-%d %H:%M:%S")
+                # On one line: a script after ``python -c`` has several, which would look like lines of this error.
+                command = " ".join(" ".join(owner.cmdline()).split())
+                return f"pid {entry.pid} ({entry.status}), started {started}: {command}"
+            except psutil.Error:
+                return f"pid {entry.pid} ({entry.status})"
+    return "a process of another user or container, or one that has ended a moment ago"

@@ -1,10 +1,15 @@
-"""Whether a process belongs with rank 0: pure comparisons of what each says of itself."""
+"""Whether a process belongs with rank 0: comparisons of world size, options, code, versions and GPUs."""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import ddp_manual
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -25,6 +30,33 @@ Versions = Mapping[str, str | None]
 OR_GO_ON = "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)"
 # Seconds. Nothing here depends on clocks that agree, but logs of two hosts are then hard to read side by side.
 CLOCKS_AGREE_WITHIN = 30.0
+PACKAGE = Path(ddp_manual.__file__).parent
+DIGEST_BYTES = 6
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Return torch's version, without importing it, and Python's minor version."""
+    try:
+        torch: str | None = version("torch")
+    except PackageNotFoundError:
+        torch = None
+    return {"torch": torch, "python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def code_digests(script: Path | None) -> dict[str, str]:
+    """Return part of the program -> digest of its source, so that a part that differs can be named.
+
+    Args:
+        script: the user's own script, which must be the same on every rank.
+    """
+    parts: dict[str, Any] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        digest = parts.setdefault(f"ddp_manual/{relative.parts[0]}", hashlib.sha256())
+        digest.update(f"{relative}\n".encode() + path.read_bytes())
+    if script is not None:
+        parts[script.name] = hashlib.sha256(script.read_bytes())
+    return {name: digest.hexdigest()[: 2 * DIGEST_BYTES] for name, digest in parts.items()}
 
 
 def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:

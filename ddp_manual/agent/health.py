@@ -105,7 +105,7 @@ class Health:
     def finished(self) -> list[int]:
         return [rank for rank, known in enumerate(self._ranks) if known.finished or known.gone]
 
-    def part_with(self, rank: int) -> None:
+    def leave(self, rank: int) -> None:
         """It has left in order, and is judged no more."""
         self._ranks[rank].gone = True
 

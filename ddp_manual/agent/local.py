@@ -1,8 +1,8 @@
-"""The small orchestrator: all ranks of this machine from one terminal.
+"""``launch``: all ranks of this machine from one terminal.
 
-One process has the agents of all ranks. Their workers are forks of one that has torch imported, once; each has a
-session of its own, and its lines come out with its rank in front and go to a log file. When one rank fails the others
-are told by its agent, as anywhere; then, if there may be another attempt, all go on from the newest checkpoint.
+One process has the agents of all ranks. Their workers are forks of a process that has imported torch once; each has a
+session of its own, and its lines are shown with its rank in front and go to a log file. When one rank fails its agent
+tells the others, as in any run; then, if another attempt is allowed, all ranks resume from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -21,10 +22,10 @@ from typing import Any, TextIO
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import tasks
-from ddp_manual.agent.commands import command_to_go_on_with_launch
+from ddp_manual.agent.commands import PER_RANK_OPTIONS
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of
-from ddp_manual.errors import DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
+from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.processes import start_python
 from ddp_manual.run_folder import RunPaths, default_run_dir, new_run_id
@@ -34,41 +35,76 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 FORKER = Path(__file__).parent.parent / "worker" / "forker.py"
-# What another attempt may escape: an exception of the training, a peer that is gone. Not so the rest: options, names,
-# versions, files, data and devices are the same again. A rank that a signal has stopped was asked to.
+# Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
+# options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.
 MENDED_BY_A_RESTART = (TrainingFailed.exit_code, PeerGone.exit_code)
 ASKED_TO_STOP = tuple(128 + number for number in signals.STOP)
-# Seconds, for ranks that wait for one that has left.
+# Seconds until ranks stop waiting for a rank that has left.
 GIVE_UP_AFTER = 0.3
-# Seconds, for what a worker has written last.
+# Seconds to copy what a worker has written last.
 LAST_LINES_WITHIN = 1.0
 
 
 def launch_ranks(
     nproc: int, spec: WorldSpec, config: TrainConfig, typed: Sequence[str], run_dir: str | None, max_restarts: int = 0
 ) -> int:
-    """Start ``nproc`` ranks and wait for them; returns the exit code of the one that failed first, else 0.
+    """Start ``nproc`` ranks and wait for them; returns the exit code of the rank that failed first, or 0.
 
     Args:
-        spec: rank 0's, without its place in the world.
+        spec: rank 0's options, without its place in the world.
         typed: the training options as they were typed.
-        max_restarts: how often to start them all again, from the newest checkpoint, after a failure that this may mend.
+        max_restarts: how often to start all ranks again, from the newest checkpoint, if the failure may not recur.
 
     Raises:
-        BadOption: a run_dir that cannot be used. Stopped: by a signal, after all ranks have ended.
+        BadOption: run_dir cannot be used. Stopped: by a signal, after all ranks have ended.
     """
     run_id = new_run_id()
     run_dir = run_dir or default_run_dir(run_id)
     paths = RunPaths(Path(run_dir)).create(resuming=config.resume is not None)
-    go_on = command_to_go_on_with_launch(nproc, max_restarts, paths.run_dir, typed)
-    launch = Launch(nproc, run_id, paths, max_restarts, go_on)
+    program, _ = launchers.typed_command()
+    restarts = ["--max_restarts", str(max_restarts)] if max_restarts else []
+    words = [*program, "launch", "--nproc", str(nproc), *restarts, "--run_dir", str(paths.run_dir), "--"]
+    launch = Launch(nproc, run_id, paths, max_restarts, go_on=shlex.join([*words, *from_the_newest(typed)]))
     with launchers.reserved_port() as port:
         return asyncio.run(launch.run(spec, config, port))
 
 
+def from_the_newest(typed: Sequence[str]) -> list[str]:
+    """Return the training options with which ranks resume from the newest checkpoint of their own run."""
+    kept: list[str] = []
+    options = iter(typed)
+    for option in options:
+        if option.split("=")[0] != "--resume":
+            kept.append(option)
+        elif "=" not in option:
+            next(options, None)
+    return [*kept, "--resume", "auto"]
+
+
+def check_train_options(nproc: int, typed: Sequence[str]) -> None:
+    """Raises BadOption for options that ``launch`` would silently override, and for a script, which it cannot start."""
+    if typed and not typed[0].startswith("-"):
+        program = typed[0]
+        raise BadOption(
+            f"launch starts no program, and was given {program}",
+            why="its ranks are those of this package's own training; what follows are options of train",
+            next=f"leave {program} out\n"
+            f"or, if it is a script of your own: torchrun --nproc-per-node {nproc} {shlex.quote(program)}\n"
+            "or call ddp_manual.spawn in it, and start it with python",
+        )
+    for option in typed:
+        name = option.removeprefix("--").split("=")[0].replace("-", "_")
+        if option.startswith("--") and name in PER_RANK_OPTIONS:
+            raise BadOption(
+                f"--{name} cannot be passed on by launch",
+                why=f"launch gives every rank its --{name}",
+                next="put --run_dir before the --" if name == "run_dir" else f"leave --{name} out",
+            )
+
+
 @dataclass
 class Launch:
-    """A run of ranks on this machine, through all attempts at it."""
+    """A run of ranks on this machine, with all attempts at it."""
 
     nproc: int
     run_id: str
@@ -108,7 +144,7 @@ class Launch:
         return failed.error.exit_code
 
     async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failed | None:
-        """From the start of the first rank to the end of the last; returns what has ended it, if not its end."""
+        """Start all ranks and wait for the last; returns the failure that has ended the attempt, if any."""
         with ExitStack() as closing:
             logs = [closing.enter_context(self.paths.log(rank).open("ab")) for rank in range(self.nproc)]
             outputs = [RankOutput(log, rank) for rank, log in enumerate(logs)]
@@ -119,14 +155,14 @@ class Launch:
                 ended = await self.agents[rank].run()
                 if ended.error is not None:
                     failed.append(Failed(rank, ended.error))
-                    await asyncio.sleep(GIVE_UP_AFTER)  # they may be told why, and then say it themselves
+                    await asyncio.sleep(GIVE_UP_AFTER)  # the others may learn why, and then say it themselves
                     for agent in self.agents:
                         agent.give_up(PeerFailed(f"rank {rank} has left", why=ended.error.what, next=ended.error.next))
                 elif rank == 0:
                     outputs[0].write(f"{terminal.result_text(ended.result)}\n".encode(), sys.stdout)
 
             await asyncio.gather(*(live(rank) for rank in range(self.nproc)))
-        # A rank that lost a peer may have ended before the one that was lost.
+        # A rank that has lost a peer may have ended before that peer.
         return next((one for one in failed if one.error.exit_code != PeerGone.exit_code), failed[0]) if failed else None
 
     def _agent(
@@ -137,10 +173,10 @@ class Launch:
         own = dataclasses.replace(spec, **place, sources={**spec.sources, **dict.fromkeys(place, "flag")})
         return Agent(
             own,
-            tasks.training(own, config.in_folder(str(self.paths.run_dir)), launched=self.go_on),
+            tasks.training_task(own, config.in_folder(str(self.paths.run_dir)), launched=self.go_on),
             start_worker=lambda: forker.fork(output),
-            say=lambda line: output.write(f"{terminal.tag(rank)} {line}\n".encode()),
-            tell=lambda error: output.write(f"{error.render()}\n".encode()),
+            log=lambda line: output.write(f"{terminal.tag(rank)} {line}\n".encode()),
+            print_error=lambda error: output.write(f"{error.render()}\n".encode()),
         )
 
     def _take_signal(self, number: int) -> None:
@@ -148,13 +184,13 @@ class Launch:
             self.agents[0].take_signal(number)
             return
         if not self.signalled:
-            say("stopping; once more ends it at once")
+            say("stopping; a second signal ends the run at once")
         self.signalled = self.signalled or number
         for agent in self.agents:
             agent.take_signal(number)
 
     def _to_go_on(self, config: TrainConfig) -> TrainConfig:
-        """The newest checkpoint of the run itself, unless it has none yet and began with another's."""
+        """Resume from the newest checkpoint of this run; if it has none yet, from the checkpoint it began with."""
         if config.resume is not None and not checkpoints.find(self.paths.checkpoints):
             return config
         return config.resumed()
@@ -169,7 +205,7 @@ class Failed:
 
     @property
     def may_be_mended(self) -> bool:
-        """Whether to start all ranks again; also one that was killed, as by the kernel when memory is short."""
+        """Whether to start all ranks again, as also after the kernel has killed a rank because memory ran out."""
         code = self.error.exit_code
         return code in MENDED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
 
@@ -179,13 +215,13 @@ class Failed:
 
 
 async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
-    """What the worker writes to this pipe, line by line, until its end."""
+    """Copy what the worker writes to this pipe, line by line, until its end."""
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
     rest = b""
     while piece := await reader.read(1 << 16):
-        # A bar that goes on in one line is shown as it grows.
+        # A progress bar rewrites its line with \r: each state of it counts as a line.
         *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         if len(rest) > LONGEST_LINE:
             lines, rest = [*lines, rest], b""
@@ -210,7 +246,7 @@ class Forker:
             )
 
     def start_again(self) -> None:
-        """Where it has been killed, as by the kernel when memory is short; its workers went with it."""
+        """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""
         if self._process.poll() is not None:
             self.close()
             self._start()
@@ -221,10 +257,10 @@ class Forker:
         self._process.wait()
 
     def fork(self, output: RankOutput) -> Worker:
-        """Ask for a worker; it is there once the forker has torch."""
+        """Ask for a worker; it exists once the forker has torch."""
         channel, theirs = socket.socketpair()
         (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
-        with theirs, suppress(BrokenPipeError):  # it has just ended; the worker's channel tells that too
+        with theirs, suppress(BrokenPipeError):  # the forker has just ended; the worker's channel shows that too
             socket.send_fds(self._control, [b"."], [theirs.fileno(), *their_pipes])
         for descriptor in their_pipes:
             os.close(descriptor)
@@ -234,11 +270,11 @@ class Forker:
 
 
 class ForkedWorker(Worker):
-    """A worker that is there only once its forker has torch, and says so itself.
+    """A worker that exists only once its forker has torch, and says so itself.
 
     Args:
-        forker: which ends, if it cannot import torch.
-        copies: done when all is read that the worker has written.
+        forker: the process that forks it; it ends if it cannot import torch.
+        copies: done when everything is read that the worker has written.
     """
 
     def __init__(
@@ -257,7 +293,7 @@ class ForkedWorker(Worker):
         if self._speaks.is_set():
             await super()._watch(gone)
             return
-        await asyncio.sleep(LOOK_EVERY)  # the forker may only be about to end, and a child of it may have ended alone
+        await asyncio.sleep(LOOK_EVERY)  # perhaps only its child has ended, or the forker is about to end
         self.status = self._forker.poll()
         self.ended.set()
         gone()
@@ -266,7 +302,7 @@ class ForkedWorker(Worker):
         if self._speaks.is_set():
             await super().end(error, own=own)
             await asyncio.wait(self._copies, timeout=LAST_LINES_WITHIN)
-        else:  # it ends at once when it is forked, since nobody is there any more
+        else:  # once it is forked it finds the channel closed, and ends
             self.close()
         for copy in self._copies:
             copy.cancel()

@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Any
 
 from ddp_manual import launchers
-from ddp_manual.agent.address import at, is_loopback
 from ddp_manual.agent.connection import Connection
+from ddp_manual.agent.network_interface import at, is_loopback
 from ddp_manual.errors import MasterAddressError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
 from ddp_manual.messages import LONGEST_ANSWER
 from ddp_manual.waiting import POLL_EVERY, Waiting

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddp_manual.agent.address import at, family
+from ddp_manual.agent.network_interface import at, family
 from ddp_manual.errors import PeerUnreachable
 from ddp_manual.messages import Place, RankInfo, printable
 

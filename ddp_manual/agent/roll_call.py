@@ -1,9 +1,10 @@
-"""Who is here, who was refused, who is missing: rank 0's side of the roll call, without any I/O.
+"""The roll call on rank 0, without any I/O: which ranks are here, were refused, or are missing.
 
-A rank is *here* once its agent's hello was taken, and *ready* once its worker has torch and a device. All ranks have to
-be both. A rank is gone when its connection ends. Times are seconds of rank 0's monotonic clock, which is passed in.
+A rank is *here* once rank 0 has admitted its agent, and *ready* once its worker has torch and a device. The roll call
+is complete when all ranks are both. A rank is gone when its connection ends. Times are seconds of rank 0's monotonic
+clock, which is passed in.
 
-torch's own ``wait_for_workers`` is not used: it counts connections, and a rank that was started twice fills two places.
+torch's own ``wait_for_workers`` is not used: it counts connections, so a rank that was started twice fills two places.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
 
 MOST_NAMED = 16
 MOST_COMMANDS = 8
-# Seconds for ranks that are here to load torch, be it from a slow file server.
+# Seconds for ranks that are here to load torch, even from a slow file server.
 LOAD_WITHIN = 600.0
-# Heartbeats after which a process that has said nothing is frozen.
+# A process that has sent nothing for as long as this many heartbeats is frozen.
 FROZEN_AFTER_BEATS = 2.4
 
 
@@ -47,28 +48,29 @@ class RollCall:
         self._rank_0 = rank_0
         self.members: dict[int, Member] = {}
         self.complete = False
-        """Whether all ranks have met; who comes later is too late."""
+        """Whether all ranks have joined; a process that comes later is too late."""
+        self.changed = False
+        """Whether there is news since the caller last set this to False."""
         self.refused: deque[str] = deque(maxlen=MOST_NAMED)
         self.gone: deque[str] = deque(maxlen=MOST_NAMED)
         self.warnings: deque[str] = deque(maxlen=MOST_NAMED)
         self._gpus: dict[str, int] = {}
         self._loading: set[int] = set()
-        # Ranks that are ready, and are still to be compared with rank 0: in the order in which they got ready.
+        # Ranks that are ready and not yet compared with rank 0, in the order in which they got ready.
         self._not_compared: dict[int, None] = {}
 
     # -- what happens -------------------------------------------------------------------------------------------
 
     def admit(self, info: RankInfo, now: float, since: float, wall_clock: float) -> DdpManualError | bool:
-        """Take a process as a rank, refuse it, or neither yet.
+        """Admit a process as a rank, or refuse it, or let it wait.
 
         Args:
-            since: when it came. One that asks for a rank which another process holds is answered once that process was
-                heard from, is gone, or is known to be frozen; until then the result is False, and this is to be called
-                again.
+            since: when the process came. If another process holds its rank, the decision waits until that process was
+                heard from, is gone, or is known to be frozen.
             wall_clock: seconds since the epoch.
 
         Returns:
-            Why it is refused; True: it is a rank now.
+            True: it is a rank now. False: undecided; call this again. An error: why it is refused.
         """
         refusal, warnings = unlike(info, self._rank_0, self.run, wall_clock)
         holder = self.members.get(info.rank)
@@ -83,10 +85,12 @@ class RollCall:
         self.members[info.rank] = Member(_without_copies(info, self._rank_0), now)
         self._loading.add(info.rank)
         self.warnings += warnings
+        self.changed = True
         return True
 
     def refuse(self, who: str, error: DdpManualError) -> None:
         self.refused.append(f"{who} was refused: {error.identifier}: {error.what}")
+        self.changed = True
 
     def hear(self, rank: int, now: float) -> None:
         self.members[rank].heard = now
@@ -94,27 +98,29 @@ class RollCall:
     def get_ready(self, rank: int, ready: Ready) -> None:
         member = self.members[rank]
         member.ready = ready
+        self.changed = True
         self._loading.discard(rank)
         self._not_compared[rank] = None
-        if member.info.pid != ready.pid:  # as where ``launch`` has it only now
+        if member.info.pid != ready.pid:  # ``launch`` knows a worker's pid only now
             member.info = replace(member.info, pid=ready.pid)
         if rank == 0:
             self.run = replace(self.run, pid=ready.pid)
 
     def leave(self, rank: int, how: str) -> None:
-        """It is missing again.
+        """Make a rank missing again.
 
         Args:
-            how: what became of it, such as "is gone: its process has ended".
+            how: what happened to it, such as "is gone: its process has ended".
         """
         member = self.members.pop(rank)
         self._loading.discard(rank)
         self._not_compared.pop(rank, None)
         self._gpus = {gpu: user for gpu, user in self._gpus.items() if user != rank}
         self.gone.append(f"{member.info.who} {how}")
+        self.changed = True
 
     def unfit(self) -> Iterable[tuple[int, DdpManualError]]:
-        """Ranks that are ready and do not go with rank 0, now that both know their device; they are to be refused."""
+        """Yield the ranks to refuse: ready, and found not to belong with rank 0 now that both know their device."""
         first = self.members.get(0)
         if first is None or first.ready is None:
             return
@@ -132,14 +138,14 @@ class RollCall:
                 yield rank, error
 
     def taken_rank_0(self, info: RankInfo) -> RankTaken:
-        """Why no other process can be rank 0."""
+        """Refuse a process other than rank 0's own agent that wants to be rank 0."""
         error = self._taken(info, self._rank_0, frozen=False)
         self.refuse(info.who, error)
         return error
 
     def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
-        odd = "; it does not answer, though its connection is open: it is frozen" if frozen else ""
+        odd = "; the process that holds it is frozen: its connection is open, and it does not answer" if frozen else ""
         missing = self.missing
         if frozen:
             next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
@@ -153,7 +159,7 @@ class RollCall:
             next=next,
         )
 
-    # -- how it stands ------------------------------------------------------------------------------------------
+    # -- what is known ------------------------------------------------------------------------------------------
 
     @property
     def missing(self) -> list[int]:
@@ -167,12 +173,19 @@ class RollCall:
     def all_ready(self) -> bool:
         return self.all_here and not self._loading
 
+    def info(self, rank: int) -> RankInfo:
+        return self.members[rank].info
+
+    def silent(self, now: float) -> list[int]:
+        """The ranks, without rank 0, that have been silent for too long."""
+        return [rank for rank, member in self.members.items() if rank and now - member.heard > self.run.silence]
+
     def infos(self) -> list[RankInfo]:
         """In the order of the ranks."""
         return [self.members[rank].info for rank in sorted(self.members)]
 
     def places(self) -> dict[int, Place]:
-        """Where each rank stands, once all are here."""
+        """The place of each rank, once all are here."""
         return assign_places(self.infos())
 
     def shared_gpus(self, places: Mapping[int, Place]) -> DdpManualError | None:
@@ -184,7 +197,7 @@ class RollCall:
         return shared_gpu([(info, ready) for info, ready in pairs if ready is not None], places)
 
     def news(self) -> dict[str, Any]:
-        """What those who wait are told: short also where thousands are missing."""
+        """What all waiting ranks are told; short even if thousands are missing."""
         shown = sorted(self.members)[:MOST_NAMED]
         return {
             "here": len(self.members),
@@ -198,42 +211,40 @@ class RollCall:
         }
 
     def roster(self) -> list[dict[str, Any]]:
-        """All that is known of each rank that is here, for people."""
+        """What a person wants to know of each rank that is here."""
         places = self.places() if self.all_here else {}
-        lines = []
-        for rank in sorted(self.members):
-            member = self.members[rank]
-            lines.append(_line(member, places[rank].local_rank if places else member.info.local_rank))
-        return lines
+        return [
+            _describe(member, places[rank].local_rank if places else member.info.local_rank)
+            for rank, member in sorted(self.members.items())
+        ]
 
 
 def _without_copies(info: RankInfo, rank_0: RankInfo) -> RankInfo:
-    """What nearly all ranks say alike is kept once: of thousands it is tens of megabytes, which Python's garbage
-    collector would go through again and again."""
+    """Keep once what nearly all ranks say alike: for thousands of ranks it is tens of megabytes, which Python's garbage
+    collector would traverse again and again."""
     shared = {name: getattr(rank_0, name) for name in ("versions", "code", "options")}
     return replace(info, **{name: value for name, value in shared.items() if value == getattr(info, name)})
 
 
-def _line(member: Member, gpu: int | None) -> dict[str, Any]:
+def _describe(member: Member, gpu: int | None) -> dict[str, Any]:
     info, ready = member.info, member.ready
     versions = ready.versions if ready else info.versions
     device = ready.device if ready else "loading torch"
-    telling = ("torch", "python", "cuda", "nccl") if device == "cuda" else ("torch", "python")
-    known = ready is not None and gpu is not None and gpu < len(ready.gpus)
+    shown = ("torch", "python", "cuda", "nccl") if device == "cuda" else ("torch", "python")
     return {
         "rank": info.rank,
         "host": info.host,
         "pid": info.pid,
         "device": f"cuda:{gpu}" if device == "cuda" and gpu is not None else device,
-        **({"gpu": ready.gpus[gpu]} if known and ready is not None and gpu is not None else {}),
+        **({"gpu": ready.gpus[gpu]} if ready is not None and gpu is not None and gpu < len(ready.gpus) else {}),
         "address": info.address,
         "since": round(info.since, 1),
-        "versions": " ".join(f"{name} {versions[name]}" for name in telling if versions.get(name)),
+        "versions": " ".join(f"{name} {versions[name]}" for name in shown if versions.get(name)),
     }
 
 
 def assign_places(infos: Sequence[RankInfo]) -> dict[int, Place]:
-    """local_rank is the position among the ranks of the same host, unless the rank was told another one."""
+    """Give each rank its place; its local_rank is its position among its host's ranks, unless it was given another."""
     hosts: dict[str, dict[int, int]] = {}
     for info in infos:
         positions = hosts.setdefault(info.host_id, {})
@@ -252,7 +263,7 @@ def assign_places(infos: Sequence[RankInfo]) -> dict[int, Place]:
 
 
 def as_ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """[1, 2, 3, 7] -> [[1, 3], [7, 7]]: short also for thousands of missing ranks."""
+    """[1, 2, 3, 7] -> [[1, 3], [7, 7]]: short even for thousands of missing ranks."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][1] == rank - 1:
@@ -270,28 +281,32 @@ def in_words(ranges: Sequence[Sequence[int]]) -> str:
 
 
 def situation(news: Mapping[str, Any], world_size: int) -> str:
-    """One line for everybody who waits: who is here, who is missing, and who still loads torch."""
+    """Say in one line which ranks are here, which are missing, and which still load torch."""
     if not news["missing"] and news["loading"]:
-        return f"all {world_size} ranks are here; loading torch: {in_words(news['loading'])}"
-    parts = [f"waiting for {in_words(news['missing'])}" if news["missing"] else "all ranks are here"]
+        return f"{all_here(world_size)}; loading torch: {in_words(news['loading'])}"
+    state = f"waiting for {in_words(news['missing'])}" if news["missing"] else "all ranks are here"
     named = ", ".join(news["named"]) + (", ..." if news["here"] > len(news["named"]) else "")
-    parts.append(f"{news['here']} of {world_size} here: {named}")
-    return "; ".join(parts)
+    return f"{state}; {news['here']} of {world_size} here: {named}"
+
+
+def all_here(world_size: int) -> str:
+    return "the only rank is here" if world_size == 1 else f"all {world_size} ranks are here"
 
 
 def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo) -> list[str]:
-    """A command for each missing rank, up to as many as a person would type, and what else may keep them away."""
+    """Return a command for each missing rank, as many as a person would type, and what else may keep ranks away."""
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
     commands = [run.command_for(rank) for rank in missing[:MOST_COMMANDS]]
     if run.only_on_its_host and missing:
         commands.append(
-            f"(only {run.host} itself reaches {run.address}: for ranks elsewhere give all its real --master_addr)"
+            f"(only {run.host} itself reaches {run.address}: "
+            f"with other hosts, give every rank {run.host}'s network address as --master_addr)"
         )
     return commands
 
 
 def wait_within(join_timeout: float, *, all_here: bool) -> float:
-    """Seconds that ranks may take to come, or to load torch once all are here."""
+    """Return the seconds that ranks may take to join, or to load torch once all are here."""
     return max(join_timeout, LOAD_WITHIN) if all_here else join_timeout
 
 

@@ -1,4 +1,4 @@
-"""What agents have their workers do: train with these options, or check. What needs no torch is looked at here."""
+"""Ranks that are started by hand: what their workers are to do, and an agent in this terminal for each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from ddp_manual import run_folder, terminal
 from ddp_manual.agent.commands import command_template, command_to_go_on
-from ddp_manual.agent.joining import Task
-from ddp_manual.agent.main import Agent, Ended
+from ddp_manual.agent.ending import Ended
+from ddp_manual.agent.join import Task
+from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import start_process
 from ddp_manual.errors import DdpManualError
 from ddp_manual.training import extras, resume_option
@@ -16,14 +17,14 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 
-def training(spec: WorldSpec, config: TrainConfig, launched: str | None = None) -> Task:
-    """Train as one rank.
+def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = None) -> Task:
+    """Return the task of training as one rank; what needs no torch is checked here.
 
     Args:
-        launched: what goes on with the run, if ``launch`` starts its ranks.
+        launched: the command that resumes the run, if ``launch`` starts its ranks.
 
     Raises:
-        BadOption: an option cannot work; on rank 0 also a missing package, or a folder that cannot be used.
+        BadOption: an option cannot work; on rank 0 also a package is missing, or a folder cannot be used.
     """
     config = resume_option.in_the_agents_run_dir(config)
     config.check_world(spec)
@@ -45,19 +46,23 @@ def training(spec: WorldSpec, config: TrainConfig, launched: str | None = None) 
 
 
 def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
-    """One rank of a training, in this terminal; what ends it is printed.
+    """Train as one rank in this terminal, and print the error that ends it.
 
     Raises:
-        BadOption: see ``training``.
+        BadOption: see ``training_task``.
     """
     terminal.log_to_stderr(spec.rank)
-    task = training(spec, config)
+    task = training_task(spec, config)
     if spec.source("world_size") == "default" and not config.no_ddp:
         terminal.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
-    return asyncio.run(agent_of(spec, task, terminal.print_error).run())
+    return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
 
 
-def agent_of(spec: WorldSpec, task: Task, tell: Callable[[DdpManualError], None]) -> Agent:
+def agent_in_this_terminal(spec: WorldSpec, task: Task, print_error: Callable[[DdpManualError], None]) -> Agent:
     return Agent(
-        spec, task, start_worker=lambda: start_process(spec.rank, spec.world_size), say=terminal.log, tell=tell
+        spec,
+        task,
+        start_worker=lambda: start_process(spec.rank, spec.world_size),
+        log=terminal.log,
+        print_error=print_error,
     )

@@ -15,12 +15,13 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ddp_manual import signals
 from ddp_manual.agent.connection import Connection
-from ddp_manual.errors import DdpManualError, signal_name
+from ddp_manual.errors import BackendUnavailable, DdpManualError, signal_name
 from ddp_manual.messages import LONGEST_ANSWER, last_words
 from ddp_manual.processes import start_python
 
@@ -228,7 +229,7 @@ async def first_of(*events: asyncio.Event, within: float | None = None) -> None:
         one.cancel()
 
 
-class Script(Worker):
+class ScriptWorker(Worker):
     """A person's own script, which has started its agent: it leaves by itself, by the exception that the verdict
     becomes, and is ended only where it does not.
 
@@ -278,6 +279,17 @@ class Script(Worker):
             if not self._is_gone:
                 self.signal(number)
                 await first_of(self._hung_up, self.ended, within=KILL_AFTER)
+
+
+def check_torch_is_installed() -> None:
+    """Raises BackendUnavailable at once, instead of after the worker has started."""
+    if find_spec("torch") is None:
+        raise BackendUnavailable(
+            "torch is not installed in this Python",
+            why="it is looked for where this Python keeps its packages",
+            next="install this package with what it needs: pip install .\n"
+            "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
+        )
 
 
 def start_process(rank: int, world_size: int) -> Worker:

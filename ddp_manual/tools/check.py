@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import Any
 
 from ddp_manual import launchers, terminal
-from ddp_manual.agent.address import own_address, resolve
+from ddp_manual.agent.address import resolve
 from ddp_manual.agent.commands import command_template
-from ddp_manual.agent.joining import Task
-from ddp_manual.agent.tasks import agent_of
+from ddp_manual.agent.join import Task
+from ddp_manual.agent.network_interface import own_address
+from ddp_manual.agent.tasks import agent_in_this_terminal
 from ddp_manual.errors import MasterUnresolvable
 from ddp_manual.steps import Step
 from ddp_manual.world_spec import WorldSpec
@@ -41,7 +42,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         "variables": launchers.network_variables(),
     }
     started = time.monotonic()
-    agent = agent_of(spec, checking(spec), tell=lambda error: None)
+    agent = agent_in_this_terminal(spec, checking(spec), print_error=lambda error: None)
     # What is raised is found again below, after all that this host can know by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:
         look_up_names(spec, step)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ddp_manual import launchers
-from ddp_manual.agent.address import at, resolve
+from ddp_manual.agent.address import resolve
+from ddp_manual.agent.network_interface import at
 from ddp_manual.agent.observer import look_at
 from ddp_manual.agent.probe import find_rank_0
 from ddp_manual.errors import MasterLost

@@ -123,7 +123,9 @@ def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(hosts: Hosts, 
     ranks = start_ranks(two, "--master_addr", "localhost", "--join_timeout", 4)
     line = f"nothing listens at localhost:{port} (localhost is ::1, 127.0.0.1), which is hostB itself: is rank 0 start"
     seconds = said(ranks[1], line) - ranks[1].started
-    ranks[0].wait_for("(only hostA itself reaches ::1: for ranks elsewhere give all its real --master_addr)")
+    ranks[0].wait_for(
+        "(only hostA itself reaches ::1: with other hosts, give every rank hostA's network address as --master_addr)"
+    )
     codes = [rank.wait(20) for rank in ranks]
     assert codes == [10, 11]
     assert last_error(ranks[0].err).startswith("error[rank-missing]: 1 of 2 ranks never joined within 4 s: rank 1\n")

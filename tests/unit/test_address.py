@@ -13,9 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from ddp_manual.agent import address
+from ddp_manual.agent.address import listen as listen_at
 from ddp_manual.agent.connection import Connection, Seal
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.listening import listen as listen_at
+from ddp_manual.agent.network_interface import route_to
 from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
@@ -208,6 +209,6 @@ def test_a_world_of_one_takes_any_free_port() -> None:
 
 
 def test_the_interface_on_the_way_to_loopback_is_loopback() -> None:
-    own, interface = address.route_to("127.0.0.1")
+    own, interface = route_to("127.0.0.1")
     assert own == "127.0.0.1"
     assert interface in ("lo", "lo0")

@@ -152,7 +152,7 @@ def test_agent_and_worker_stay_small() -> None:
 
 def test_the_command_line_needs_no_torch() -> None:
     script = (
-        "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.attached, ddp_manual.agent.tasks\n"
+        "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.__main__, ddp_manual.agent.tasks\n"
         "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.reports\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )

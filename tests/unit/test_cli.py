@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_manual import cli, terminal
-from ddp_manual.agent.main import Ended
+from ddp_manual.agent.ending import Ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.health import SLOW_FOR, Health, Stall
-from ddp_manual.messages import Beat, Progress, RankInfo, as_error
+from ddp_manual.messages import Beat, Progress, RankInfo
 from tests.runs import run_info
 
 RUN = run_info()
@@ -61,7 +61,7 @@ def test_those_who_are_nearly_as_silent_are_named_with_it_and_the_most_silent_co
 
 def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
     health = health_of(training(1, 1), training(1, 1))
-    health.part_with(1)
+    health.leave(1)
     beat_until(health, 400, {0: training(1, 1)})
     assert health.silent(400) == []
     assert health.stall(400) is None
@@ -120,7 +120,7 @@ def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_for_each_an
         infos = [RankInfo(rank=rank, world_size=len(places), host="vm", pid=10 + rank) for rank in range(len(places))]
         stall = Stall(waiting=list(beats), behind=[], seconds=300.0, fewer=fewer)
         stacks = {rank: f"stack {rank}" for rank in verdicts.one_per_place(stall, beats)}
-        return as_error(verdicts.stalled(infos, stall, beats, stacks, "again"), 0).render()
+        return verdicts.error_for(0, verdicts.stalled(infos, stall, beats, stacks, "again")).render()
 
     same = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f")
     assert "stack 0" in same and "stack 2" not in same and "if rank == 0" not in same

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_manual import TrainConfig, errors
-from ddp_manual.agent.commands import check_train_options, from_the_newest
-from ddp_manual.agent.local import Failed, Launch, copy
+from ddp_manual.agent.local import Failed, Launch, check_train_options, copy, from_the_newest
 from ddp_manual.errors import PeerLost, Stopped
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.run_folder import RunPaths

@@ -196,7 +196,7 @@ def test_a_second_rank_1_is_told_that_the_first_is_frozen_which_then_goes_on(sta
     told = left(second, 13)
     error = last_error(second.err)
     assert error.startswith(f"error[rank-taken]: rank 1 is taken by {HOST} (pid {frozen.worker})\n")
-    assert "it does not answer, though its connection is open: it is frozen" in error
+    assert "the process that holds it is frozen: its connection is open, and it does not answer" in error
     assert f"on {HOST}: kill -9 {frozen.worker}" in error
     ranks[0].wait_for(f"rank 1 ({HOST}, pid {second.worker}) was refused: rank-taken")
     os.killpg(frozen.process.pid, signal.SIGCONT)

@@ -108,7 +108,10 @@ def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_pa
     ranks[1].process.send_signal(signal.SIGTERM)
     assert [rank.wait(30) for rank in ranks] == [143, 143]
     assert time.monotonic() - told < 5
-    assert "SIGTERM: stopping after the next step all ranks agree on; once more leaves at once" in ranks[1].err
+    assert (
+        "SIGTERM: stopping after the next step all ranks agree on; a second signal ends this rank at once"
+        in ranks[1].err
+    )
     (step,) = {re.findall(r"error\[stopped\]: stopped by SIGTERM after step (\d+)", rank.err)[0] for rank in ranks}
     newest, *_ = checkpoints.find(run / "checkpoints")
     assert newest.step == int(step)
@@ -140,7 +143,7 @@ def test_a_second_signal_leaves_at_once_even_from_inside_a_collective(start_worl
     ranks[0].wait_for("step 20/")
     os.kill(ranks[1].worker, signal.SIGSTOP)
     ranks[0].process.send_signal(signal.SIGINT)
-    ranks[0].wait_for("once more leaves at once", 10)
+    ranks[0].wait_for("a second signal ends this rank at once", 10)
     time.sleep(signals.ONCE_WITHIN + 0.1)  # sooner it would count as the first one's echo
     told = time.monotonic()
     ranks[0].process.send_signal(signal.SIGINT)
@@ -155,7 +158,7 @@ def test_a_signal_to_a_rank_that_is_leaving_changes_nothing(start_world: StartWo
     ranks[0].wait_for("step 20/300")
     ranks[1].process.send_signal(signal.SIGTERM)
     assert [rank.wait(30) for rank in ranks] == [143, 143]
-    said = "Ctrl-C (SIGINT): this rank is done, and is leaving; once more leaves at once"
+    said = "Ctrl-C (SIGINT): this rank is done, and is leaving; a second signal ends this rank at once"
     assert said in ranks[0].err and "error[stopped]: stopped by SIGTERM after step" in ranks[0].err
 
     ranks = start_world(2, tmp_path / "whole", *LONG, "--epochs", 1, script=SIGNALLED_WHILE_LEAVING)

@@ -44,7 +44,7 @@ from tests.world.test_rendezvous import last_error
 RankCommand = Callable[..., list[object]]
 
 TRIALS = int(os.environ.get("DDP_MANUAL_SOAK_DEATHS", "3"))
-GONE = r"is gone, without last words\n"
+GONE = r"is gone without a word\n"
 KILLED = r"is gone: SIGKILL\n"
 NO_MEMORY = r"is gone: SIGKILL, since memory ran out\n"
 STOPPED = rf"has been stopped by SIGSTOP for [{PEER_TIMEOUT}-{PEER_TIMEOUT + 1}] s\n"

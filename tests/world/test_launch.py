@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_training_of_every_rank_with_a_checkpoint_and_the_comman
     launcher.process.send_signal(number)
     assert launcher.wait(5) == 128 + number
     assert gone(ranks, 0.5)
-    assert launcher.err.count("stopping; once more ends it at once") == 1
+    assert launcher.err.count("stopping; a second signal ends the run at once") == 1
     assert "restart 1 of 3" not in launcher.err
     assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
     command_to_go_on = shlex.join([*launcher.arguments, "--resume", "auto"])

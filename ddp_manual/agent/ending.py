@@ -1,0 +1,169 @@
+"""How a rank ends: by its result, by an error of any of its parts, or by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_manual import launchers, run_folder
+from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by
+from ddp_manual.messages import last_words
+from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """How a rank has ended."""
+
+    error: DdpManualError | None = None
+    result: Any = None
+    """What the worker has said of its work, if that is complete."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.error.exit_code if self.error is not None else 0
+
+
+class Ending:
+    """The end of one rank: the first result, or the first error of what runs in its event loop."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._working: set[asyncio.Task[None]] = set()
+
+    @property
+    def has_come(self) -> bool:
+        return self._done.done()
+
+    async def wait(self) -> Ended:
+        """Wait for the end; returns how it came."""
+        try:
+            result = await self._done
+        except DdpManualError as error:
+            return Ended(error=error)
+        # All ranks were stopped by a signal, and left in order.
+        return Ended(error=result) if isinstance(result, DdpManualError) else Ended(result=result)
+
+    def finish(self, result: Any) -> None:
+        if not self._done.done():
+            self._done.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._done.done():
+            self._done.set_exception(self._as_ours(error))
+
+    def guarded(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wrap a handler so that what it raises ends the rank."""
+
+        def guarded(message: Any) -> None:
+            try:
+                handler(message)
+            except Exception as error:
+                self.fail(error)
+
+        return guarded
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that takes time; what it raises ends the rank."""
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._working.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.fail(error)
+
+        task = asyncio.ensure_future(work)
+        self._working.add(task)
+        task.add_done_callback(end)
+
+    def cancel_background(self) -> None:
+        for task in self._working:
+            task.cancel()
+
+    def _as_ours(self, error: BaseException) -> DdpManualError:
+        if isinstance(error, DdpManualError):
+            return error
+        return MasterLost(
+            f"the agent of rank {self._rank} broke",
+            why="".join(traceback.format_exception(error, limit=-5)).rstrip(),
+            next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
+        )
+
+
+def write_failure(run_dir: Path, rank: int, pid: int, error: DdpManualError) -> None:
+    """Leave the error as ``failure-rank<k>.json`` in the run's folder, if that can be written."""
+    about = {"rank": rank, "host": launchers.host_name(), "pid": pid}
+    with suppress(DdpManualError, OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run_folder.write_json(run_folder.RunPaths(run_dir).failure(rank), {**last_words(error), **about})
+
+
+@dataclass(kw_only=True)
+class Reaction:
+    """What the agent is to do: print a line, send the worker a message, end the rank."""
+
+    line: str = ""
+    to_worker: Mapping[str, int] | None = None
+    error: Stopped | None = None
+
+
+class StopSignals:
+    """What signals do to one rank: SIGUSR1 saves a checkpoint; Ctrl-C, SIGTERM and SIGHUP stop all ranks after the same
+    step, and a second one stops this rank at once.
+
+    Args:
+        is_script: whether the worker is a user's own script, which takes its signals itself.
+    """
+
+    def __init__(self, rank: int, *, is_script: bool) -> None:
+        self.noted = False
+        """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
+        self.heeded = True
+        """Whether it still follows them; False once its work is done."""
+        self._rank = rank
+        self._is_script = is_script
+        self._first: dict[str, float] = {}
+
+    def react(self, number: int, seen_by: str, run_dir: Path | None) -> Reaction:
+        """Decide what a signal does.
+
+        Args:
+            seen_by: the process that has seen it.
+        """
+        heeded = self.noted and self.heeded
+        if self._is_script and not self.noted:
+            return Reaction()  # the script handles it as any program does
+        if number == SAVE:
+            line = "a checkpoint at the next step all ranks agree on" if heeded else NOTHING_TO_SAVE
+            request = {"save": True} if heeded and not self._is_script else None
+            return Reaction(line=f"SIGUSR1: {line}", to_worker=request)
+        now = time.monotonic()
+        reaction = Reaction()
+        if not self.noted:
+            reaction.error = Stopped(number)
+        elif now - self._first.get(seen_by, now) > ONCE_WITHIN:
+            reaction.error = self._stopped_at_once(number, run_dir)
+        elif not self._first:
+            what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
+            reaction.line = f"{asked_by(number)}: {what}; a second signal ends this rank at once"
+            reaction.to_worker = {"stop": number} if heeded and not self._is_script else None
+        # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
+        self._first.setdefault(seen_by, now)
+        return reaction
+
+    def _stopped_at_once(self, number: int, run_dir: Path | None) -> Stopped:
+        resume = f"; with --run_dir {run_dir} --resume auto they go on from the last one" if run_dir else ""
+        if self.heeded:
+            why = "the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
+        elif self._rank == 0:
+            why = "rank 0 left early; ranks that were still working lost their store"
+        else:
+            why = "this rank had done its part, and was leaving"
+        # Without a command: the other ranks show this too, and each has a command of its own.
+        return Stopped(number, "at once, by a second signal", why=why, next=f"start all ranks again{resume}")
