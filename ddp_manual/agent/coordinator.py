@@ -23,7 +23,7 @@ from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
 from ddp_manual.agent.watch import Watch
-from ddp_manual.errors import DdpManualError, TokenMismatch
+from ddp_manual.errors import DdpManualError, MasterLost, TokenMismatch
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, Verdict, encode, printable
 from ddp_manual.waiting import Waiting
 
@@ -104,7 +104,8 @@ class Coordinator:
     def end(self, error: DdpManualError | None = None) -> None:
         """Tell the ranks that are still connected that rank 0 leaves; if not all have joined, also why."""
         if error is not None and not self.roll_call.complete and self._watch.failure is None:
-            self._refuse_all(error)
+            left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left before all ranks had joined"
+            self._refuse_all(MasterLost(left, why=error.what, next="start all ranks again"))
         self._over = True
         for rank in self.ranks_left if error is None and self._watch.failure is None else []:
             self._peers[rank].connection.send({"over": True})

@@ -104,15 +104,6 @@ def write_failure(run_dir: Path, rank: int, pid: int, error: DdpManualError) -> 
         run_folder.write_json(run_folder.RunPaths(run_dir).failure(rank), {**last_words(error), **about})
 
 
-@dataclass(kw_only=True)
-class Reaction:
-    """What the agent is to do: print a line, send the worker a message, end the rank."""
-
-    line: str = ""
-    to_worker: Mapping[str, int] | None = None
-    error: Stopped | None = None
-
-
 class StopSignals:
     """What signals do to one rank: SIGUSR1 saves a checkpoint; Ctrl-C, SIGTERM and SIGHUP stop all ranks after the same
     step, and a second one stops this rank at once.
@@ -121,43 +112,50 @@ class StopSignals:
         is_script: whether the worker is a user's own script, which takes its signals itself.
     """
 
-    def __init__(self, rank: int, *, is_script: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        is_script: bool,
+        log: Callable[[str], None],
+        to_worker: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._rank, self._is_script, self._log, self._to_worker = rank, is_script, log, to_worker
         self.noted = False
         """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
         self.heeded = True
         """Whether it still follows them; False once its work is done."""
-        self._rank = rank
-        self._is_script = is_script
         self._first: dict[str, float] = {}
 
-    def react(self, number: int, seen_by: str, run_dir: Path | None) -> Reaction:
-        """Decide what a signal does.
+    def take(self, number: int, seen_by: str, run_dir: str | None) -> Stopped | None:
+        """Take a signal; returns the error that ends the rank at once, if any.
 
         Args:
-            seen_by: the process that has seen it.
+            seen_by: the process that has seen the signal.
         """
         heeded = self.noted and self.heeded
         if self._is_script and not self.noted:
-            return Reaction()  # the script handles it as any program does
+            return None  # the script handles it as any program does
         if number == SAVE:
-            line = "a checkpoint at the next step all ranks agree on" if heeded else NOTHING_TO_SAVE
-            request = {"save": True} if heeded and not self._is_script else None
-            return Reaction(line=f"SIGUSR1: {line}", to_worker=request)
-        now = time.monotonic()
-        reaction = Reaction()
+            if heeded and not self._is_script:
+                self._to_worker({"save": True})
+            does = "a checkpoint at the next step all ranks agree on" if heeded else NOTHING_TO_SAVE
+            self._log(f"SIGUSR1: {does}")
+            return None
+        now, error = time.monotonic(), None
         if not self.noted:
-            reaction.error = Stopped(number)
+            error = Stopped(number)
         elif now - self._first.get(seen_by, now) > ONCE_WITHIN:
-            reaction.error = self._stopped_at_once(number, run_dir)
+            error = self._stopped_at_once(number, run_dir)
         elif not self._first:
+            if heeded and not self._is_script:
+                self._to_worker({"stop": number})
             what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
-            reaction.line = f"{asked_by(number)}: {what}; a second signal ends this rank at once"
-            reaction.to_worker = {"stop": number} if heeded and not self._is_script else None
+            self._log(f"{asked_by(number)}: {what}; a second signal ends this rank at once")
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
         self._first.setdefault(seen_by, now)
-        return reaction
+        return error
 
-    def _stopped_at_once(self, number: int, run_dir: Path | None) -> Stopped:
+    def _stopped_at_once(self, number: int, run_dir: str | None) -> Stopped:
         resume = f"; with --run_dir {run_dir} --resume auto they go on from the last one" if run_dir else ""
         if self.heeded:
             why = "the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"

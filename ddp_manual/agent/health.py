@@ -1,13 +1,13 @@
-"""Who is silent, stopped, stuck or slow: decided on rank 0 from the heartbeats of all.
+"""The health of all ranks, judged on rank 0 from their heartbeats: which are silent, stopped, stuck or slow.
 
-Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree. Nothing here talks to anybody.
+Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree. Nothing here does any I/O.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,65 +16,68 @@ from ddp_manual.messages import LEAVING, Beat, RunInfo
 # A rank is slow if its own work takes this many times the median, for this many seconds.
 SLOW = 1.5
 SLOW_FOR = 30.0
-# Seconds per step. Less is noise, also where a step takes less than a millisecond.
+# Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
-
 
 _NOTHING_YET = Beat()
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Some ranks wait in a collective, and the others do not come."""
+    """Some ranks wait in a collective for the others, which do not come."""
 
     waiting: list[int]
     behind: list[int]
-    """Empty where all wait: the network between two of them is cut, or they are in different collectives."""
+    """Empty if all ranks wait: the network between two of them is cut, or they are in different collectives."""
     seconds: float
     fewer: Sequence[int] = ()
-    """Of those that wait, the ones that have begun fewer collectives than others: that is where a connection is cut, or
-    they are busy inside torch."""
+    """The waiting ranks that have begun fewer collectives than others: their connection is cut, or they are busy inside
+    torch."""
 
 
 @dataclass
 class _Rank:
     heard: float
-    beat: Beat
     changed: float
-    """When it last got anywhere: another phase, step or collective."""
+    """When it last made progress: another phase, step or collective."""
+    beat: Beat = _NOTHING_YET
     inside_since: float | None = None
-    """Since when it has been seen inside a collective, or a backward pass, each time; None while it is not."""
+    """Since when each heartbeat has said that it is inside a collective, or a backward pass; None while it is not."""
     finished: bool = False
     """Whether its work is done: it takes part in no more collectives."""
-    gone: bool = False
+    left: bool = False
     stopped_since: float | None = None
     named_stopped: bool = False
     named_debugging: bool = False
     slow_for: float = 0.0
-    """Seconds of training in which it has been slow, less those in which it was not: a busy machine is noisy."""
+    """Seconds of training in which it was slow, minus those in which it was not: a busy machine is noisy."""
     named_slow: bool = False
 
     @property
     def mark(self) -> tuple[Any, ...]:
         return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives)
 
+    def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
+        """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
+        return any(group in counts and compare(begun, counts[group]) for group, begun in self.beat.collectives.items())
+
 
 class Health:
     """What rank 0 knows of all ranks.
 
     Args:
-        now: rank 0's monotonic clock, as everywhere here.
+        now: rank 0's monotonic clock, as in all methods.
     """
 
     def __init__(self, run: RunInfo, now: float) -> None:
         self._run = run
         self.async_collectives = False
-        """Whether they return at once, as NCCL's do, and the program waits for them in a line of its own."""
+        """Whether collectives return at once, as NCCL's do, and the program waits for them on a line of its own."""
         self._looked = now
-        self._ranks = [_Rank(now, _NOTHING_YET, now) for _ in range(run.world_size)]
+        self._ranks = [_Rank(now, now) for _ in range(run.world_size)]
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
-        """``beat``: what its worker does, if that has changed."""
+        """Take a heartbeat; ``beat`` is what the worker does, if that has changed."""
         known = self._ranks[rank]
         known.heard = now
         if beat is None:
@@ -84,33 +87,28 @@ class Health:
         before, known.beat = known.mark, beat
         if known.mark != before:
             known.changed, known.inside_since = now, None
-        if not beat.inside:
-            known.inside_since = None
-        elif known.inside_since is None:
-            known.inside_since = now
-        if not beat.stopped:
-            known.stopped_since, known.named_stopped = None, False
-        elif known.stopped_since is None:
-            known.stopped_since = now
+        known.inside_since = _since(known.inside_since, now) if beat.inside else None
+        known.stopped_since = _since(known.stopped_since, now) if beat.stopped else None
+        known.named_stopped &= bool(beat.stopped)
         known.named_debugging &= beat.debugging
 
     def forget(self, rank: int, now: float) -> None:
         """Another process is to be this rank."""
-        self._ranks[rank] = _Rank(now, _NOTHING_YET, now)
+        self._ranks[rank] = _Rank(now, now)
 
     def finish(self, rank: int) -> None:
         self._ranks[rank].finished = True
 
     @property
     def finished(self) -> list[int]:
-        return [rank for rank, known in enumerate(self._ranks) if known.finished or known.gone]
+        return [rank for rank, known in enumerate(self._ranks) if known.finished or known.left]
 
     def leave(self, rank: int) -> None:
-        """It has left in order, and is judged no more."""
-        self._ranks[rank].gone = True
+        """The rank has left in order: it is watched no more."""
+        self._ranks[rank].left = True
 
     def restart(self, now: float) -> None:
-        """Rank 0 itself was stopped for long, perhaps with all its host: everybody gets the full time again."""
+        """Rank 0 itself was stopped for long, perhaps with its whole host: give all ranks the full time again."""
         for known in self._ranks:
             known.heard = known.changed = now
             known.stopped_since = known.stopped_since and now
@@ -120,97 +118,81 @@ class Health:
         return self._ranks[rank].beat
 
     def silence(self, rank: int, now: float) -> float:
-        """Seconds since it was heard."""
+        """Return the seconds since the rank was heard."""
         return now - self._ranks[rank].heard
 
     def silent(self, now: float) -> list[int]:
-        """The ranks that have been silent for too long, and those that are on their way there."""
-        seconds = {rank: now - known.heard for rank, known in self._active()}
+        """Return the ranks that have been silent for too long and those that soon will be, the longest first."""
+        seconds = {rank: now - known.heard for rank, known in self._watched()}
         if not seconds or max(seconds.values()) <= self._run.silence:
             return []
         late = 2.5 * self._run.beat_every
         return sorted((rank for rank in seconds if seconds[rank] > late), key=lambda rank: -seconds[rank])
 
     def newly_stopped(self) -> list[tuple[int, str]]:
-        """Ranks whose worker a signal has stopped, with that signal. Each is named once."""
+        """Return the ranks whose worker a signal has stopped, with that signal; each once."""
         found = []
-        for rank, known in self._active():
+        for rank, known in self._watched():
             if known.beat.stopped and not known.named_stopped:
                 known.named_stopped = True
                 found.append((rank, known.beat.stopped))
         return found
 
     def stopped(self, now: float, seconds: float) -> tuple[int, float] | None:
-        """A rank whose worker has been stopped for longer than ``seconds``, and for how long."""
-        for rank, known in self._active():
+        """Return a rank whose worker has been stopped for longer than ``seconds``, and for how long."""
+        for rank, known in self._watched():
             if known.stopped_since is not None and now - known.stopped_since > seconds:
                 return rank, now - known.stopped_since
         return None
 
     def newly_debugging(self) -> list[int]:
-        """Ranks that wait for a person in a debugger. Each is named once."""
-        found = [rank for rank, known in self._active() if known.beat.debugging and not known.named_debugging]
+        """Return the ranks that wait for a person in a debugger; each once."""
+        found = [rank for rank, known in self._watched() if known.beat.debugging and not known.named_debugging]
         for rank in found:
             self._ranks[rank].named_debugging = True
         return found
 
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
-        """Ranks that wait in a collective, each for this long, for ranks that have finished."""
-        active = {rank: known for rank, known in self._active() if not known.finished}
-        if any(self._inside_for(rank, now) <= seconds for rank in active):
-            return []
+        """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished."""
+        active = {rank: known for rank, known in self._watched() if not known.finished}
         fewest = _by_group((self._ranks[rank].beat for rank in self.finished), min)
-        in_vain = (
-            any(count > fewest.get(group, count) for group, count in known.beat.collectives.items())
+        in_vain = all(
+            known.inside_since is not None
+            and now - known.inside_since > seconds
+            and known.began_other_than(fewest, int.__gt__)
             for known in active.values()
         )
-        return list(active) if all(in_vain) else []
+        return list(active) if in_vain else []
 
     def finished_before(self, rank: int) -> list[int]:
-        """The ranks that have finished, and begun fewer collectives than this one in a group that both are in."""
+        """Return the finished ranks that began fewer collectives than ``rank`` in a process group that both are in."""
         begun = self._ranks[rank].beat.collectives
-        return [
-            other
-            for other in self.finished
-            if any(count < begun.get(group, 0) for group, count in self._ranks[other].beat.collectives.items())
-        ]
-
-    def _inside_for(self, rank: int, now: float) -> float:
-        since = self._ranks[rank].inside_since
-        return 0.0 if since is None else now - since
+        return [other for other in self.finished if self._ranks[other].began_other_than(begun, int.__lt__)]
 
     def stall(self, now: float) -> Stall | None:
-        """The ranks that have waited in a collective for longer than stall_timeout, and those they wait for."""
-        active = {rank: known for rank, known in self._active() if known.beat.phase != LEAVING and not known.finished}
+        """Return the ranks that have waited in a collective for longer than stall_timeout, and those they wait for."""
+        active = {rank: known for rank, known in self._watched() if known.beat.phase != LEAVING and not known.finished}
         # A person in a debugger may take as long as he likes.
         if len(active) < 2 or any(known.beat.debugging for known in active.values()):
             return None
         long = [rank for rank, known in active.items() if now - known.changed > self._run.stall_timeout]
-        waiting = [rank for rank in long if self._inside_for(rank, now) > self._run.stall_timeout]
+        waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > self._run.stall_timeout]
         if self.async_collectives and len(long) == len(active) and not waiting:
-            # Nobody gets anywhere. Whoever has begun more collectives than another waits for it.
+            # No rank makes progress. A rank that has begun more collectives than another waits for it.
             fewest = _by_group((known.beat for known in active.values()), min)
-            waiting = [
-                rank
-                for rank in long
-                if any(count > fewest[group] for group, count in active[rank].beat.collectives.items())
-            ]
+            waiting = [rank for rank in long if active[rank].began_other_than(fewest, int.__gt__)]
         if not waiting:
             return None
         most = _by_group((active[rank].beat for rank in waiting), max)
-        behind = [
-            rank
-            for rank, known in active.items()
-            if any(count < most.get(group, 0) for group, count in known.beat.collectives.items())
-        ]
+        behind = [rank for rank, known in active.items() if known.began_other_than(most, int.__lt__)]
         fewer = []
         if not self.async_collectives:
-            # One that is inside is most likely there with what the others want from it, and waits for theirs: where a
-            # connection is cut, some may have had all of a collective that others still wait for.
+            # A rank inside a collective has most likely brought what the others need from it, and waits for what they
+            # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
             fewer = [rank for rank in behind if rank in waiting]
             behind = [rank for rank in behind if rank not in waiting]
         behind = behind or [rank for rank, known in active.items() if not known.beat.inside]
-        if set(behind) >= set(waiting):  # as under NCCL, where the program waits in a line of its own
+        if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
             usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
             behind = [rank for rank, known in active.items() if known.beat.place != usual]
         waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
@@ -218,57 +200,59 @@ class Health:
         return Stall(waiting, behind, longest, [] if behind else fewer)
 
     def newly_slow(self, now: float) -> list[tuple[int, float, float]]:
-        """Ranks that have become slow: rank, seconds its own work takes per step, the median's. Each is named once."""
-        at_work = {
+        """Return the ranks that became slow, each once, with its own seconds per step and the median of all."""
+        training = {
             rank: known
-            for rank, known in self._active()
+            for rank, known in self._watched()
             if known.beat.phase == "training" and known.beat.step_seconds > 0
         }
-        seconds_passed, self._looked = now - self._looked, now
-        if len(at_work) < 2:
+        passed, self._looked = now - self._looked, now
+        if len(training) < 2:
             return []
         # Of two ranks the faster one.
-        median = statistics.median_low(known.beat.step_seconds for known in at_work.values())
+        median = statistics.median_low(known.beat.step_seconds for known in training.values())
         found = []
-        for rank, known in at_work.items():
+        for rank, known in training.items():
             seconds = known.beat.step_seconds
-            if seconds < SLOW * median or seconds - median < SLOW_BY_AT_LEAST:
-                known.slow_for = max(0.0, known.slow_for - seconds_passed)
-                continue
-            known.slow_for = min(2 * SLOW_FOR, known.slow_for + seconds_passed)
-            if known.slow_for >= SLOW_FOR and not known.named_slow:
+            is_slow = seconds >= SLOW * median and seconds - median >= SLOW_BY_AT_LEAST
+            known.slow_for = min(2 * SLOW_FOR, max(0.0, known.slow_for + (passed if is_slow else -passed)))
+            if is_slow and known.slow_for >= SLOW_FOR and not known.named_slow:
                 known.named_slow = True
                 found.append((rank, seconds, median))
         return found
 
     def progress(self, now: float) -> list[dict[str, Any]]:
-        """One entry per rank for whoever looks on."""
+        """Return one entry per rank for observers."""
         return [
             {
                 "rank": rank,
-                "phase": _doing(known.beat),
+                "phase": _describe(known.beat),
                 "epoch": known.beat.epoch,
                 "step": known.beat.step,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,
                 "slow": known.named_slow and known.slow_for >= SLOW_FOR / 2,
-                "silent_seconds": 0.0 if known.gone else round(now - known.heard, 1),
+                "silent_seconds": 0.0 if known.left else round(now - known.heard, 1),
             }
             for rank, known in enumerate(self._ranks)
         ]
 
-    def _active(self) -> Iterable[tuple[int, _Rank]]:
-        return ((rank, known) for rank, known in enumerate(self._ranks) if not known.gone)
+    def _watched(self) -> Iterable[tuple[int, _Rank]]:
+        return ((rank, known) for rank, known in enumerate(self._ranks) if not known.left)
 
 
-def _doing(beat: Beat) -> str:
+def _since(before: float | None, now: float) -> float:
+    return now if before is None else before
+
+
+def _describe(beat: Beat) -> str:
     if beat.stopped:
         return f"stopped by {beat.stopped}"
     return "in a debugger" if beat.debugging else beat.phase
 
 
 def _by_group(beats: Iterable[Beat], choose: Callable[[int, int], int]) -> dict[str, int]:
-    """The least or the most collectives that ranks have begun, in each process group."""
+    """Return the fewest or the most collectives that ranks have begun, by process group."""
     found: dict[str, int] = {}
     for beat in beats:
         for group, count in beat.collectives.items():

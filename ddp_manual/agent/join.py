@@ -20,8 +20,8 @@ from ddp_manual.agent.connection import Connection, Seal, Unsealed
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.network_interface import OwnAddress, at, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
-from ddp_manual.agent.roll_call import advice_for, missing_ranks_error, situation, wait_within
-from ddp_manual.errors import MasterLost, TokenMismatch, from_dict
+from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation, wait_within
+from ddp_manual.errors import DdpManualError, MasterLost, TokenMismatch, from_dict
 from ddp_manual.messages import RankInfo, RunInfo
 from ddp_manual.steps import Steps
 from ddp_manual.waiting import POLL_EVERY, Waiting
@@ -79,6 +79,8 @@ class Join:
         self.coordinator: Coordinator | None = None
         self.probe_server: asyncio.Server | None = None
         """Answers the other hosts' probes."""
+        self.connection: Connection | None = None
+        """The connection to the coordinator, once it has admitted this rank."""
         self.own_address: OwnAddress
         self.seal = Seal(launchers.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
@@ -121,7 +123,8 @@ class Join:
                 there.connection.close()
                 raise
             if run is not None:
-                self._run = run
+                self._run, self.connection = run, there.connection
+                self._roll_call = self._steps.begin("roll call")
                 if spec.rank != 0:
                     # Rank 0's own time counts from when it began to listen, so rank 0 ends first, and ends all ranks.
                     self._waiting = Waiting(spec.join_timeout, self._log_waiting)
@@ -138,6 +141,15 @@ class Join:
                 )
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
+
+    def refusal(self, message: Mapping[str, Any]) -> DdpManualError:
+        """Return the error with which rank 0 refuses this rank."""
+        return from_dict(self.seal.open(f"refused {self.nonce}", message["refused"]))
+
+    def close(self) -> None:
+        for one in (self.probe_server, self.connection, self.coordinator):
+            if one is not None:
+                one.close()
 
     # -- the wait for the other ranks ---------------------------------------------------------------------------------
 
@@ -170,6 +182,28 @@ class Join:
             self._waiting.advise(advice_for(news["missing"], run))
             if self._spec.rank != 0 and self._waiting.waited > self._spec.join_timeout + RANK_0_FIRST:
                 raise missing_ranks_error(news, run, self._spec.join_timeout)
+
+    async def probe_hosts(self, wanted: list[tuple[int, str, int]], key: list[int]) -> None:
+        """Try to connect to the other hosts, and tell rank 0 which cannot be reached."""
+        with self._steps.step("reachability") as step:
+            failures = await reachability.try_all(wanted)
+            step.detail = f"{len(wanted)} other host(s) tried, {len(failures)} cannot be reached"
+            if failures:
+                step.outcome = "failed"
+        if self.connection is not None:
+            self.connection.send({"probed": failures, "for": key})
+
+    def complete(self, nodes: int) -> None:
+        """All ranks have joined, on so many hosts."""
+        self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {nodes} host(s)")
+        if "reachability" not in [step.name for step in self._steps]:
+            with self._steps.step("reachability") as step:
+                step.detail = "one host" if nodes == 1 else f"{nodes} hosts, tried by others"
+        if self.probe_server is not None:
+            self.probe_server.close()
+
+    def fail(self, error: DdpManualError) -> None:
+        self._steps.end(self._roll_call, error.what, "failed")
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +281,7 @@ class Join:
         reply = await self._reply_of_rank_0(connection, where)
         try:
             if "refused" in reply:
-                raise from_dict(self.seal.open(f"refused {self.nonce}", reply["refused"]))
+                raise self.refusal(reply)
             if "welcome" in reply:
                 return RunInfo(**self.seal.open(f"welcome {self.nonce}", reply["welcome"])["run"])
         except Unsealed as reason:

@@ -24,7 +24,7 @@ from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import tasks
 from ddp_manual.agent.commands import PER_RANK_OPTIONS
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of
+from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, check_torch_is_installed, first_of
 from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.processes import start_python
@@ -258,6 +258,7 @@ class Forker:
 
     def fork(self, output: RankOutput) -> Worker:
         """Ask for a worker; it exists once the forker has torch."""
+        check_torch_is_installed()
         channel, theirs = socket.socketpair()
         (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
         with theirs, suppress(BrokenPipeError):  # the forker has just ended; the worker's channel shows that too

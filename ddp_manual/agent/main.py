@@ -17,23 +17,13 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, run_folder, signals
-from ddp_manual.agent import reachability, verdicts
+from ddp_manual import run_folder, signals
+from ddp_manual.agent import verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
-from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.ending import Ended, Ending, StopSignals, write_failure
 from ddp_manual.agent.join import Join, Task
-from ddp_manual.agent.roll_call import all_here
-from ddp_manual.agent.worker_process import Worker, check_torch_is_installed
-from ddp_manual.errors import (
-    DdpManualError,
-    MasterLost,
-    PeerGone,
-    RanksDoNotBelongTogether,
-    RankTaken,
-    Stopped,
-    from_dict,
-)
+from ddp_manual.agent.worker_process import Worker
+from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
 from ddp_manual.messages import Beat, Place, RunInfo, Verdict, last_words
 from ddp_manual.steps import Steps
 from ddp_manual.world_spec import WorldSpec
@@ -45,9 +35,6 @@ VERDICT_WITHIN = 2.5
 SAME_WITHIN = 0.5
 # Seconds in which the other ranks read what was sent to them last.
 LAST_WORD_WITHIN = 1.5
-# A worker that has been silent for so long is in a C call that keeps the interpreter's lock, not in a collective.
-WORKER_SILENT = 2.0
-LOOK_AT_WORKER = 0.5
 # Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
 READY_WITHIN = 20.0
 
@@ -78,20 +65,24 @@ class Agent:
         # The ranks of ``launch`` share one terminal, in which rank 0 says which ranks are missing.
         log_waiting = log if task.launched is None or spec.rank == 0 else (lambda line: None)
         self._join = Join(spec, task, steps=self.steps, log=log, log_waiting=log_waiting)
-        self._signals = StopSignals(spec.rank, is_script=task.is_script)
+        self._signals = StopSignals(spec.rank, task.is_script, log, self._to_worker)
         self._worker: Worker | None = None
-        self._connection: Connection | None = None
         self._run: RunInfo | None = None
-        self._run_dir: Path | None = None
-        self._started = self._heard = self._worker_heard = self._ticked = time.monotonic()
-        self._next_look = self._next_beat = 0.0
+        self._run_dir: str | None = None
+        self._started = self._heard = self._ticked = time.monotonic()
+        self._next_beat = 0.0
         self._ready: Mapping[str, Any] | None = None
         self._ready_came = asyncio.Event()
         self._begun = self._placed = self._left = self._over = False
-        self._beat, self._sent_beat = Beat(), Beat()
+        self._sent_beat = Beat()
         self._own_words: DdpManualError | None = None
         self._words_of_another: str | None = None
         self._result: Any = None
+
+    @property
+    def worker(self) -> Worker:
+        assert self._worker is not None
+        return self._worker
 
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
@@ -115,29 +106,25 @@ class Agent:
     def _check_host(self) -> None:
         if self.spec.from_variables:
             self.log(", ".join(self.spec.from_variables))
-        if not self.task.is_script:
-            check_torch_is_installed()
         with self.steps.step("open files") as step:
             step.detail = f"up to {raise_descriptor_limit(self.spec)}"
 
     async def _work_alone(self) -> None:
         run_id = self.spec.run_id or run_folder.new_run_id()
-        self._set_run_dir(self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id))
+        self._run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
         self._begin(None)
         await self._ready_came.wait()
         place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
-        run = {"run_id": run_id, "run_dir": self._run_dir and str(self._run_dir)}
+        run = {"run_id": run_id, "run_dir": self._run_dir}
         self._to_worker({"place": dataclasses.asdict(place), "run": run, "roster": []})
 
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
             self._begin(None)
-        self._run, self._connection = run, connection = await self._join.join()
+        run, connection = await self._join.join()
         self._begin(run.address)
-        self._heard = time.monotonic()
-        self._set_run_dir(run.run_dir)
-        self._roll_call = self.steps.begin("roll call")
+        self._run, self._run_dir, self._heard = run, run.run_dir, time.monotonic()
         if self._ready is not None:
             self._send({"ready": self._ready})
         connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
@@ -154,9 +141,6 @@ class Agent:
             here = {"store_address": store_address, "started": self._started}
             self._to_worker({"start": {**self.task.start, **spec, **here}})
 
-    def _set_run_dir(self, run_dir: str | None) -> None:
-        self._run_dir = Path(run_dir) if run_dir else None
-
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -165,9 +149,9 @@ class Agent:
             if not self._placed:
                 self._join.take_news(message["news"])
         elif "probe" in message:
-            self._ending.in_background(self._probe(message["probe"], message["for"]))
+            self._ending.in_background(self._join.probe_hosts(message["probe"], message["for"]))
         elif "refused" in message:
-            raise from_dict(self._join.seal.open(f"refused {self._join.nonce}", message["refused"]))
+            raise self._join.refusal(message)
         elif "place" in message:
             self._take_place(message)
         elif "line" in message:
@@ -183,39 +167,23 @@ class Agent:
             self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
             self._to_worker({"close": False})
 
-    async def _probe(self, wanted: list[tuple[int, str, int]], key: list[int]) -> None:
-        with self.steps.step("reachability") as step:
-            failures = await reachability.try_all(wanted)
-            step.detail = f"{len(wanted)} other host(s) tried, {len(failures)} cannot be reached"
-            if failures:
-                step.outcome = "failed"
-        self._send({"probed": failures, "for": key})
-
     async def _send_stacks(self) -> None:
-        assert self._worker is not None
-        self._send({"stacks": await self._worker.stack()})
+        self._send({"stacks": await self.worker.stack()})
 
     def _take_place(self, message: Mapping[str, Any]) -> None:
         """All ranks have joined: tell the worker its place, with which it begins to work."""
         assert self._run is not None
         self._placed = True
-        place = Place(**message["place"])
+        self._join.complete(nodes=message["place"]["nodes"])
         self._run = dataclasses.replace(self._run, pid=message["rank_0_pid"])
-        self.steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {place.nodes} host(s)")
-        if "reachability" not in [step.name for step in self.steps]:
-            with self.steps.step("reachability") as step:
-                step.detail = "one host" if place.nodes == 1 else f"{place.nodes} hosts, tried by others"
-        if self._join.probe_server is not None:
-            self._join.probe_server.close()
         run = {"run_id": self._run.run_id, "run_dir": self._run.run_dir}
         self._to_worker({"roster": [], **message, "run": run, "interface": self._join.own_address.interface})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
         ours, own = verdict["rank"] == self.spec.rank, self._own_words
-        assert self._worker is not None
         if verdict.get("judged"):
-            if ours and self._worker.status is None:
+            if ours and self.worker.status is None:
                 error.why = f"that is this rank; the others have not waited for it\n{error.why}"
         elif own is not None:
             error = own if ours or own.identifier == verdict["identifier"] else error
@@ -230,17 +198,15 @@ class Agent:
             return
         before = "" if self._placed else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
-        self._ending.fail(self._own_words or verdicts.rank_0_lost(self._run, self._beat, "is gone without a word", why))
+        lost = verdicts.rank_0_lost(self._run, self.worker.beat, "is gone without a word", why)
+        self._ending.fail(self._own_words or lost)
 
     # -- messages of the worker, and its end --------------------------------------------------------------------------
 
     def _take_from_worker(self, message: dict[str, Any]) -> None:
-        self._worker_heard = time.monotonic()
         if "beat" in message:
-            if message["beat"] is not None:
-                before, self._beat = self._beat, Beat.from_message(message["beat"])
-                if self._beat.phase != before.phase:
-                    self._send_beat(self._worker_heard)
+            if self.worker.take_beat(message["beat"]):
+                self._send_beat()
         elif "ready" in message:
             self._ready = message["ready"]
             self.steps.extend_from(message.get("steps", []))
@@ -251,12 +217,12 @@ class Agent:
         elif "signalled" in message:
             self.take_signal(int(message["signalled"]), seen_by="script")
         elif "run_dir" in message:
-            self._set_run_dir(message["run_dir"])
+            self._run_dir = message["run_dir"]
         elif "finished" in message:
             if self._alone or self._over:
                 self._to_worker({"close": False})
             else:
-                self._send_beat(self._worker_heard)
+                self._send_beat()
                 self._send({"finished": True})
         elif "failed" in message:
             self._take_failure(message)
@@ -276,34 +242,32 @@ class Agent:
         if self._own_words.identifier == self._words_of_another:
             self._ending.fail(self._own_words)
             return
-        self._send_beat(self._worker_heard)
+        self._send_beat()
         self._ask_for_verdict({**message, "broken": message.get("broken", False)}, self._own_words)
 
     def _worker_gone(self) -> None:
         if self._result is not None or self._own_words is not None:
             return  # its last words were read
-        worker = self._worker
-        assert worker is not None
+        worker = self.worker
         if self._left and not worker.status:
             self._ending.finish(self._result)
             return
         info = dataclasses.replace(self._join.info, pid=worker.pid)
         again = self._run.start_again if self._run else "start this rank again"
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
-        verdict = verdicts.lost(info, self._beat, again, status=worker.status, oom=oom, stack=stack)
+        verdict = verdicts.lost(info, self.worker.beat, again, status=worker.status, oom=oom, stack=stack)
         self._ask_for_verdict({"lost": verdict}, verdicts.error_for(self.spec.rank, verdict))
 
     def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
         """Tell the coordinator why this rank ends; unless it replies with what ends the run, that is ``error``."""
-        if self._connection is None or self._connection.closed or self._over:
+        if self._run is None or self._join.connection is None or self._join.connection.closed or self._over:
             self._ending.fail(error)
             return
         self._send(message)
         if message.get("broken"):  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
             what = f"has not said within {VERDICT_WITHIN} s which rank is to blame"
-            assert self._run is not None
-            error = verdicts.rank_0_lost(self._run, self._beat, what, why)
+            error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
         asyncio.get_running_loop().call_later(VERDICT_WITHIN, self._ending.fail, error)
 
     async def _part(self) -> None:
@@ -330,13 +294,9 @@ class Agent:
         if self._ending.has_come:  # this rank is leaving
             self._ready_came.set()  # without what a check might still find out
             return
-        reaction = self._signals.react(number, seen_by, self._run_dir)
-        if reaction.to_worker is not None:
-            self._to_worker(reaction.to_worker)
-        if reaction.line:
-            self.log(reaction.line)
-        if reaction.error is not None:
-            self._ending.fail(reaction.error)
+        error = self._signals.take(number, seen_by, self._run_dir)
+        if error is not None:
+            self._ending.fail(error)
 
     def _tick(self) -> None:
         if not self._ending.has_come:
@@ -351,29 +311,22 @@ class Agent:
             self._heard = now
         if not self._placed:
             self._join.log_missing()
-        assert self._worker is not None
-        if now >= self._next_look:
-            self._next_look = now + LOOK_AT_WORKER
-            self._beat = dataclasses.replace(self._beat, stopped=self._worker.stopped_by())
         if now >= self._next_beat:
             self._next_beat = now + self._run.beat_every
-            self._send_beat(now)
+            self._send_beat()
         if now - self._heard > self._run.silence and passed < 1:
             lost = verdicts.rank_0_lost(
                 self._run,
-                self._beat,
+                self.worker.beat,
                 f"has been silent for {now - self._heard:.0f} s",
                 "its agent is stopped or frozen, its host is down, or the network between the hosts is cut",
             )
             self._send({"failed": last_words(lost)})  # rank 0 reads it if it was only stopped, and goes on
             self._ending.fail(lost)
 
-    def _send_beat(self, now: float) -> None:
-        beat = self._beat
-        if beat.inside and now - self._worker_heard > WORKER_SILENT:
-            beat = dataclasses.replace(beat, inside=False)
-        if self._run is not None:
-            self._send({"beat": vars(beat) if beat != self._sent_beat else None})
+    def _send_beat(self) -> None:
+        beat = self.worker.heartbeat()
+        self._send({"beat": vars(beat) if beat != self._sent_beat else None})
         self._sent_beat = beat
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -381,8 +334,7 @@ class Agent:
     async def _leave(self, error: DdpManualError | None) -> None:
         """Say why, then end the worker; rank 0 gives the other ranks the time to read why."""
         if error is not None:
-            self._say_goodbye(error)
-            await self._let_check_finish(error)
+            await self._say_goodbye(error)
         self._ending.cancel_background()
         if error is not None:
             await self._explain(error)
@@ -395,26 +347,17 @@ class Agent:
             await self._worker.end(error, own=own)
         if not keeps_store:
             await self._let_others_read()
-        for one in (self._join.probe_server, self._connection, self._join.coordinator):
-            if one is not None:
-                one.close()
+        self._join.close()
         await asyncio.sleep(0)
 
-    def _say_goodbye(self, error: DdpManualError) -> None:
-        """Tell the other ranks why this rank ends, unless they have told this rank."""
-        if self._left:
-            return
-        if self._join.coordinator is not None:
-            who = f"rank 0 ({launchers.host_name()}, pid {self._pid})"
-            before = MasterLost(f"{who} left before all ranks had joined", why=error.what, next="start all ranks again")
-            self._join.coordinator.end(before)
-        if self._placed and not isinstance(error, PeerGone) and self._own_words is None:
-            self._send({"failed": last_words(error)})
-        elif not self._placed:
+    async def _say_goodbye(self, error: DdpManualError) -> None:
+        """Tell the other ranks why this rank ends, unless they know; then let ``check`` find out what it still can."""
+        if self._join.coordinator is not None and not self._left:
+            self._join.coordinator.end(error)
+        if not self._placed:
             self._send({"bye": error.what})
-
-    async def _let_check_finish(self, error: DdpManualError) -> None:
-        """``check`` shows also what the worker finds out, although the rank has failed."""
+        elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
+            self._send({"failed": last_words(error)})
         failed = self._own_words is not None or self._worker is None or self._worker.ended.is_set()
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
@@ -424,28 +367,23 @@ class Agent:
     async def _explain(self, error: DdpManualError) -> None:
         """Print the error, after the worker's last line, and leave it in the run's folder."""
         if self._run is not None and not self._placed:
-            self.steps.end(self._roll_call, error.what, "failed")
+            self._join.fail(error)
         if self._worker is not None:
             await self._worker.silence()
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
-        if self._run_dir is not None and not never_a_rank:
-            write_failure(self._run_dir, self.spec.rank, self._pid, error)
+        if self._run_dir and not never_a_rank:
+            pid = self._worker.pid if self._worker is not None else os.getpid()
+            write_failure(Path(self._run_dir), self.spec.rank, pid, error)
         self._print_error(error)
-
-    @property
-    def _pid(self) -> int:
-        return self._worker.pid if self._worker is not None else os.getpid()
 
     async def _let_others_read(self) -> None:
         """Wait until what was sent last has been read, or for a moment."""
-        coordinator, connection = self._join.coordinator, self._connection
+        coordinator, connection = self._join.coordinator, self._join.connection
         deadline = time.monotonic() + LAST_WORD_WITHIN
         while time.monotonic() < deadline and (
             (coordinator is not None and coordinator.is_being_read) or (connection is not None and connection.unsent)
         ):
             await asyncio.sleep(0.01)
-
-    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def give_up(self, error: DdpManualError) -> None:
         """End this rank for this reason, unless all ranks have joined: then the others say why."""
@@ -453,8 +391,8 @@ class Agent:
             self._ending.fail(error)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
+        if self._join.connection is not None:
+            self._join.connection.send(message)
 
     def _to_worker(self, message: Mapping[str, Any]) -> None:
         if self._worker is not None:

@@ -1,8 +1,8 @@
-"""A worker as its agent sees it: started, spoken to, asked for its stack, ended; and what became of it.
+"""The worker's process as its agent sees it: started, asked for its stack, ended; and the cause of its death.
 
-The kernel tells what the worker itself cannot: ``/proc`` has its exit status and the signal that has stopped it, its
-memory cgroup whether it ran out of memory. Python's faulthandler, on a pipe, gives its stack when it crashes in native
-code, and on a signal even while a C call keeps the interpreter's lock.
+The kernel knows what the worker cannot tell: ``/proc`` has its exit status and the signal that has stopped it, its
+memory cgroup whether it ran out of memory. Python's faulthandler writes its stack to a pipe when it crashes in native
+code and, on a signal, even while a C call keeps the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,17 +24,20 @@ from typing import Any
 from ddp_manual import signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import BackendUnavailable, DdpManualError, signal_name
-from ddp_manual.messages import LONGEST_ANSWER, last_words
+from ddp_manual.messages import LONGEST_ANSWER, Beat, last_words
 from ddp_manual.processes import start_python
 
-# Seconds: faulthandler takes a millisecond; then nothing more comes.
+# Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
+# a collective.
+SILENT = 2.0
+# Seconds. faulthandler takes a millisecond; a stack is complete when nothing more comes.
 STACK_WITHIN = 1.0
 STACK_ENDS_AFTER = 0.1
 LOOK_EVERY = 0.2
 LONGEST_STACK = 1 << 16
 KILL_AFTER = 2.0
 KILLED_WITHIN = 10.0
-# A script whose collective breaks gets out by itself; what it does on its way has bounds of its own.
+# A script whose collective breaks ends by itself; what it does on its way has time limits of its own.
 GRACE = 0.7
 WAY_OUT = 10.0
 # A checkpoint that is being written when the run ends is finished first.
@@ -42,13 +47,12 @@ PROGRAM = Path(__file__).parent.parent / "worker"
 
 
 class Worker:
-    """A process that was started, or that has started its agent.
+    """The process of a worker, which the agent has started or which has started the agent.
 
     Args:
-        pid: of the process.
         channel: the agent's end of a socket pair.
         faults: the reading end of the pipe that faulthandler writes to.
-        process: where the agent is its parent.
+        process: given if the agent is its parent.
     """
 
     def __init__(
@@ -57,19 +61,22 @@ class Worker:
         self.pid = pid
         self.ended = asyncio.Event()
         self.status: int | None = None
-        """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody can tell."""
+        """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
         self._channel = channel
         self._faults = faults
         self._process = process
         self._connection: Connection | None = None
         self._answered, self._may_end, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._hung_up = asyncio.Event()
-        """Set once it has closed the channel, as the end of the process does."""
+        """Set once the channel is closed, by the process or its end."""
         self._fault_text = ""
         self._fault_came = asyncio.Event()
         self._speaks = asyncio.Event()
-        """Set once it has torch, and reads what it is told."""
+        """Set once it has torch and reads its messages."""
         self._saving = False
+        self.beat = Beat()
+        """What it has last said that it does."""
+        self._spoke_at = time.monotonic()
         self.look_at_memory()
 
     def look_at_memory(self) -> None:
@@ -78,7 +85,7 @@ class Worker:
         self._oom_kills = _oom_kills(self._oom_file)
 
     async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
-        """From now on ``take`` each message, and call ``gone`` when the process has ended."""
+        """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
         loop = asyncio.get_running_loop()
         connection = self._connection = Connection(longest=LONGEST_ANSWER)
         connection.handle(lambda message: self._take(message, take), lambda reason: self._hung_up.set())
@@ -89,8 +96,9 @@ class Worker:
 
     def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
         self._speaks.set()
+        self._spoke_at = time.monotonic()
         if "born" in message:
-            self.pid = int(message["born"])  # of a fork nobody else can tell it
+            self.pid = int(message["born"])  # only the fork itself knows its pid
             self.look_at_memory()
         elif "quiet" in message:
             self._quiet.set()
@@ -102,6 +110,18 @@ class Worker:
         else:
             take(message)
 
+    def take_beat(self, beat: Mapping[str, Any] | None) -> bool:
+        """Take what the worker does now, None if that is unchanged; returns whether its phase is another one."""
+        before = self.beat.phase
+        self.beat = self.beat if beat is None else Beat.from_message(beat)
+        return self.beat.phase != before
+
+    def heartbeat(self) -> Beat:
+        """Return what the worker does now, as the next heartbeat is to say it."""
+        self.beat = replace(self.beat, stopped=self.stopped_by())
+        silent = time.monotonic() - self._spoke_at > SILENT
+        return replace(self.beat, inside=False) if silent and self.beat.inside else self.beat
+
     async def _watch(self, gone: Callable[[], None]) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         pidfd = None
@@ -109,7 +129,7 @@ class Worker:
             with suppress(OSError):  # gone already, or forbidden in a container
                 pidfd = os.pidfd_open(self.pid)
 
-        def end() -> None:  # at once, before whoever has started the process collects its status
+        def end() -> None:  # at once, before the parent of the process collects its status
             self.status = _exit_status(self.pid)
             ended.set()
 
@@ -126,7 +146,7 @@ class Worker:
             await asyncio.sleep(LOOK_EVERY)
         if self._process is not None:
             self.status = self._process.returncode
-        await asyncio.sleep(0)  # what it has said last is read first
+        await asyncio.sleep(0)  # its last message is read first
         self._read_faults()
         self.ended.set()
         gone()
@@ -141,7 +161,7 @@ class Worker:
                 os.kill(self.pid, number)
 
     def stopped_by(self) -> str:
-        """The name of the signal that has stopped the process; "" while it runs."""
+        """Return the name of the signal that has stopped the process; "" while it runs."""
         fields = _stat(self.pid)
         if not fields or fields[0] != "T":
             return ""
@@ -156,11 +176,11 @@ class Worker:
 
     @property
     def crash_stack(self) -> str:
-        """What faulthandler has written of its own accord, when the process crashed."""
+        """What faulthandler has written because the process crashed."""
         return readable_stack(self._fault_text)
 
     async def stack(self) -> str:
-        """The Python stack of every thread but our own, also while a C call keeps the interpreter's lock."""
+        """Return the Python stacks of all threads except this package's own."""
         if name := self.stopped_by():
             return f"its worker is stopped: {name}"
         self._fault_text = ""
@@ -177,27 +197,27 @@ class Worker:
         return readable_stack(text) or "its worker gave none"
 
     async def silence(self) -> None:
-        """Let it write out what it has said so far, and then no more: its agent has the last word."""
+        """Let it flush its output and then write no more: its agent prints the last lines."""
         self.send({"quiet": True})
         if self._speaks.is_set() and not self.stopped_by():
             await first_of(self._quiet, self.ended, self._hung_up, within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        """End the process. A checkpoint that is being written is finished first, for 30 s at most.
+        """End the process. A checkpoint that is being written is finished first, within 30 s at most.
 
         Args:
-            error: what ends the rank; None where its work is done.
-            own: whether the worker itself has said so.
+            error: what ends the rank; None if its work is done.
+            own: whether the error is the worker's own.
         """
         if self._speaks.is_set() and not self.ended.is_set() and error is not None:
             await self._let_it_save()
         self.signal(signal.SIGKILL)
-        # One that waits for a device or a file system in the kernel ends when that answers.
+        # A process that waits in the kernel for a device or a file system ends only when that replies.
         await first_of(self.ended, within=KILLED_WITHIN)
         self.close()
 
     async def _let_it_save(self, *unless: asyncio.Event) -> None:
-        """Ask whether the worker would lose something that is ended now, and wait until it would not."""
+        """Ask whether the worker is writing a checkpoint, and wait until it is written."""
         self.send({"end": True})
         await first_of(self._answered, self.ended, *unless, within=ANSWER_WITHIN)
         if self._saving:
@@ -222,7 +242,7 @@ class Worker:
 
 
 async def first_of(*events: asyncio.Event, within: float | None = None) -> None:
-    """Wait for one of them, ``within`` seconds at most."""
+    """Wait for the first of these events, ``within`` seconds at most."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
     for one in waiting:
@@ -230,16 +250,18 @@ async def first_of(*events: asyncio.Event, within: float | None = None) -> None:
 
 
 class ScriptWorker(Worker):
-    """A person's own script, which has started its agent: it leaves by itself, by the exception that the verdict
-    becomes, and is ended only where it does not.
+    """A user's own script, which has started its agent. It ends by itself, with the verdict raised as an exception, and
+    is killed only if it does not.
 
     Args:
-        tell: says why it is ended.
+        print_error: prints why the script is killed.
     """
 
-    def __init__(self, pid: int, channel: socket.socket, faults: int, tell: Callable[[DdpManualError], None]) -> None:
+    def __init__(
+        self, pid: int, channel: socket.socket, faults: int, print_error: Callable[[DdpManualError], None]
+    ) -> None:
         super().__init__(pid, channel, faults)
-        self._tell = tell
+        self._print_error = print_error
         self._noticed = asyncio.Event()
         self._has_left = False
 
@@ -254,8 +276,8 @@ class ScriptWorker(Worker):
         if error is not None and not self._has_left:
             if not self._is_gone:
                 await self._lead_out(error, own=own)
-            elif not own:  # nobody else can say it
-                self._tell(error)
+            elif not own:  # the script cannot say it any more
+                self._print_error(error)
         self.close()
 
     @property
@@ -264,7 +286,7 @@ class ScriptWorker(Worker):
 
     async def _lead_out(self, error: DdpManualError, *, own: bool) -> None:
         self.send({"verdict": {**last_words(error), "own": own}})
-        # Its own way out closes what it has open, so it gets a moment to notice.
+        # The exception lets the script close what it has open, so it gets a moment to notice the verdict.
         await first_of(self._noticed, self._hung_up, self.ended, within=GRACE)
         if not self._noticed.is_set():
             await self._let_it_save(self._noticed)
@@ -272,7 +294,7 @@ class ScriptWorker(Worker):
             await first_of(self._hung_up, self.ended, within=WAY_OUT)
         if self._is_gone:
             return
-        self._tell(error)
+        self._print_error(error)
         self.send({"exit": error.exit_code})
         await first_of(self._hung_up, self.ended, within=KILL_AFTER)
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -282,7 +304,7 @@ class ScriptWorker(Worker):
 
 
 def check_torch_is_installed() -> None:
-    """Raises BackendUnavailable at once, instead of after the worker has started."""
+    """Raises BackendUnavailable before a worker is started in vain."""
     if find_spec("torch") is None:
         raise BackendUnavailable(
             "torch is not installed in this Python",
@@ -293,7 +315,8 @@ def check_torch_is_installed() -> None:
 
 
 def start_process(rank: int, world_size: int) -> Worker:
-    """A new Python that becomes the worker of this agent: it has this terminal, and dies with the agent."""
+    """Start a new Python as the worker of this agent: it writes to this terminal, and dies with the agent."""
+    check_torch_is_installed()
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
@@ -304,7 +327,7 @@ def start_process(rank: int, world_size: int) -> Worker:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on: see proc(5); [] where there is none."""
+    """Return the fields of /proc/<pid>/stat from the state on, see proc(5); [] if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -313,17 +336,17 @@ def _stat(pid: int) -> list[str]:
 
 
 def _exit_status(pid: int) -> int | None:
-    """Of a process that has ended and was not waited for yet: its exit code, or minus the signal's number."""
+    """Return the exit code, or minus the signal's number, of a process that has ended and was not waited for yet."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
 
 
 def _oom_counter(pid: int) -> Path | None:
-    """The file that counts OOM kills in the memory cgroup of a process, of version 2 or 1."""
+    """Return the file that counts OOM kills in the memory cgroup, of version 2 or 1, of a process."""
     with suppress(OSError):
         groups = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        for _, place, kind, options, *_ in mounts:
+        for mount in Path("/proc/self/mounts").read_text().splitlines():
+            _, place, kind, options, *_ = mount.split()
             for _, controllers, path in groups:
                 if kind == "cgroup2" and not controllers:
                     file = Path(place + path) / "memory.events"
@@ -345,7 +368,7 @@ def _oom_kills(file: Path | None) -> int | None:
 
 
 def readable_stack(text: str) -> str:
-    """What faulthandler writes, without this package's own threads, the main thread first."""
+    """Return what faulthandler has written, without this package's own threads, the main thread first."""
     text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
     head = threads[0].strip()

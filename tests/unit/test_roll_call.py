@@ -461,7 +461,8 @@ def test_a_claim_is_answered_when_the_roll_call_is_given_up() -> None:
         await until(await say_hello(connect, info(2, "b")), "welcome")  # so the claim has come too
         coordinator.end(RankMissing("rank 0 left", why="-", next="-"))
         for connection in (holder, second):
-            assert (await until(connection, "refused"))["refused"]["what"] == "rank 0 left"
+            refused = (await until(connection, "refused"))["refused"]
+            assert refused["what"] == "rank 0 (a, pid 1) left before all ranks had joined"
 
     with_a_coordinator(test)
 
