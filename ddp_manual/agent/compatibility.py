@@ -28,7 +28,7 @@ Versions = Mapping[str, str | None]
 """Part of the program -> its version or digest."""
 
 OR_GO_ON = "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)"
-# Seconds. Nothing here depends on clocks that agree, but logs of two hosts are then hard to read side by side.
+# Seconds. Nothing here needs clocks that agree, but logs of hosts whose clocks differ are hard to read side by side.
 CLOCKS_AGREE_WITHIN = 30.0
 PACKAGE = Path(ddp_manual.__file__).parent
 DIGEST_BYTES = 6
@@ -60,7 +60,7 @@ def code_digests(script: Path | None) -> dict[str, str]:
 
 
 def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:
-    """Why a process cannot be a rank of this run (None if it can), and what is odd about it but no obstacle.
+    """Return why a process cannot be a rank of this run (None if it can), and warnings about it.
 
     Args:
         now: rank 0's clock when the hello came, in seconds since the epoch.
@@ -86,7 +86,7 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
         )
         return error, warnings
     if all(getattr(info, name) == getattr(rank_0, name) for name in ("versions", "code", "options")):
-        return None, warnings  # as nearly all are, and part by part below it takes ten times as long
+        return None, warnings  # nearly all ranks; the comparison part by part below takes ten times as long
     for difference in (
         _other_versions(info, rank_0, rank_0.versions, info.versions, ("python", "torch")),
         _other_code(info, rank_0),
@@ -101,7 +101,7 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
 def unlike_when_ready(
     info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready, run: RunInfo
 ) -> DdpManualError | None:
-    """Why a rank cannot stay, now that it and rank 0 know their devices; None if it can."""
+    """Return why a rank cannot stay, now that it and rank 0 know their devices; None if it can."""
     if of_rank_0.backend == "nccl" and not (info.allow_mismatch or rank_0.allow_mismatch):
         names = ("torch", "cuda", "nccl")
         if (difference := _other_versions(info, rank_0, of_rank_0.versions, ready.versions, names)) is not None:
@@ -114,7 +114,7 @@ def _other_versions(
 ) -> VersionMismatch | None:
     def compared(versions: Versions, name: str) -> str | None:
         version = versions.get(name)
-        # gloo speaks the same whatever CUDA a torch was built for.
+        # gloo's protocol is the same for every CUDA that a torch was built for.
         return version.split("+")[0] if version and name == "torch" and "cuda" not in names else version
 
     differing = [name for name in names if compared(own, name) != compared(theirs, name)]
@@ -153,7 +153,7 @@ def _both(
 
 
 def _other_device(info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready) -> DeviceMissing | None:
-    """Left to themselves one host found a GPU and the other did not: that one has a fault, not other options."""
+    """One host found a GPU by itself and the other did not: the other host has a fault, not other options."""
     chosen = {one.options.get("device", (None, "flag"))[1] for one in (ready, of_rank_0)}
     if ready.device == of_rank_0.device or chosen != {"default"}:
         return None
@@ -170,10 +170,10 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
     if not differing:
         return None
     if "command" in differing:
-        differing = ["command"]  # of which all the other differences follow
+        differing = ["command"]  # all other differences follow from this one
     next = run.command_for(info.rank)
     if {"device", "backend"} & set(differing):
-        # Left to themselves the two hosts chose differently, and would again.
+        # By default the two hosts chose differently, and would again.
         next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"
     if "address_family" in differing:
         next = "name interfaces of one address family on both: GLOO_SOCKET_IFNAME=<interface>"
@@ -187,7 +187,7 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
 
 
 def named_gpu(info: RankInfo, ready: Ready) -> str | None:
-    """The UUID of the GPU that a process was told to take; None if it is given one when all are here."""
+    """Return the UUID of the GPU that a process was told to take; None if it gets one when all ranks are here."""
     if ready.backend != "nccl" or info.local_rank is None or info.local_rank >= len(ready.gpus):
         return None
     return ready.gpus[info.local_rank]
@@ -196,11 +196,11 @@ def named_gpu(info: RankInfo, ready: Ready) -> str | None:
 def shared_gpu(
     ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place] | None = None
 ) -> DdpManualError | None:
-    """Two ranks on one GPU, or a rank on one that does not exist; NCCL can do with neither.
+    """Return an error if two ranks have one GPU or a rank's GPU does not exist, because NCCL supports neither.
 
     Args:
-        ranks: of one backend.
-        places: what GPU each rank gets; None while not all are here, when only a --local_rank that was given counts.
+        ranks: all with the same backend.
+        places: says which GPU each rank gets; None while ranks are missing, when only a given --local_rank counts.
     """
     if not ranks or ranks[0][1].backend != "nccl":
         return None

@@ -2,9 +2,9 @@
 
 When a process ends, however it ends, the kernel closes its connections, and the other side knows at once.
 
-With a token both sides prove once per connection that they have it (HMAC-SHA256, RFC 2104): the one that connects signs
-its hello over the challenge in the coordinator's greeting, the coordinator its answer over a nonce in the hello. A
-recorded one fits no other connection. The token itself never leaves the process.
+With a token both sides prove once per connection that they have it (HMAC-SHA256, RFC 2104): the agent signs its hello
+over the challenge in the coordinator's greeting, the coordinator signs its reply over a nonce in the hello. A recorded
+message fits no other connection. The token itself never leaves the process.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from typing import Any
 
 from ddp_manual.messages import LONGEST_LINE, LineReader, encode
 
-# How a connection has ended that nothing has broken.
+# How a connection has ended if nothing has broken it.
 CLOSED = "closed by the other side"
-# Bytes that may wait for a reader.
+# Bytes that may wait until the other side reads them.
 MOST_UNSENT = 1 << 20
-# Bytes that one connection is read of before the next one has its turn.
+# Bytes that are read from one connection before the next connection has its turn.
 LONGEST_READ = 1 << 16
 
 Message = Mapping[str, Any]
 
-
-# Where bytes are until they are handled, in the same turn: one for all connections, as a process has one event loop.
-# asyncio's own reading allocates 256 KiB for each message, which is a third of what a heartbeat costs.
+# All connections are read into this buffer and handled in the same turn of the event loop. asyncio's own reading
+# allocates 256 KiB for each message, which is a third of what a heartbeat costs.
 _buffer = bytearray(LONGEST_READ)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One end of a connection, which never blocks.
+    """One end of a connection; it never blocks.
 
     Args:
-        on_open: called when it is open.
+        on_open: called with the connection when it is open.
         longest: bytes that a message may have.
     """
 
     def __init__(self, on_open: Callable[[Connection], None] | None = None, longest: int = LONGEST_LINE) -> None:
         self.reader = LineReader(longest)
         self.first_bytes = b""
-        """What came first: it tells what it is that is connected, where that is no message."""
+        """What came first; if that is no message, it shows what kind of program is at the other end."""
         self.closed = False
         self._on_open = on_open
         self._take: Callable[[dict[str, Any]], None] | None = None
@@ -52,20 +51,20 @@ class Connection(asyncio.BufferedProtocol):
         self._inbox: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._transport: asyncio.Transport | None = None
         self.ended = ""
-        """How it ended, if the other side or a failure has ended it."""
+        """How the connection ended, unless this side has closed it."""
 
     def handle(self, take: Callable[[dict[str, Any]], None], gone: Callable[[str], None]) -> None:
-        """From now on ``take`` each message from the event loop, and tell ``gone`` once how the connection ended."""
+        """From now on call ``take`` with each message, and ``gone`` once with how the connection ended."""
         self._take, self._gone = take, gone
         while not self._inbox.empty():
             message = self._inbox.get_nowait()
             if message is None:
                 gone(self.ended)
-            elif self.ended or not self.closed:  # not what came while we closed it
+            elif self.ended or not self.closed:  # without what came while this side closed it
                 take(message)
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message, while nothing handles them; None: the connection has ended."""
+        """Return the next message, before ``handle`` is called; None: the connection has ended."""
         return await self._inbox.get()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -90,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
                     self._inbox.put_nowait(message)
                 else:
                     self._take(message)
-        except Exception as error:  # whatever others may send ends only their connection
+        except Exception as error:  # what the other side sends can end only its own connection
             self.abort(str(error) or type(error).__name__)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
         self.write(encode(message))
 
     def write(self, line: bytes) -> None:
-        """Send what ``encode`` made; to a connection that is closed, nothing."""
+        """Send what ``encode`` made; does nothing if the connection is closed."""
         if self._transport is None or self.closed or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > MOST_UNSENT:
@@ -117,25 +116,25 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(line)
 
     def close(self) -> None:
-        """Once what was sent is written; nothing that comes from now on is looked at."""
+        """Close after what was sent is written; what comes from now on is ignored."""
         self.closed = True
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close at once, for this reason."""
+        """Close at once, and keep the reason in ``ended``."""
         self.ended = reason
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other side has not taken yet."""
+        """Bytes that the other side has not read yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None and not self.closed else 0
 
 
 class Unsealed(Exception):
-    """A message is not signed with this run's token, or was signed for something else."""
+    """A message is not signed with this run's token, or was signed for another purpose."""
 
 
 class Seal:
@@ -152,14 +151,14 @@ class Seal:
         return self._token is not None
 
     def close(self, purpose: str, content: Message) -> Message:
-        """The message to send; ``purpose`` must be told to ``open`` in the same words."""
+        """Return the message to send; ``open`` needs the same ``purpose``."""
         if self._token is None:
             return content
         text = json.dumps(content)
         return {"sealed": text, "signature": self._sign(purpose, text)}
 
     def open(self, purpose: str, message: Message) -> Any:
-        """What was sent.
+        """Return what was sent.
 
         Raises:
             Unsealed: there is a token, and the message is not signed with it for this purpose.
@@ -181,7 +180,7 @@ class Seal:
 
 
 def claimed(message: Message) -> Message:
-    """What a message says, whether or not it may be believed: to name a stranger by what it calls itself."""
+    """Return what a message says, not yet proved: it names a stranger by what it calls itself."""
     text = message.get("sealed")
     found = json.loads(text) if isinstance(text, str) else message
     return found if isinstance(found, dict) else {}

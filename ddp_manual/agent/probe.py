@@ -1,7 +1,7 @@
-"""What answers at rank 0's address: its agent, or what else; and the wait until it is its agent.
+"""What answers at rank 0's address, and the wait until rank 0's agent does.
 
-The coordinator speaks first, so the connection over which it greets is the one that is kept. Whatever says nothing is
-asked, over a second connection, whether it is torch's TCPStore or a server that waits for a line.
+The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked,
+over a second connection, whether it is torch's TCPStore or a server that waits for a line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ddp_manual.world_spec import WorldSpec
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
 _VALIDATE = bytes.fromhex("00cef7853c")
 _PING = b"\x0d"
-# The end of an http request: without a version Python's http.server answers with a page and no status.
+# The end of an http request. Without a version Python's http.server would send a page and no status.
 _LINE = b" / HTTP/1.0\r\n\r\n"
-# Seconds. Something that is not rank 0's agent has to be named within 5 s.
+# Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
 GREETED_WITHIN = 3.5
 ASK_AFTER = 0.5
@@ -50,7 +50,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Probe:
-    """What ``address`` answered; ``detail`` has the first bytes or the operating system's words."""
+    """What answered at ``address``; ``detail`` has its first bytes or the operating system's words."""
 
     address: str
     answer: Answer
@@ -60,7 +60,7 @@ class Probe:
 
 
 async def probe(address: str, port: int) -> Probe:
-    """Connect to an address, and find out within 5 s what listens there; joins nothing."""
+    """Connect to an address, and find out within 5 s what listens there."""
     loop = asyncio.get_running_loop()
     try:
         opening = loop.create_connection(lambda: Connection(longest=LONGEST_ANSWER), address, port)
@@ -76,7 +76,7 @@ async def probe(address: str, port: int) -> Probe:
     waiting: list[asyncio.Future[Any]] = [greeting, asking]
     await asyncio.wait(waiting, timeout=GREETED_WITHIN - LINE_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
     if not greeting.done() and (not asking.done() or asking.result().answer is Answer.MUTE):
-        connection.write(_LINE)  # what takes one connection at a time has waited for a line on this one
+        connection.write(_LINE)  # a server of one connection at a time waits for a line on this one
         await asyncio.wait([greeting], timeout=LINE_TIMEOUT)
     first = greeting.result() if greeting.done() else None
     if not greeting.done():
@@ -90,16 +90,16 @@ async def probe(address: str, port: int) -> Probe:
         found = Probe(address, Answer.STRANGER, _shown(connection.first_bytes))
     else:
         found = Probe(address, Answer.CLOSED, connection.ended)
-    for one in waiting:
-        one.cancel()
+    for future in waiting:
+        future.cancel()
     connection.close()
     return found
 
 
 async def _ask(address: str, port: int, *, after: float) -> Probe:
-    """Ask what waits for its client to speak: a TCPStore, or a server of lines, as an http server is."""
+    """Ask a program that waits for its client to speak: a TCPStore, or a server of lines such as http."""
     await asyncio.sleep(after)
-    nonce = secrets.token_hex(2).encode()  # no byte that a server of another kind takes for the end of a line
+    nonce = secrets.token_hex(2).encode()  # without a byte that another kind of server takes for the end of a line
     writer = None
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_TIMEOUT)
@@ -134,52 +134,52 @@ async def find_rank_0(
     *,
     who: str | None = None,
 ) -> Probe:
-    """Wait until rank 0's agent greets at one of its addresses; returns that, with the connection.
+    """Wait until rank 0's agent greets at one of its addresses; returns that probe, with the connection.
 
     Args:
-        rank_0_command: what starts rank 0, for the advice.
-        who: whoever asks, if it is not a rank.
+        rank_0_command: the command that starts rank 0, for the advice.
+        who: the name of the process that asks, if it is not a rank.
 
     Raises:
-        MasterNotAStore: something else answers. MasterRefused, MasterUnreachable: at the deadline, as is MasterLost
-            where a run is ending there.
+        MasterNotAStore: something else answers. At the deadline MasterRefused, MasterUnreachable, or MasterLost if a
+            run is ending there.
     """
     where = at(spec.master_addr, spec.master_port)
     resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
     who = who or f"rank {spec.rank}"
-    if all(is_loopback(address) for address in addresses):
+    if all(map(is_loopback, addresses)):
         resolved += f", which is {launchers.host_name()} itself"
     closed_before = False
     while True:
         probes = await asyncio.gather(*(probe(address, spec.master_port) for address in addresses))
-        greeted = [one for one in probes if one.connection is not None]
+        greeted = [found for found in probes if found.connection is not None]
         for other in greeted[1:]:
             other.connection.close()  # type: ignore[union-attr]
         if greeted:
             return greeted[0]
-        worst = max(probes, key=lambda one: list(Answer).index(one.answer))
-        # A process that is just ending does so too, once.
+        answers = {found.answer: found for found in reversed(probes)}
+        worst = answers[max(answers, key=list(Answer).index)]
+        # A process that is just ending closes its connections too, once.
         ending = worst.answer is Answer.CLOSED and not closed_before
         closed_before = worst.answer is Answer.CLOSED
         if worst.answer in (Answer.STORE, Answer.STRANGER, Answer.MUTE, Answer.CLOSED) and not ending:
             raise _not_rank_0(spec, where, worst)
-        refused = any(one.answer is Answer.REFUSED for one in probes)
-        if any(one.answer is Answer.OVER for one in probes):
-            said = f"a run at {where} is ending; waiting for the next run"
-        elif refused:
-            said = f"nothing listens at {where}{resolved}: is rank 0 started?"
+        if Answer.OVER in answers:
+            line = f"a run at {where} is ending; waiting for the next run"
+        elif Answer.REFUSED in answers:
+            line = f"nothing listens at {where}{resolved}: is rank 0 started?"
         else:
-            said = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
-        waiting.about(said)
+            line = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
+        waiting.about(line)
         waiting.advise([rank_0_command])
-        if waiting.over and any(one.answer is Answer.OVER for one in probes):
+        if waiting.over and Answer.OVER in answers:
             raise MasterLost(
                 f"the run at {where} is ending, and no other has begun",
                 why=f"its rank 0 still answers; {who} has waited {waiting.waited:.0f} s for the next one",
                 next=rank_0_command,
             )
         if waiting.over:
-            raise _never_came(spec, where + resolved, probes, waiting, rank_0_command if refused else None, who)
+            raise _never_came(spec, where + resolved, probes, waiting, rank_0_command, who)
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))
 
 
@@ -200,21 +200,22 @@ def _not_rank_0(spec: WorldSpec, where: str, found: Probe) -> MasterNotAStore:
 
 
 def _never_came(
-    spec: WorldSpec, where: str, probes: list[Probe], waiting: Waiting, rank_0_command: str | None, who: str
+    spec: WorldSpec, where: str, probes: list[Probe], waiting: Waiting, rank_0_command: str, who: str
 ) -> MasterAddressError:
     waited = f" for {waiting.waited:.0f} s" if waiting.waited >= 1 else ""
     tried = "; ".join(
-        f"{at(one.address, spec.master_port)}: {one.answer.value}{f' ({one.detail})' if one.detail else ''}"
-        for one in probes
+        f"{at(found.address, spec.master_port)}: {found.answer.value}{f' ({found.detail})' if found.detail else ''}"
+        for found in probes
     )
-    if rank_0_command:
+    why = f"{who} on {launchers.host_name()} tried {tried}"
+    if any(found.answer is Answer.REFUSED for found in probes):
         return MasterRefused(
             f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
-            why=f"{who} on {launchers.host_name()} tried {tried}",
+            why=why,
             next=f"{rank_0_command}\nthen try again; if rank 0 does run, compare its address and port with these",
         )
     return MasterUnreachable(
         f"no answer{waited} from rank 0's address {where}",
-        why=f"{who} on {launchers.host_name()} tried {tried}",
+        why=why,
         next=f"open TCP port {spec.master_port} on rank 0's host, or check the route: ping {spec.master_addr}",
     )

@@ -1,8 +1,8 @@
-"""Whether ranks on different hosts can connect to each other, tried while their workers load torch.
+"""Whether ranks on different hosts can connect to each other: tried while their workers load torch.
 
-Each agent answers at a port of its own until the ranks train. The first rank of each host connects to those of the
-other hosts, and rank 0 tells everybody which pairs failed, in which direction, and what the network answered. Nothing
-is joined. On one host there is nothing to try.
+Each agent answers at a port of its own until all ranks have joined. The first rank of each host connects to the first
+ranks of the other hosts, and rank 0 tells everybody which pairs failed, in which direction, and how the network
+responded. On one host there is nothing to try.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ddp_manual.agent.network_interface import at, family
 from ddp_manual.errors import PeerUnreachable
 from ddp_manual.messages import Place, RankInfo, printable
 
-# All pairs are tried up to this many hosts; beyond it a host tries those 1, 2, 4, 8, ... further on in rank order, so
-# that every host is still tried in both directions.
+# Up to this many hosts all pairs are tried. Beyond it each host tries those that are 1, 2, 4, 8, ... further on in rank
+# order, so that every host is still tried in both directions.
 ALL_PAIRS_UP_TO = 32
 # Seconds. Failing pairs have to be known within 10 s of the roll call.
 CONNECT_TIMEOUT = 3.0
 REPORT_TIMEOUT = 8.0
-# For one host that tries; and how many may at once.
+# Seconds for one connection that is answered, and how many connections are answered at once.
 ANSWER_WITHIN = 6.0
 MOST_CONNECTED = 1024
-# More than one packet, in each direction: where large ones are dropped, small ones still connect.
+# More than one packet, in each direction: a network that drops large packets still lets small ones connect.
 GREETING_BYTES = 16_384
 # Pairs named in an error.
 MOST_SHOWN = 16
@@ -35,44 +35,32 @@ MOST_SHOWN = 16
 
 async def answer_at(address: str) -> asyncio.Server:
     """Answer at a free port of this IP address, until the server is closed."""
-    connected: set[asyncio.BaseTransport] = set()
-    return await asyncio.get_running_loop().create_server(lambda: _Answer(connected), address, 0)
+    connected: set[asyncio.StreamWriter] = set()
 
-
-class _Answer(asyncio.Protocol):
-    """One connection of whoever tries to reach this host; strangers are bounded in number and time."""
-
-    def __init__(self, connected: set[asyncio.BaseTransport]) -> None:
-        self._connected = connected
-        self._received = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._ending = asyncio.get_running_loop().call_later(ANSWER_WITHIN, transport.abort)
-        if len(self._connected) >= MOST_CONNECTED:
-            transport.abort()
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(connected) >= MOST_CONNECTED:
+            writer.transport.abort()
             return
-        self._connected.add(transport)
-        transport.write(greeting(transport.get_extra_info("sockname")[1]))
+        connected.add(writer)
+        writer.write(greeting(writer.get_extra_info("sockname")[1]))
+        try:
+            await asyncio.wait_for(reader.readexactly(GREETING_BYTES), ANSWER_WITHIN)
+            writer.close()
+        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError):
+            writer.transport.abort()
+        finally:
+            connected.discard(writer)
 
-    def data_received(self, data: bytes) -> None:
-        self._received += len(data)
-        if self._received >= GREETING_BYTES:
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._ending.cancel()
-        self._connected.discard(self._transport)
+    return await asyncio.start_server(answer, address, 0)
 
 
 def greeting(port: int) -> bytes:
-    """What ``answer_at`` sends, and is sent: tells it from something else that listens there."""
+    """Return what both sides send, which tells an agent from any other program that listens there."""
     return f"ddp_manual {port}\n".encode().ljust(GREETING_BYTES, b".")
 
 
 async def try_to_reach(address: str, port: int) -> str | None:
-    """None if an agent answers there, else what the network answered."""
+    """Return None if an agent answers there, otherwise how the network responded."""
     expected = greeting(port)
     received = b""
     loop = asyncio.get_running_loop()
@@ -82,7 +70,7 @@ async def try_to_reach(address: str, port: int) -> str | None:
         await asyncio.wait_for(loop.sock_connect(connection, (address, port)), CONNECT_TIMEOUT)
         await asyncio.wait_for(loop.sock_sendall(connection, expected), CONNECT_TIMEOUT)
         while len(received) < len(expected):
-            # Not a StreamReader, which forgets what came before a reset.
+            # Without a StreamReader, which forgets what came before a reset.
             piece = await asyncio.wait_for(loop.sock_recv(connection, 65536), CONNECT_TIMEOUT)
             if not piece:
                 break
@@ -102,32 +90,31 @@ async def try_to_reach(address: str, port: int) -> str | None:
 
 
 async def try_all(wanted: Sequence[tuple[int, str, int]]) -> list[list[Any]]:
-    """Those of the hosts (number, address, port) that cannot be reached, each with what the network answered."""
+    """Return the hosts, of (number, address, port), that cannot be reached, each with how the network responded."""
     outcomes = await asyncio.gather(*(try_to_reach(address, port) for _, address, port in wanted))
     return [[number, outcome] for (number, _, _), outcome in zip(wanted, outcomes, strict=True) if outcome]
 
 
 def targets(node: int, nodes: int) -> list[int]:
-    """The hosts that host ``node`` tries: all others, or beyond ALL_PAIRS_UP_TO hosts those 1, 2, 4, ... further on."""
+    """Return the hosts that host ``node`` tries: see ALL_PAIRS_UP_TO."""
     if nodes <= ALL_PAIRS_UP_TO:
         return [other for other in range(nodes) if other != node]
     return [(node + (1 << power)) % nodes for power in range((nodes - 1).bit_length())]
 
 
 Pair = tuple[RankInfo, RankInfo | None, str]
-"""From, to (None: nothing was heard from the first), and what the network answered."""
+"""From, to (None: the first has not reported), and how the network responded."""
 
-
-# A report says which trial it is of.
+# Each report names the round that it belongs to.
 _rounds = itertools.count()
 
 
 class Probes:
-    """The connections between the hosts of a run, while they are tried: rank 0's side, without any I/O.
+    """The probes between the hosts of a run, on rank 0 and without any I/O.
 
     Args:
-        infos, places: of all ranks, which are here.
-        now: rank 0's monotonic clock, in seconds, as everywhere here.
+        infos, places: of all ranks.
+        now: rank 0's monotonic clock, in seconds.
     """
 
     def __init__(self, infos: Sequence[RankInfo], places: Mapping[int, Place], now: float) -> None:
@@ -139,21 +126,21 @@ class Probes:
         self._round = next(_rounds)
 
     def requests(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """What which rank is told to try."""
+        """Yield a rank and the request that tells it which hosts to try."""
         for node in sorted(self._silent):
             others = [(other, self._hosts[other]) for other in targets(node, len(self._hosts))]
             wanted = [[other, info.address, info.answer_port] for other, info in others]
             yield self._hosts[node].rank, {"probe": wanted, "for": [self._round, node]}
 
     def take(self, key: Sequence[int], failures: Sequence[Sequence[Any]]) -> None:
-        """What a host has found: those it could not reach, each with what the network answered.
+        """Take the report of a host: the hosts that it could not reach, each with how the network responded.
 
         Args:
-            key: that of the request.
+            key: the "for" of the request.
         """
         round_, node = key
         if round_ != self._round or node not in self._silent:
-            return  # of an earlier roll call, before a rank had left
+            return  # it belongs to an earlier round, before a rank had left
         self._silent.discard(node)
         hosts = dict(enumerate(self._hosts))
         self._failing += [
@@ -171,7 +158,7 @@ class Probes:
 
 
 def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
-    """The error for all ranks."""
+    """Return the error for all ranks."""
     named, lines = [], []
     for start, end, answer in failing[:MOST_SHOWN]:
         named.append(f"{start.host} -> {end.host}" if end else f"{start.host} is silent")

@@ -161,7 +161,7 @@ def finished_early(info: RankInfo, place: str, early: Sequence[int]) -> Verdict:
 
 
 def silent(found: Sequence[tuple[RankInfo, Beat, float]], world_size: int, again: str) -> Verdict:
-    """The first of ``found`` has said nothing for too long; the others are on their way there."""
+    """The first rank of ``found`` has been silent for too long; the others soon will be."""
     member, beat, seconds = found[0]
     why = [f"it was {beat.at_step()}, when it was last heard"]
     if len(found) > 1:
@@ -182,13 +182,15 @@ def silent(found: Sequence[tuple[RankInfo, Beat, float]], world_size: int, again
 def stalled(
     members: Sequence[RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
 ) -> Verdict:
-    """Ranks that live and do not come to where the others wait for them."""
+    """Ranks are alive, and do not come to the collective in which the others wait."""
     shown = stall.behind[:2] or one_per_place(stall, beats)
-    why = [
-        *_places(members, [*stall.behind, *stall.waiting], beats),
-        *_fewer(stall),
-        *(_stack(members[rank], stacks.get(rank)) for rank in shown),
-    ]
+    why = _places(members, [*stall.behind, *stall.waiting], beats)
+    if stall.fewer:
+        why.append(
+            f"{in_words(as_ranges(sorted(stall.fewer)))} began fewer collectives than the others: cut off in the last "
+            "one, or busy inside torch before the next"
+        )
+    why += [_stack(members[rank], stacks.get(rank)) for rank in shown]
     if stall.behind:
         first, *others = stall.behind
         info = members[first]
@@ -212,20 +214,11 @@ def stalled(
 
 
 def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:
-    """A rank on each line of the program that ranks wait on, of at most two lines: whose stacks are worth a look."""
+    """Return the ranks whose stacks to show: one for each line of the program on which ranks wait, two at most."""
     first: dict[str, int] = {}
     for rank in (*stall.fewer, *stall.waiting):
         first.setdefault(beats[rank].place, rank)
     return sorted([*first.values()][:2])
-
-
-def _fewer(stall: Stall) -> list[str]:
-    if not stall.fewer:
-        return []
-    who = in_words(as_ranges(sorted(stall.fewer)))
-    return [
-        f"{who} began fewer collectives than the others: cut off in the last one, or busy inside torch before the next"
-    ]
 
 
 def _places(members: Sequence[RankInfo], ranks: Sequence[int], beats: Mapping[int, Beat]) -> list[str]:
