@@ -269,7 +269,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
     terminal.escape_what_cannot_be_shown()
     try:
-        with signals.as_errors():
+        with signals.raise_on_stop():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except DdpManualError as error:

@@ -42,7 +42,7 @@ READ_AT_START = (
 )
 # Those of them that a fork looks at itself.
 READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL")
-PROCESSES = "ddp_manual.processes"
+STARTS_PYTHON = "ddp_manual.launchers"
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
@@ -96,7 +96,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
         self._path, self._started_with, self._note = path, started_with, note
 
     def find_spec(self, name: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != PROCESSES:
+        if name != STARTS_PYTHON:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
@@ -111,7 +111,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
 
     def _instead_of(self, start_python: Callable[..., Any], module: Any) -> Callable[..., Any]:
         def start(program: Path, descriptors: Sequence[int], who: Sequence[str] = (), **options: Any) -> Any:
-            env = options.get("env") or module.launchers.for_worker()
+            env = options.get("env") or module.for_worker()
             known = {"env", "cwd", "stdin", "stdout", "stderr", "start_new_session"}
             # A fork has torch, not yet imported, and one thread.
             forkable = "torch" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
@@ -120,7 +120,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
             if not would_see(self._started_with, env):
                 return start_python(program, descriptors, who, **options)
             words = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
-            with module.signals.held_back():
+            with module.signals.block_in_children():
                 fork = Fork(self._path, words, descriptors, {**options, "env": env})
                 self._note.with_suffix(".new").write_text(str(fork.pid))
                 self._note.with_suffix(".new").replace(self._note)

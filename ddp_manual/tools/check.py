@@ -15,7 +15,7 @@ from ddp_manual.agent.commands import command_template
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.tasks import agent_of
 from ddp_manual.errors import MasterUnresolvable
-from ddp_manual.steps import Step
+from ddp_manual.messages import Step
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.

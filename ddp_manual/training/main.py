@@ -116,7 +116,7 @@ def train_as_agreed(world: World, config: TrainConfig, go_on: Callable[[RunPaths
     if restart := launchers.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
     folder = resuming.run_folder(config, paths) if world.rank == 0 else nullcontext()
-    with folder, signals.without_saving(), ExitStack() as closing:
+    with folder, signals.ignore_save(), ExitStack() as closing:
         return _go(world, paths, config, _load(world, config), closing, go_on)
 
 

@@ -23,10 +23,7 @@ BOTTOM_ROW = (
     "errors",
     "signals",
     "messages",
-    "steps",
-    "waiting",
     "launchers",
-    "processes",
     "run_folder",
     "options",
     "flags",
@@ -118,7 +115,7 @@ def test_imports_point_down_only(path: Path) -> None:
     [
         (r"os\.environ|os\.getenv", {"launchers.py"}),
         (r"sys\.exit\(", {"cli.py"}),
-        (r"os\._exit\(", {"worker/birth.py"}),
+        (r"os\._exit\(", {"worker/process.py"}),
         (r"\bpickle\b|weights_only=False", set()),
     ],
 )

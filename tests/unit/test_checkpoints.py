@@ -156,7 +156,7 @@ def test_a_state_of_another_network_does_not_fit() -> None:
 
 
 def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
-    with signals.without_saving():
+    with signals.ignore_save():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
@@ -166,7 +166,7 @@ def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
     requests = signals.Requests()
     before = signal.getsignal(signal.SIGTERM)
     threads = threading.active_count()
-    with signals.noted(requests, told.append):
+    with signals.collect_requests(requests, told.append):
         assert threading.active_count() == threads
         assert (requests.stop, requests.take_save()) == (0, False)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddp_manual import TrainConfig
 from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.signals import Requests
-from ddp_manual.terminal import Progress as Bar
+from ddp_manual.terminal import ProgressLines as Bar
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
