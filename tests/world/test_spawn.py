@@ -151,5 +151,5 @@ def test_a_script_whose_ranks_would_start_ranks_is_told_what_it_lacks(start: Sta
     script.write_text("import ddp_manual\ndef train(world): pass\nddp_manual.spawn(train, 1)\n")
     unguarded = start(sys.executable, script)
     assert unguarded.wait(20) == 1
-    assert unguarded.err.count("spawn was called by a rank, which was importing the script") == 1
+    assert unguarded.err.count("spawn was called by a rank while it imported the script") == 1
     assert 'put the call below a line: if __name__ == "__main__":' in unguarded.err
