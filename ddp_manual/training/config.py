@@ -8,24 +8,32 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
+from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
-from ddp_manual.training import config_file, user_code
+from ddp_manual.training import config_file, own_code
+from ddp_manual.training.own_code import OWN_FACTORY
 from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
 
 MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
 TRACKERS = ("tensorboard", "wandb", "jsonl")
-# folder:PATH may look like one, but is a folder of images.
-OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
 FOLDER_PREFIX = "folder:"
 FOLDER = {"folder:PATH": r"folder:.+"}
 # Two ways to say one thing.
 BATCH_SIZES = ("batch_size", "global_batch_size")
+# Extra -> the packages it brings, which only some options need; setup.cfg has the same extras.
+PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "flyte": ("flytekit",),
+    "notebook": ("nbclient", "ipykernel", "matplotlib"),
+    "plots": ("matplotlib",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,24 +152,21 @@ class TrainConfig(Options):
 
     def __post_init__(self) -> None:
         with self.naming_files():
-            self._check()
+            self.validate()
 
-    def _check(self) -> None:
-        for name, known in (("model", MODELS), ("dataset", DATASETS)):
-            user_code.check_name(name, getattr(self, name), known=known, typed=name in self.sources)
+    def validate(self) -> None:
+        """Raise BadOption where a value is out of its bounds, or two of them contradict each other."""
+        for name in ("model", "dataset"):
+            own_code.check_name(name, getattr(self, name))
         self.check_bounds()
-        if self.run_dir is not None and not self.run_dir.strip():
-            raise BadOption(
-                "--run_dir is empty",
-                why=f"{self.named('run_dir')}: files cannot be written there",
-                next="name a folder, or leave the option out for a new one below runs/",
-            )
-        if self.resume is not None and not self.resume.strip():
-            raise BadOption(
-                "--resume is empty",
-                why=f"{self.named('resume')}: it names no checkpoint",
-                next="name a checkpoint or a run's folder, or say --resume auto",
-            )
+        for name, missing in (("run_dir", "files cannot be written there"), ("resume", "it names no checkpoint")):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise BadOption(
+                    f"--{name} is empty",
+                    why=f"{self.named(name)}: {missing}",
+                    next=f"leave --{name} out, or name a folder" + (", or auto" if name == "resume" else ""),
+                )
         names = self.class_names or ()
         if not all(names) or len(set(names)) < len(names):
             raise BadOption(
@@ -175,7 +180,13 @@ class TrainConfig(Options):
                 why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
                 next="leave --image_size out",
             )
-        self._check_trackers()
+        for name, times in Counter(self.trackers).items():
+            if name not in TRACKERS or times > 1:
+                raise BadOption(
+                    f"--track {self.track!r} names {name!r}{', which is not known' if times == 1 else ' twice'}",
+                    why=f"{self.named('track')}: it names where else the run can be followed",
+                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
+                )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",
@@ -212,16 +223,11 @@ class TrainConfig(Options):
         """``track``, one by one."""
         return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
 
-    def _check_trackers(self) -> None:
-        seen: set[str] = set()
+    def check_trackers(self) -> None:
+        """Raise BadOption where a package for ``--track`` is missing; on rank 0, which alone has trackers."""
         for name in self.trackers:
-            if name not in TRACKERS or name in seen:
-                raise BadOption(
-                    f"--track {self.track!r} names {name!r}{' twice' if name in seen else ', which is not known'}",
-                    why=f"{self.named('track')}: it names where else the run can be followed",
-                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
-                )
-            seen.add(name)
+            if name in PACKAGES:
+                require(name, f"--track {name}")
 
     @classmethod
     def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:
@@ -271,7 +277,7 @@ class TrainConfig(Options):
 
     def to_json(self) -> str:
         """Every option but those of one run, for ``from_json`` or ``--config``."""
-        options = {name: value for name, value in self.as_dict().items() if name not in config_file.OF_ONE_RUN}
+        options = {name: value for name, value in self.values().items() if name not in config_file.OF_ONE_RUN}
         return json.dumps(options, indent=2, allow_nan=False) + "\n"
 
     def check_world(self, spec: WorldSpec) -> None:
@@ -334,15 +340,27 @@ class TrainConfig(Options):
             if field.metadata["shared"]
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
-
 
 def is_folder(dataset: str) -> bool:
-    """Whether the data set is the user's own class folders, ``folder:PATH``."""
+    """Tell whether the data set is the user's own class folders, ``folder:PATH``."""
     return dataset.startswith(FOLDER_PREFIX)
 
 
-def is_own_factory(value: str) -> bool:
-    """Whether the value of ``model`` or ``dataset`` is ``package.module:factory``."""
-    return any(re.fullmatch(form, value) for form in OWN_FACTORY.values())
+def require(extra: str, for_what: str) -> None:
+    """Look whether the packages of ``extra`` are there, without importing them.
+
+    Args:
+        for_what: the option or command that needs them, such as ``--track wandb``.
+
+    Raises:
+        BadOption: one is missing; says what installs it.
+    """
+    found = {package: find_spec(package) for package in PACKAGES[extra]}
+    # A folder that happens to have the name, such as the ``wandb`` that runs leave behind, is a spec without an origin.
+    missing = [package for package, spec in found.items() if spec is None or spec.origin is None]
+    if missing:
+        raise BadOption(
+            f"{for_what} needs {' and '.join(missing)}, which this Python does not have",
+            why="it is an extra: nothing else here needs it",
+            next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install -e '.[{extra}]'",
+        )

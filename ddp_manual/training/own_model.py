@@ -1,6 +1,6 @@
-"""A network of the user's own: made by the factory, and tried out before the ranks train with it.
+"""A network of the user's own: built by the factory, and tried out before the ranks train with it.
 
-It is given its images in rows, unlike the networks of this package: many a ``forward`` of the tutorials has a
+Its images come in rows (contiguous), unlike those of this package's networks: in many tutorials ``forward`` has a
 ``view(-1, 320)`` after its convolutions, which torch refuses of tensors that have their channels last.
 """
 
@@ -20,16 +20,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import collectives, own_code
-from ddp_manual.training.checkpoint import on_cpu
 
+# Where a network that torch.compile has made keeps the original; torch's documentation of torch.compile names it, as
+# the prefix of the keys of the state dict.
 COMPILED = "_orig_mod"
-"""Where a network that torch.compile has made keeps the one it was given."""
 
 logger = logging.getLogger(__name__)
 
 
-def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """What the factory returns, on the CPU and for training. Lazy layers have got their shapes.
+def build(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Return the network that the factory makes, on the CPU and for training. Lazy layers have got their shapes.
 
     Raises:
         BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
@@ -38,7 +38,7 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
         raise BadOption(
             f"--model {name} is a network, not a function that makes one",
             why="its weights were drawn when its module was imported, before the seed was set",
-            next="name its class, or a function that returns a new one: def factory(): return Net()",
+            next="name its class, or a function that returns a new network: def factory(): return Net()",
         )
     model = own_code.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module):
@@ -57,7 +57,7 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
     if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
         model.register_forward_pre_hook(_in_rows)
     model.eval()
-    # One too: so many may be left for the end of an evaluation.
+    # A single image too: so many may be left for the end of an evaluation.
     for images in (_two_images(shape), _two_images(shape)[:1]):
         try:
             # Not in training mode: neither batch statistics nor random numbers are touched.
@@ -74,13 +74,13 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def _two_images(shape: tuple[int, int, int]) -> Tensor:
-    """Zeros that lie in memory as ``Normalise`` leaves images."""
+    """Return zeros that lie in memory as ``Normalise`` leaves images."""
     channels, height, width = shape
     return torch.zeros(2, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _in_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Of a single channel both layouts are contiguous, and a convolution goes by the strides: they are laid out anew.
+    # With a single channel both layouts are contiguous, but a convolution goes by the strides: the view has new ones.
     return tuple(one.contiguous().view(-1).view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
 
 
@@ -100,19 +100,12 @@ def _check_scores(name: str, scores: Any, count: int, classes: int, when: str = 
         raise _wrong(name, f"gives {given} for {count} image{'s'[: count > 1]}{when}", wanted)
 
 
-def _are_probabilities(scores: Tensor) -> bool:
-    sums = scores.detach().float().sum(dim=1)
-    return bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01)  # bfloat16 has three digits
-
-
 def _check_state(name: str, model: nn.Module) -> None:
     """What ``get_extra_state`` returns goes into the state dict, and need not be a tensor."""
     extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
-    if not extra:
-        return
     content = io.BytesIO()
     try:
-        torch.save(on_cpu(extra), content)
+        torch.save(extra, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception as error:  # of torch, of pickle, or of the user's own class
         raise _wrong(
@@ -125,11 +118,11 @@ def _check_state(name: str, model: nn.Module) -> None:
 def fewest_samples(
     name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int, *, with_ddp: bool
 ) -> int:
-    """Try one training step, on a copy, for what would else end the run at some later step; a collective.
+    """Try one training step, on a copy, for what would otherwise end the run at some later step; a collective.
 
     Returns:
         How many samples a batch of training needs at least: 2 for batch normalisation without height and width, which
-        cannot normalise a single value, else 1.
+        cannot normalise a single value, and where the network cannot be tried; otherwise 1.
 
     Raises:
         BadOption: the step fails; or DDP trains it, and a parameter gets no gradient, for which DDP would wait, or the
@@ -170,6 +163,11 @@ def fewest_samples(
             return 2
 
 
+def _are_probabilities(scores: Tensor) -> bool:
+    sums = scores.detach().float().sum(dim=1)
+    return bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01)  # bfloat16 has three digits
+
+
 def _check_buffers(name: str, model: nn.Module) -> None:
     for buffer_name, buffer in model.named_buffers():
         try:
@@ -199,7 +197,7 @@ def _of(images: Tensor) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """In one line; torch tells some of its own over twenty."""
+    """Return the error in one line; torch tells some of its own over twenty."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 

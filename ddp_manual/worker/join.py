@@ -21,7 +21,7 @@ from ddp_manual import launchers, terminal
 from ddp_manual.errors import DdpManualError, PeerGone, Stopped, from_dict
 from ddp_manual.messages import last_words
 from ddp_manual.processes import start_python
-from ddp_manual.training import user_code
+from ddp_manual.training import own_code
 from ddp_manual.worker import birth
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
@@ -73,7 +73,7 @@ def joined(
         command: what ranks are told to type for one that is missing, with ``{rank}`` for its number.
         tell: told why this process ends, where its agent has to end it since it is blocked.
     """
-    user_code.refuse_while_importing("join")
+    own_code.refuse_while_importing("join")
     check_none_open()
     launchers.token(spec.token_file)  # its agent would come upon what is wrong with it too late to say so
     with ExitStack() as undo:

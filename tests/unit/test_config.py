@@ -6,7 +6,8 @@ import pytest
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
-from ddp_manual.training.config import TrainConfig, is_own_factory
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.world_spec import WorldSpec
 
 
