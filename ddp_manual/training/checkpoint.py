@@ -315,8 +315,7 @@ def _check_options(path: Path, saved: Saved, config: TrainConfig, now: Mapping[s
         raise CheckpointMismatch(
             f"{path} is of another run",
             why="\n".join(wrong),
-            next=f"give the options it was saved with: {_flags_to_resume(path, then, begun, config)}\n"
-            "or start a new run, without --resume",
+            next=f"{_how_to_resume(path, then, begun, config)}\nor start a new run, without --resume",
         )
     if "data" in changed:
         raise CheckpointMismatch(
@@ -339,18 +338,12 @@ def _check_options(path: Path, saved: Saved, config: TrainConfig, now: Mapping[s
             logger.info("from here on with --%s %s; it was %s", name, now[name], then.get(name))
 
 
-def _flags_to_resume(path: Path, then: Mapping[str, Any], begun: int, config: TrainConfig) -> str:
-    """Return what to type for the run of a checkpoint to go on: its own config.json and, where that is gone, what the
-    checkpoint says of the options.
-
-    Args:
-        begun: how many epochs are begun or done.
-    """
+def _how_to_resume(path: Path, then: Mapping[str, Any], begun: int, config: TrainConfig) -> str:
+    """Return what to type for the run of a checkpoint to go on, of which ``begun`` epochs are begun or done."""
     run = RunPaths(checkpoint_files.run_dir_of(path))
-    epochs = {"epochs": max(begun, then["epochs"])}
-    if run.config.exists():
-        again = {"config": run.config, "run_dir": run.run_dir, "resume": AUTO}
-        return as_flags({**again, **epochs} if begun > config.epochs else again)
-    defaults = {field.name: field.default for field in option_fields(TrainConfig)}
-    kept = [name for name in defaults if name in then and (name in MUST_MATCH or then[name] != defaults[name])]
-    return as_flags({**{name: then[name] for name in kept}, **epochs})
+    if not run.config.exists():
+        return f"give the options it was saved with, which are in {path.with_suffix('.json')}"
+    flags: dict[str, Any] = {"config": run.config, "run_dir": run.run_dir, "resume": AUTO}
+    if begun > config.epochs:
+        flags["epochs"] = max(begun, then["epochs"])
+    return f"give the options it was saved with: {as_flags(flags)}"

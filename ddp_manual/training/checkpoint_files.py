@@ -37,16 +37,8 @@ FORMAT = 1
 MOST_NAMED = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Why a checkpoint cannot be read.
-
-    Args:
-        damaged: it is not what was written. Otherwise it may be whole, and only this process cannot read it now.
-    """
-
-    why: str
-    damaged: bool = True
+Fault = CheckpointCorrupt | BadOption
+"""Why a checkpoint cannot be read: it is not what was written, or it may be and this process cannot read it now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,29 +100,29 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
 
 def describe(path: Path) -> Checkpoint:
     """Return a checkpoint by the path of its ``.pt``, without a look at its content."""
-    file = path.with_suffix(".json")
-    described: Any = {}
     try:
-        described = json.loads(file.read_bytes())
-        fault = _description_fault(path, described)
+        return Checkpoint(path=path, described=_description(path), fault=None)
+    except (CheckpointCorrupt, BadOption) as fault:
+        return Checkpoint(path=path, described={}, fault=fault)
+
+
+def _description(path: Path) -> dict[str, Any]:
+    file = path.with_suffix(".json")
+    try:
+        described: Any = json.loads(file.read_bytes())
     except FileNotFoundError:
-        fault = Fault(why=f"{file.name}, which has its digest, is not there")
+        raise corrupt(path, f"{file.name}, which has its digest, is not there") from None
     except OSError as error:
-        fault = _unreadable_now(file, error)
+        raise _unreadable(path, f"{file.name} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
-        fault = Fault(why=f"{file.name} is not JSON")
-    return Checkpoint(path=path, described={} if fault else described, fault=fault)
-
-
-def _description_fault(path: Path, described: Any) -> Fault | None:
+        raise corrupt(path, f"{file.name} is not JSON") from None
     if not isinstance(described, dict) or described.pop("sha256_of_this", None) != _digest_of(described):
-        return Fault(why=f"{path.stem}.json has been changed")
+        raise corrupt(path, f"{file.name} has been changed")
     if described.get("format") != FORMAT:
-        why = f"it is of format {described.get('format')}, this program reads format {FORMAT}"
-        return Fault(why=why, damaged=False)
+        raise _unreadable(path, f"it is of format {described.get('format')}, this program reads format {FORMAT}")
     if path.name != _name_of(described["step"], described["sha256"]):
-        return Fault(why="its name and its description are of different checkpoints")
-    return None
+        raise corrupt(path, "its name and its description are of different checkpoints")
+    return described
 
 
 def _name_of(step: int, digest: str) -> str:
@@ -141,15 +133,13 @@ def _digest_of(described: Any) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def _unreadable_now(path: Path, error: OSError) -> Fault:
-    """A file that cannot be read may be whole: on another day, for another user, after a mount."""
-    return Fault(why=f"{path.name} cannot be read: {error.strerror}", damaged=False)
-
-
 def check(checkpoint: Checkpoint) -> Fault | None:
     """Read all of a checkpoint, and return what is wrong with it, if anything."""
-    content = _content(checkpoint)
-    return content if isinstance(content, Fault) else None
+    try:
+        read(checkpoint)
+    except (CheckpointCorrupt, BadOption) as fault:
+        return fault
+    return None
 
 
 def read(checkpoint: Checkpoint) -> bytes:
@@ -157,36 +147,22 @@ def read(checkpoint: Checkpoint) -> bytes:
 
     Raises:
         CheckpointCorrupt: it is not what was written.
-        BadOption: it may be whole, but cannot be read.
+        BadOption: it may be whole, but cannot be read: on another day, by another user, after a mount it may.
     """
-    content = _content(checkpoint)
-    if not isinstance(content, Fault):
-        return content
-    if content.damaged:
-        raise corrupt(checkpoint.path, content.why)
-    raise BadOption(
-        f"{checkpoint.path} may be whole, but cannot be read here",
-        why=content.why,
-        next="mend that, since an earlier checkpoint would lose what this one has\n"
-        f"or name an earlier one yourself: ddp-manual checkpoints {checkpoint.path.parent}, then --resume its path",
-    )
-
-
-def _content(checkpoint: Checkpoint) -> bytes | Fault:
     if checkpoint.fault:
-        return checkpoint.fault
+        raise checkpoint.fault
+    path, size, expected = checkpoint.path, checkpoint.described["bytes"], checkpoint.described["sha256"]
     try:
-        content = checkpoint.path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
-        return Fault(why=f"{checkpoint.path.name} is not there")
+        raise corrupt(path, f"{path.name} is not there") from None
     except OSError as error:
-        return _unreadable_now(checkpoint.path, error)
-    size, expected = checkpoint.described["bytes"], checkpoint.described["sha256"]
+        raise _unreadable(path, f"{path.name} cannot be read: {error.strerror}") from error
     if len(content) != size:
-        return Fault(why=f"it has {len(content)} bytes instead of {size}")
+        raise corrupt(path, f"it has {len(content)} bytes instead of {size}")
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected:
-        return Fault(why=f"its digest is {digest[:8]} instead of {expected[:8]}: some of its bytes have changed")
+        raise corrupt(path, f"its digest is {digest[:8]} instead of {expected[:8]}: some of its bytes have changed")
     return content
 
 
@@ -196,6 +172,15 @@ def corrupt(path: Path, why: str) -> CheckpointCorrupt:
         why=why,
         next=f"go on from an earlier one: --run_dir {run_dir_of(path)} --resume auto takes the newest that is whole\n"
         f"list the checkpoints: ddp-manual checkpoints {path.parent}",
+    )
+
+
+def _unreadable(path: Path, why: str) -> BadOption:
+    return BadOption(
+        f"{path} may be whole, but cannot be read here",
+        why=why,
+        next="mend that, since an earlier checkpoint would lose what this one has\n"
+        f"or name an earlier one yourself: ddp-manual checkpoints {path.parent}, then --resume its path",
     )
 
 

@@ -38,10 +38,10 @@ PACKAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Options):
-    """What is trained, on what, and how. The ranks of a run must agree on all but paths and what rank 0 alone does.
+    """What is trained, on what, and how. The ranks of a run must agree on all except paths and what rank 0 alone does.
 
     Raises:
-        BadOption: a value is out of its bounds, or two of them contradict each other.
+        BadOption: see ``validate``.
     """
 
     model: str = option("convnet", "Which network.", group="training", choices=MODELS, forms=OWN_FACTORY)
@@ -53,12 +53,9 @@ class TrainConfig(Options):
         group="training",
         minimum=1,
     )
-    lr: float = option(0.04, "Base learning rate, for one rank.", group="training", above=0)
+    lr: float = option(0.04, "Base learning rate, for one rank.", group="training", above=0, maximum=1e6)
     lr_scaling: str = option(
-        "linear",
-        "How the learning rate grows with world_size.",
-        group="training",
-        choices=("linear", "sqrt", "none"),
+        "linear", "How the learning rate grows with world_size.", group="training", choices=("linear", "sqrt", "none")
     )
     lr_schedule: str = option(
         "linear",
@@ -142,7 +139,7 @@ class TrainConfig(Options):
     )
     resume: str | None = option(
         None,
-        "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, else from the beginning. "
+        "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, otherwise from the beginning. "
         "Rank 0's counts, and only its machine needs the file.",
         group="checkpoints",
         shared=False,
@@ -209,9 +206,8 @@ class TrainConfig(Options):
     @property
     def most_grad_norm(self) -> float:
         """``clip_grad_norm``, or its default: without momentum, SGD is left as plain as it was asked for."""
-        if self.clip_grad_norm is None:
-            return 1.0 if self.momentum else 0.0
-        return self.clip_grad_norm
+        default = 1.0 if self.momentum else 0.0
+        return default if self.clip_grad_norm is None else self.clip_grad_norm
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -231,7 +227,7 @@ class TrainConfig(Options):
 
     @classmethod
     def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:
-        """What ``to_json`` wrote, or a person: a JSON object with options as keys, which need not be all.
+        """Read a JSON object with some options as keys, as ``to_json`` or a person writes it.
 
         ``run_dir`` and ``resume`` cannot be given in it: they belong to one run. In a run's ``config.json``, which has
         the key ``run``, they are passed over, and so is that key.
@@ -247,9 +243,10 @@ class TrainConfig(Options):
 
     @classmethod
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
-        """Flags given as keyword arguments, then what the JSON file at ``path`` gives, or that of the run in the folder
-        ``path``, then the defaults. With another data set than the file's, its class names do not count, nor does its
-        image size unless both are folders of images.
+        """Take flags first, then the JSON file at ``path`` (of a run's folder, its ``config.json``), then the defaults.
+
+        With another data set than the file's, its class names do not count, nor does its image size unless both are
+        folders of images.
 
         Raises:
             BadOption: see ``from_json``; also when the file cannot be read.
@@ -268,48 +265,31 @@ class TrainConfig(Options):
         return cls(**{**values, **flags}, sources=sources)
 
     def in_folder(self, run_dir: str) -> TrainConfig:
-        """The same training, with its files in ``run_dir``."""
+        """Return the same training, with its files in ``run_dir``."""
         return dataclasses.replace(self, run_dir=run_dir, sources={**self.sources, "run_dir": "flag"})
 
     def resumed(self) -> TrainConfig:
-        """The same training, from the newest checkpoint in its folder."""
+        """Return the same training, from the newest checkpoint in its folder."""
         return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
 
     def to_json(self) -> str:
-        """Every option but those of one run, for ``from_json`` or ``--config``."""
+        """Write every option except those of one run, for ``from_json`` or ``--config``."""
         options = {name: value for name, value in self.values().items() if name not in config_file.OF_ONE_RUN}
         return json.dumps(options, indent=2, allow_nan=False) + "\n"
 
     def check_world(self, spec: WorldSpec) -> None:
-        """Whether these options can train in that world.
-
-        Raises:
-            BadOption: global_batch_size does not divide evenly over the ranks; or there are several, and no_ddp; or
-                their learning rate would not be a finite number.
-        """
+        """Raise BadOption where global_batch_size does not divide evenly over the ranks, or no_ddp has several."""
         with self.naming_files():
             self.batch_size_per_rank(spec.world_size)
-            if not math.isfinite(self.peak_lr(spec.world_size)):
-                raise BadOption(
-                    f"--lr {self.lr:g} is too large for {spec.world_size} ranks",
-                    why=f"{self.named('lr')} times {spec.named('world_size')} ({self.named('lr_scaling')}) "
-                    "is beyond what a number can be",
-                    next="choose a smaller --lr, such as 0.04",
-                )
             if self.no_ddp and spec.world_size > 1:
                 raise BadOption(
                     f"--no_ddp is for one process, and this is one of {spec.world_size}",
-                    why=f"{self.named('no_ddp')}, {spec.named('world_size')}: "
-                    "each would train on all the data by itself",
+                    why=f"{self.named('no_ddp')}, {spec.named('world_size')}: each would train on all the data",
                     next="leave --no_ddp out (or say --ddp), or start one process with --world_size 1",
                 )
 
     def batch_size_per_rank(self, world_size: int) -> int:
-        """Samples each rank takes per step.
-
-        Raises:
-            BadOption: global_batch_size does not divide evenly over the ranks.
-        """
+        """Return how many samples each rank takes per step; BadOption: global_batch_size does not divide evenly."""
         if self.global_batch_size is None:
             return self.batch_size or 100
         share, rest = divmod(self.global_batch_size, world_size)
@@ -333,7 +313,7 @@ class TrainConfig(Options):
         return self.lr * (world_size if self.lr_scaling == "linear" else math.sqrt(world_size))
 
     def shared_options(self) -> dict[str, tuple[Any, str]]:
-        """Option -> (value, source) for everything the ranks must agree on."""
+        """Return option -> (value, source) for everything that the ranks must agree on."""
         return {
             field.name: (getattr(self, field.name), self.source(field.name))
             for field in option_fields(type(self))
@@ -347,13 +327,10 @@ def is_folder(dataset: str) -> bool:
 
 
 def require(extra: str, for_what: str) -> None:
-    """Look whether the packages of ``extra`` are there, without importing them.
+    """Raise BadOption where a package of ``extra`` is missing; says what installs it. Nothing is imported.
 
     Args:
-        for_what: the option or command that needs them, such as ``--track wandb``.
-
-    Raises:
-        BadOption: one is missing; says what installs it.
+        for_what: the option or command that needs it, such as ``--track wandb``.
     """
     found = {package: find_spec(package) for package in PACKAGES[extra]}
     # A folder that happens to have the name, such as the ``wandb`` that runs leave behind, is a spec without an origin.

@@ -10,6 +10,8 @@ import copy
 import io
 import logging
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,37 +37,25 @@ def build(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
         BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
     """
     if isinstance(own_code.factory("model", name), nn.Module):
-        raise BadOption(
-            f"--model {name} is a network, not a function that makes one",
-            why="its weights were drawn when its module was imported, before the seed was set",
-            next="name its class, or a function that returns a new network: def factory(): return Net()",
-        )
+        wanted = "its class, or a function that returns a new network, whose weights are drawn once the seed is set"
+        raise _wrong(name, "is a network, not a function that makes one", wanted)
     model = own_code.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module):
         raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         wrapper = type(model).__name__
-        raise BadOption(
-            f"--model {name} returned a {wrapper}",
-            why="networks are wrapped here, and their parameters saved under the names they have themselves",
-            next=f"return the network that you give to {wrapper}(...)",
-        )
+        raise _wrong(name, f"returned a {wrapper}", f"the network that you give to {wrapper}(...): it is wrapped here")
     if isinstance(getattr(model, COMPILED, None), nn.Module):
         model.register_state_dict_post_hook(_without_prefix)
         model.register_load_state_dict_pre_hook(_with_prefix)
     model = model.cpu()
     if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
         model.register_forward_pre_hook(_in_rows)
-    model.eval()
-    # A single image too: so many may be left for the end of an evaluation.
-    for images in (_two_images(shape), _two_images(shape)[:1]):
-        try:
-            # Not in training mode: neither batch statistics nor random numbers are touched.
-            with torch.no_grad():
-                scores = model(images)
-        except Exception as error:  # whatever a user's forward raises
-            raise _wrong(name, f"fails on images {_of(images)}: {_reason(error)}", "that it takes them") from error
-        _check_scores(name, scores, len(images), classes)
+    model.eval()  # in which neither batch statistics nor random numbers are touched
+    with torch.no_grad():
+        images = _two_images(shape)
+        _scores(name, model, images, classes)
+        _scores(name, model, images[:1], classes)  # a single image may be left for the end of an evaluation
     model.train()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise _wrong(name, "has no parameter to train", "one at least with requires_grad")
@@ -93,11 +83,29 @@ def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> 
         state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def _check_scores(name: str, scores: Any, count: int, classes: int, when: str = "") -> None:
-    if not isinstance(scores, Tensor) or scores.shape != (count, classes) or not scores.is_floating_point():
+def _scores(name: str, model: nn.Module, images: Tensor, classes: int) -> Tensor:
+    """Return the scores; raise BadOption where there are none for these images and classes."""
+    when = " while it trains" if model.training else ""
+    with _named_failure(name, images, when):
+        scores = model(images)
+    wanted = [len(images), classes]
+    if not isinstance(scores, Tensor) or list(scores.shape) != wanted or not scores.is_floating_point():
         given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        wanted = f"scores of {classes} classes, a float tensor [{count}, {classes}]"
-        raise _wrong(name, f"gives {given} for {count} image{'s'[: count > 1]}{when}", wanted)
+        count = "1 image" if len(images) == 1 else f"{len(images)} images"
+        raise _wrong(name, f"gives {given} for {count}{when}", f"scores of {classes} classes, a float tensor {wanted}")
+    return scores
+
+
+@contextmanager
+def _named_failure(name: str, images: Tensor, when: str) -> Iterator[None]:
+    """Turn whatever a user's network raises into BadOption, except a lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        what = f"fails{when} on images float32 {list(images.shape)}: {_reason(error)}"
+        raise _wrong(name, what, "that it takes them, and that its scores have gradients in training") from error
 
 
 def _check_state(name: str, model: nn.Module) -> None:
@@ -139,21 +147,15 @@ def fewest_samples(
         return 2
     images = _two_images(shape).to(device)
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
-        try:
-            scores = trial(images)
-            _check_scores(name, scores, 2, classes, " while it trains")
-            if _are_probabilities(scores) and collectives.rank() == 0:
-                logger.warning(
-                    "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
-                    "leave the softmax out, or end in log_softmax",
-                    name,
-                )
+        scores = _scores(name, trial, images, classes)
+        if _are_probabilities(scores) and collectives.rank() == 0:
+            logger.warning(
+                "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
+                "leave the softmax out, or end in log_softmax",
+                name,
+            )
+        with _named_failure(name, images, " while it trains"):
             F.cross_entropy(scores.float(), torch.zeros(2, dtype=torch.int64, device=device)).backward()
-        except (BadOption, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            what = f"fails while it trains on images {_of(images)}: {_reason(error)}"
-            raise _wrong(name, what, "that it takes them, and that its scores have gradients") from error
         if with_ddp:
             _check_gradients(name, trial)
         try:
@@ -190,10 +192,6 @@ def _check_gradients(name: str, trial: nn.Module) -> None:
             why="they get no gradient, for which DDP would wait without end",
             next="leave them out of the model, or say that they are not trained: parameter.requires_grad_(False)",
         )
-
-
-def _of(images: Tensor) -> str:
-    return f"float32 {list(images.shape)}"
 
 
 def _reason(error: Exception) -> str:
