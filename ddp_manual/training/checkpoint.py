@@ -113,7 +113,7 @@ def on_cpu(state: Any) -> Any:
 
 
 def unpack(path: Path, content: bytes) -> Saved:
-    """Raises CheckpointCorrupt, which names ``path``, if the bytes are anything but what ``pack`` makes."""
+    """Return what ``pack`` has packed; raise CheckpointCorrupt, which names ``path``, for any other bytes."""
     with _corrupt_if_it_fails(path):
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = read["history"]
@@ -187,8 +187,7 @@ def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
 
 
 def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the options and the data: all that makes the parameters, to be compared when a
-    run goes on from it."""
+    """Return what a checkpoint keeps of the options and the data: all that makes the parameters, to compare later."""
     kept = {
         field.name: getattr(config, field.name)
         for field in option_fields(TrainConfig)

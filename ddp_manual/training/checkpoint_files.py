@@ -36,7 +36,6 @@ SET_ASIDE = "set-aside"
 FORMAT = 1
 MOST_NAMED = 8
 
-
 Fault = CheckpointCorrupt | BadOption
 """Why a checkpoint cannot be read: it is not what was written, or it may be and this process cannot read it now."""
 
@@ -72,7 +71,7 @@ class Checkpoint:
 
 
 def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> Path:
-    """Write a checkpoint and its description; returns the path of the ``.pt``.
+    """Write a checkpoint and its description, and return the path of the ``.pt``.
 
     Args:
         about: what the description says besides step, size, digest and time.
@@ -147,7 +146,7 @@ def read(checkpoint: Checkpoint) -> bytes:
 
     Raises:
         CheckpointCorrupt: it is not what was written.
-        BadOption: it may be whole, but cannot be read: on another day, by another user, after a mount it may.
+        BadOption: it may be whole, but cannot be read now; perhaps by another user, or after a mount.
     """
     if checkpoint.fault:
         raise checkpoint.fault
@@ -268,7 +267,7 @@ def named(path: Path) -> tuple[Checkpoint, bytes]:
 
 
 def check_named(path: Path) -> None:
-    """Raise CheckpointMissing if ``--resume path`` names nothing, or no checkpoint; for before the ranks meet."""
+    """Raise CheckpointMissing if ``--resume path`` names no checkpoint; called before the ranks meet."""
     if not path.exists() and not path.with_suffix(".json").exists():
         raise _missing(path, "there is no such file or folder")
     if path.name == RunPaths(path.parent).model.name:

@@ -129,7 +129,7 @@ def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path,
         assert suffix == ".json" and found[1] == content and found[0].test_accuracy == 0.5
 
 
-def test_any_bytes_end_in_an_error_of_ours(content: bytes) -> None:
+def test_any_damaged_bytes_end_in_checkpoint_corrupt(content: bytes) -> None:
     order = random.Random(0)
     network, optimizer = trained(1)
     path = Path("step.pt")
@@ -180,7 +180,7 @@ def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
-def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
+def test_a_checkpoint_with_an_unusable_description_counts_as_damaged(tmp_path: Path, text: str) -> None:
     path = checkpoint_files.write(tmp_path, 20, b"content", {})
     path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointCorrupt):
@@ -201,7 +201,7 @@ def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere
             checkpoint_files.named(nowhere)
 
 
-def test_the_newest_stay_and_the_best_and_nothing_of_anybody_else_goes(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_best_and_removes_no_other_file(tmp_path: Path) -> None:
     mine = tmp_path / "step-mine.pt"
     mine.touch()
     accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: None, 50: 0.1, 60: None}
@@ -212,7 +212,7 @@ def test_the_newest_stay_and_the_best_and_nothing_of_anybody_else_goes(tmp_path:
     assert mine.exists()
 
 
-def test_what_comes_after_the_step_a_run_goes_on_from_is_removed_and_so_is_what_a_kill_has_left(
+def test_a_rewind_removes_later_checkpoints_and_what_a_killed_process_left_half_written(
     tmp_path: Path,
 ) -> None:
     for step in (10, 20, 30):
@@ -257,7 +257,7 @@ def test_a_checkpoint_that_has_lost_its_description_is_named_and_set_aside(
 
 
 @pytest.mark.parametrize("trouble", [".pt", ".json", "format"])
-def test_what_cannot_be_read_here_is_not_taken_for_damaged_and_never_removed(
+def test_an_unreadable_checkpoint_does_not_count_as_damaged_and_is_set_aside_instead_of_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     checkpoint_files.write(tmp_path, 10, b"10", {})
@@ -365,7 +365,9 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
 
 
 @pytest.mark.parametrize(("name", "why"), [("model.pt", "the parameters alone"), ("best.json", "step-<number>")])
-def test_another_file_of_a_run_is_no_checkpoint_and_the_run_is_named(tmp_path: Path, name: str, why: str) -> None:
+def test_another_file_of_a_run_is_not_a_checkpoint_and_the_answer_names_the_run(
+    tmp_path: Path, name: str, why: str
+) -> None:
     (tmp_path / "int").mkdir()
     checkpoint_files.write(RunPaths(tmp_path / "int").checkpoints, 10, b"ten", {})
     file = tmp_path / "int" / name
@@ -376,7 +378,7 @@ def test_another_file_of_a_run_is_no_checkpoint_and_the_run_is_named(tmp_path: P
     assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
 
 
-def test_starting_from_the_beginning_overwrites_no_other_run_and_none_that_is_complete(tmp_path: Path) -> None:
+def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_complete_one(tmp_path: Path) -> None:
     paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
     assert checkpoint.find_resumed(config, paths) is None
     run_folder.write_json(paths.config, TrainConfig().values())
@@ -394,7 +396,7 @@ def test_starting_from_the_beginning_overwrites_no_other_run_and_none_that_is_co
         checkpoint.find_resumed(config, paths)
 
 
-def test_metrics_after_a_step_and_a_line_that_was_cut_off_go(tmp_path: Path) -> None:
+def test_metrics_after_a_step_and_a_line_that_was_cut_off_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_folder.keep_json_lines(path, lambda line: True)
     assert not path.exists()
@@ -415,7 +417,7 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pyte
         pass
 
 
-def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_resumes_a_run_has_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--seed", "3"])
     monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--seed", "3"])
     config = TrainConfig(seed=3, resume="old.pt", sources={"seed": "flag", "resume": "flag"})
@@ -469,7 +471,7 @@ def test_images_that_are_normalised_in_another_way_make_another_run(tmp_path: Pa
     assert caught.value.why == "normalization: dataset in the checkpoint / none here (argument)"
 
 
-def test_other_images_to_test_on_are_said_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_test_images_are_a_warning_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     images, labels = torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
     train, test, other = (Split(images, labels, ("a", "b"), digest=digest) for digest in ("one", "two", "three"))
     network, optimizer = trained()
@@ -509,7 +511,7 @@ def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"
 
 
-def test_code_that_has_changed_since_the_checkpoint_is_said_and_not_refused(
+def test_code_that_has_changed_since_the_checkpoint_is_a_warning_and_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

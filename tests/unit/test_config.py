@@ -132,7 +132,7 @@ def test_a_global_batch_that_cannot_be_divided_is_refused_with_one_that_can(worl
     assert advice in caught.value.next
 
 
-def test_the_ranks_must_agree_on_everything_but_the_paths() -> None:
+def test_the_ranks_must_agree_on_everything_except_the_paths() -> None:
     shared = TrainConfig(lr=0.5, sources={"lr": "flag"}).shared_options()
     assert shared["lr"] == (0.5, "flag")
     assert shared["epochs"] == (2, "default")

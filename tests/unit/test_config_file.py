@@ -46,7 +46,7 @@ def test_a_file_need_not_give_all_options_and_each_value_remembers_where_it_is_f
 @pytest.mark.parametrize(
     ("in_the_file", "flag"), [("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")]
 )
-def test_one_batch_size_that_is_typed_takes_the_place_of_the_other_in_the_file(
+def test_a_batch_size_that_is_typed_replaces_the_other_kind_in_the_file(
     file: Path, in_the_file: str, flag: str
 ) -> None:
     file.write_text(json.dumps({in_the_file: 60}))
@@ -126,7 +126,7 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
     ],
     ids=range(10),
 )
-def test_what_is_no_json_object_is_refused_with_the_file_and_the_place(
+def test_a_file_without_a_json_object_is_refused_with_its_name_and_the_place(
     file: Path, text: str | bytes, told: str
 ) -> None:
     file.write_bytes(text.encode() if isinstance(text, str) else text)

@@ -210,7 +210,7 @@ def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(start: S
     assert train(3, port) == pytest.approx(train(1, port + 1), rel=1e-5, abs=1e-6)
 
 
-def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
+def test_three_ranks_sum_their_gradients_in_the_same_order_after_a_resume(
     start_world: StartWorld, tmp_path: Path
 ) -> None:
     """Of two ranks the order makes no difference; of three, DDP's buckets decide, which it lays out anew on its way."""
@@ -225,7 +225,7 @@ def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
     assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(run).items())
 
 
-def test_what_rank_0_cannot_go_on_from_ends_every_rank_with_what_differs(
+def test_a_checkpoint_that_rank_0_cannot_resume_from_ends_every_rank_with_the_reason(
     start_world: StartWorld, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -95,7 +95,7 @@ def test_the_script_has_the_digest_that_its_file_has_when_it_is_imported(
     monkeypatch.delitem(sys.modules, "q3")
 
 
-def test_a_files_name_does_not_run_the_file(write: Write) -> None:
+def test_the_name_of_a_file_in_place_of_its_module_does_not_run_the_file(write: Write) -> None:
     write("not_imported", "raise AssertionError")
     with pytest.raises(BadOption) as caught:
         own_code.factory("model", "not_imported.py:Net")
