@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +35,10 @@ PACKAGES = {
     "notebook": ("nbclient", "ipykernel", "matplotlib"),
     "plots": ("matplotlib",),
 }
+# ``option``, for each group of the help.
+_training, _data, _output, _checkpoints = (
+    partial(option, group=group) for group in ("training", "data", "output", "checkpoints")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,104 +49,75 @@ class TrainConfig(Options):
         BadOption: see ``validate``.
     """
 
-    model: str = option("convnet", "Which network.", group="training", choices=MODELS, forms=OWN_FACTORY)
-    epochs: int = option(2, "Times to go through the training set.", group="training", minimum=1)
-    batch_size: int | None = option(None, "Samples per rank and step (default: 100).", group="training", minimum=1)
-    global_batch_size: int | None = option(
-        None,
-        "Samples per step over all ranks, divided among them; the learning rate is then not scaled.",
-        group="training",
-        minimum=1,
+    model: str = _training("convnet", "Which network.", choices=MODELS, forms=OWN_FACTORY)
+    epochs: int = _training(2, "Times to go through the training set.", minimum=1)
+    batch_size: int | None = _training(None, "Samples per rank and step (default: 100).", minimum=1)
+    global_batch_size: int | None = _training(
+        None, "Samples per step over all ranks, divided among them; the learning rate is then not scaled.", minimum=1
     )
-    lr: float = option(0.04, "Base learning rate, for one rank.", group="training", above=0, maximum=1e6)
-    lr_scaling: str = option(
-        "linear", "How the learning rate grows with world_size.", group="training", choices=("linear", "sqrt", "none")
+    lr: float = _training(0.04, "Base learning rate, for one rank.", above=0, maximum=1e6)
+    lr_scaling: str = _training(
+        "linear", "How the learning rate grows with world_size.", choices=("linear", "sqrt", "none")
     )
-    lr_schedule: str = option(
-        "linear",
-        "How the learning rate decays after the warm-up.",
-        group="training",
-        choices=("linear", "cosine", "constant"),
+    lr_schedule: str = _training(
+        "linear", "How the learning rate decays after the warm-up.", choices=("linear", "cosine", "constant")
     )
-    warmup_epochs: float = option(0.8, "Epochs (or a part of one) of linear warm-up.", group="training", minimum=0)
-    momentum: float = option(0.9, "SGD momentum.", group="training", minimum=0)
-    weight_decay: float = option(5e-4, "SGD weight decay.", group="training", minimum=0)
-    clip_grad_norm: float | None = option(
+    warmup_epochs: float = _training(0.8, "Epochs (or a part of one) of linear warm-up.", minimum=0)
+    momentum: float = _training(0.9, "SGD momentum.", minimum=0)
+    weight_decay: float = _training(5e-4, "SGD weight decay.", minimum=0)
+    clip_grad_norm: float | None = _training(
         None,
         "Scale gradients down to at most this norm; 0 leaves them alone (default: 1; with --momentum 0: 0).",
-        group="training",
         minimum=0,
     )
-    shift: int = option(
-        1,
-        "Move each training image by up to this many pixels, anew each epoch.",
-        group="training",
-        minimum=0,
-        maximum=8,
+    shift: int = _training(
+        1, "Move each training image by up to this many pixels, anew each epoch.", minimum=0, maximum=8
     )
-    flip: bool = option(
-        False, "Mirror half of the training images, left to right, drawn anew each epoch.", group="training"
-    )
-    normalization: str = option(
+    flip: bool = _training(False, "Mirror half of the training images, left to right, drawn anew each epoch.")
+    normalization: str = _training(
         "dataset",
         "dataset: pixels less the mean of the training set's, over their standard deviation. none: 0 to 1.",
-        group="training",
         choices=("dataset", "none"),
     )
-    sync_bn: bool = option(False, "Batch statistics over all ranks (torch offers it on GPUs only).", group="training")
-    no_ddp: bool = option(
+    sync_bn: bool = _training(False, "Batch statistics over all ranks (torch offers it on GPUs only).")
+    no_ddp: bool = _training(
         False,
         "The plain loop of one process: no process group, no port, no DDP; the same parameters as one rank with it.",
-        group="training",
     )
-    seed: int = option(
-        0, "Seed of the weights and of each epoch's order.", group="training", minimum=0, maximum=2**63 - 1
-    )
-    dataset: str = option("mnist", "What to train on.", group="data", choices=DATASETS, forms={**FOLDER, **OWN_FACTORY})
-    image_size: int | None = option(
+    seed: int = _training(0, "Seed of the weights and of each epoch's order.", minimum=0, maximum=2**63 - 1)
+    dataset: str = _data("mnist", "What to train on.", choices=DATASETS, forms={**FOLDER, **OWN_FACTORY})
+    image_size: int | None = _data(
         None,
         "Resize the images of folder:PATH to squares of this many pixels (default: all have one size already).",
-        group="data",
         minimum=1,
         maximum=4096,
     )
-    classes: str | None = option(
-        None, "Names to show for the classes, in the order of their labels, with commas between.", group="data"
+    classes: str | None = _data(
+        None, "Names to show for the classes, in the order of their labels, with commas between."
     )
-    data_dir: str = option("data", "Where the data sets are, or are downloaded to.", group="data", shared=False)
-    run_dir: str | None = option(
-        None,
-        "Where rank 0 writes what the run produced (default: runs/<start time>-<run_id>).",
-        group="output",
-        shared=False,
+    data_dir: str = _data("data", "Where the data sets are, or are downloaded to.", shared=False)
+    run_dir: str | None = _output(
+        None, "Where rank 0 writes what the run produced (default: runs/<start time>-<run_id>).", shared=False
     )
-    track: str | None = option(
+    track: str | None = _output(
         None,
         f"Follow the run elsewhere too: {', '.join(TRACKERS)}; several with commas between. Rank 0's counts.",
-        group="output",
         shared=False,
     )
-    log_every: int = option(
-        100, "Steps between two lines of metrics; the end of an epoch has one too.", group="output", minimum=1
+    log_every: int = _output(100, "Steps between two lines of metrics; the end of an epoch has one too.", minimum=1)
+    checkpoint_every: int = _checkpoints(
+        1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", minimum=0
     )
-    checkpoint_every: int = option(
-        1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", group="checkpoints", minimum=0
+    checkpoint_steps: int = _checkpoints(
+        0, "Steps between two checkpoints, besides those of the epochs. 0: none.", minimum=0
     )
-    checkpoint_steps: int = option(
-        0, "Steps between two checkpoints, besides those of the epochs. 0: none.", group="checkpoints", minimum=0
+    keep: int = _checkpoints(
+        3, "How many of the newest checkpoints stay, and the one with the best test accuracy.", minimum=1, shared=False
     )
-    keep: int = option(
-        3,
-        "How many of the newest checkpoints stay, and the one with the best test accuracy.",
-        group="checkpoints",
-        minimum=1,
-        shared=False,
-    )
-    resume: str | None = option(
+    resume: str | None = _checkpoints(
         None,
         "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, otherwise from the beginning. "
         "Rank 0's counts, and only its machine needs the file.",
-        group="checkpoints",
         shared=False,
     )
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
