@@ -142,10 +142,9 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 
     The exit code is 0, also where one is damaged; 15 if there is none.
     """
-    from ddp_manual.tools import reports
-    from ddp_manual.training import checkpoints
+    from ddp_manual.tools import checkpoints, reports
 
-    found = checkpoints.listed(folder)
+    found = checkpoints.list_checkpoints(folder)
     _say(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
 
 

@@ -29,7 +29,7 @@ from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.run_folder import RunPaths, default_run_dir, new_run_id
 from ddp_manual.terminal import RankOutput, say
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
@@ -93,7 +93,7 @@ class Launch:
                 config = self._to_go_on(config)
                 forker.start_again()
                 restarts += 1
-        saved = bool(checkpoints.find(self.paths.checkpoints))
+        saved = bool(checkpoint_files.find(self.paths.checkpoints))
         if self.signalled:
             raise Stopped(
                 self.signalled,
@@ -155,7 +155,7 @@ class Launch:
 
     def _to_go_on(self, config: TrainConfig) -> TrainConfig:
         """The newest checkpoint of the run itself, unless it has none yet and began with another's."""
-        if config.resume is not None and not checkpoints.find(self.paths.checkpoints):
+        if config.resume is not None and not checkpoint_files.find(self.paths.checkpoints):
             return config
         return config.resumed()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_manual import launchers, terminal
 from ddp_manual.errors import DdpManualError, Stopped, from_dict
-from ddp_manual.training import user_code
+from ddp_manual.training import own_code
 from ddp_manual.worker import process
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
@@ -68,7 +68,7 @@ def joined(
         command: what to type for a missing rank, with ``{rank}`` for its number.
         tell: called with why this process ends, if its agent has to end it because it is blocked.
     """
-    user_code.refuse_while_importing("join")
+    own_code.refuse_while_importing("join")
     check_none_open()
     launchers.token(spec.token_file)  # complain here, since the agent could not
     with ExitStack() as undo:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ddp_manual import launchers, signals, terminal
@@ -33,7 +35,7 @@ from ddp_manual.errors import (
     signal_name,
 )
 from ddp_manual.options import option_fields
-from ddp_manual.training import user_code
+from ddp_manual.training import own_code
 from ddp_manual.worker.join import joined
 from ddp_manual.worker.main import as_ours
 from ddp_manual.worker.process import end_process
@@ -78,7 +80,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
             rank that only lost another one is not the first.
         Stopped: a signal stopped the ranks, and all have ended.
     """
-    user_code.refuse_while_importing("spawn")
+    own_code.refuse_while_importing("spawn")
     _check(train_fn, nprocs, args)
     with signals.raise_on_stop(), launchers.reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         specs = [_spec(rank, nprocs, port, world_options) for rank in range(nprocs)]
@@ -99,7 +101,7 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
     """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
-    user_code.check_function(train_fn)
+    _check_function(train_fn)
     if type(nprocs) is not int or nprocs < 1:
         what = f"nprocs {nprocs!r} is not a number of ranks"
         why = "spawn starts that many processes, each of them one rank"
@@ -119,6 +121,32 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
     else:
         return
     raise BadOption(what, why=why, next=next)
+
+
+def _check_function(train_fn: Callable[..., object]) -> None:
+    """Raise BadOption where a new Python could not find the function that each rank is to call."""
+    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    name = function.__qualname__ if isinstance(function, FunctionType) else ""
+    if not callable(train_fn):
+        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
+        why = "each rank calls train_fn(world, *args)"
+        next = "give a function, by its name and without calling it"
+    elif "<" in name:
+        what = f"spawn cannot start {name}"
+        why = "each rank is a new Python, which finds a function by the name it has in its module; this one has none"
+        next = "write it as a def at the top level of a module, and give what it needs by args"
+    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
+        why = "each rank is a new Python, which finds a function in a file, and cannot see what was typed here"
+        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
+    else:
+        return
+    raise BadOption(what, why=why, next=next)
+
+
+def _is_importable(main: ModuleType) -> bool:
+    """Tell whether the program that runs is a file or a module, which a new Python can import too."""
+    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _name(train_fn: Callable[..., object]) -> str:

@@ -33,13 +33,10 @@ BOTTOM_ROW = (
 BOTTOM = set(BOTTOM_ROW)
 # The modules of train/ that know nothing of torch: what is said of a training before it begins.
 TRAINING_WITHOUT_TORCH = {
-    "training.checkpoint_file",
-    "training.checkpoints",
+    "training.checkpoint_files",
     "training.config",
     "training.config_file",
-    "training.extras",
-    "training.resume_option",
-    "training.user_code",
+    "training.own_code",
 }
 MAY_IMPORT = {
     "agent": {"agent", *TRAINING_WITHOUT_TORCH, *BOTTOM},

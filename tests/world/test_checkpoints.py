@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ddp_manual import signals
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from tests.conftest import DRAWN, REPOSITORY, RankProcess, Start, free_port
 
 KILLS = int(os.environ.get("DDP_MANUAL_SOAK_KILLS", "2"))
@@ -110,7 +110,7 @@ def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_pa
     assert time.monotonic() - told < 5
     assert "SIGTERM: stopping after the next step all ranks agree on; once more leaves at once" in ranks[1].err
     (step,) = {re.findall(r"error\[stopped\]: stopped by SIGTERM after step (\d+)", rank.err)[0] for rank in ranks}
-    newest, *_ = checkpoints.find(run / "checkpoints")
+    newest, *_ = checkpoint_files.find(run / "checkpoints")
     assert newest.step == int(step)
     assert "--resume auto --run_dir" in ranks[1].err
     assert json.loads((run / "failure-rank1.json").read_text())["identifier"] == "stopped"
@@ -210,7 +210,7 @@ def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(start: S
     assert train(3, port) == pytest.approx(train(1, port + 1), rel=1e-5, abs=1e-6)
 
 
-def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
+def test_three_ranks_sum_their_gradients_in_the_same_order_after_a_resume(
     start_world: StartWorld, tmp_path: Path
 ) -> None:
     """Of two ranks the order makes no difference; of three, DDP's buckets decide, which it lays out anew on its way."""
@@ -225,7 +225,7 @@ def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
     assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(run).items())
 
 
-def test_what_rank_0_cannot_go_on_from_ends_every_rank_with_what_differs(
+def test_a_checkpoint_that_rank_0_cannot_resume_from_ends_every_rank_with_the_reason(
     start_world: StartWorld, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
-    newest, *_ = checkpoints.find(run / "checkpoints")
+    newest, *_ = checkpoint_files.find(run / "checkpoints")
     newest.path.write_bytes(newest.path.read_bytes()[:-1])
     ranks = start_world(2, run, *LONG, "--resume", "auto")
     assert [rank.wait() for rank in ranks] == [0, 0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from tests.conftest import RankProcess, Start
 from tests.world.test_launch import gone, wait_until
 
@@ -33,16 +33,16 @@ SCRIPT = """
         print(world.rank, summary["run_dir"], flush=True)
 
     def train_and_save_slowly(world, options):
-        from ddp_manual.training import checkpoint_file
+        from ddp_manual.training import checkpoint_files
 
-        write = checkpoint_file.write
+        write = checkpoint_files.write
 
         def slowly(*arguments):
             open("saving", "w").close()
             time.sleep(3)
             return write(*arguments)
 
-        checkpoint_file.write = slowly
+        checkpoint_files.write = slowly
         train(world, options)
 
     def sleep(world, options):
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(spawn: 
     max(ranks, key=lambda rank: rank.pid).kill()
     assert script.wait(20) == 14
     assert "error[peer-lost]: rank 1 (pid " in script.err
-    (written,) = checkpoints.find(tmp_path / "run" / "checkpoints")
+    (written,) = checkpoint_files.find(tmp_path / "run" / "checkpoints")
     assert written.step == 20
     assert gone(ranks, 0.5)
 
