@@ -250,7 +250,7 @@ def saves_slowly(folder: Path) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(
         "import time\n"
         "from pathlib import Path\n"
-        "from ddp_manual import checkpoint_file\n"
+        "from ddp_manual.training import checkpoint_file\n"
         "write = checkpoint_file.write\n"
         "def slowly(*arguments):\n"
         f"    Path({str(folder / 'saving')!r}).touch()\n"

@@ -281,7 +281,7 @@ def test_a_full_disk_is_named_and_the_previous_model_stays(tmp_path: Path) -> No
         "from pathlib import Path; from ddp_manual import run_folder, errors\n"
         f"path = Path({str(tmp_path)!r}) / 'model.pt'\n"
         "run_folder.write_bytes(path, b'old')\n"
-        "try: rundir.write_bytes(path, bytes(1 << 20))\n"
+        "try: run_folder.write_bytes(path, bytes(1 << 20))\n"
         "except errors.DiskFull as error: print(error.exit_code, path.read_bytes(), len(list(path.parent.iterdir())))\n"
     )
     mounted = f'mount -t tmpfs -o size=256k none {tmp_path} && exec {sys.executable} -c "$0"'
