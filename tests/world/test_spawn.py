@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(spawn: Start) -> None:
 
 
 def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(spawn: Start, tmp_path: Path) -> None:
-    script = spawn("train_and_save_slowly", 2, epochs=200, batch_size=200, checkpoint_steps=20)
+    script = spawn("train_and_save_slowly", 2, epochs=200, batch_size=100, checkpoint_steps=20)
     wait_until((tmp_path / "saving").exists)
     own = psutil.Process(script.process.pid).children()
     ranks = [process for process in own if "resource_tracker" not in " ".join(process.cmdline())]
