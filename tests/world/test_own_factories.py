@@ -45,7 +45,7 @@ def test_a_users_model_and_data_are_trained_from_the_current_folder(start_own: S
     assert summary["final_test_accuracy"] > 0.95
     run = json.loads((tmp_path / "run" / "config.json").read_text())["run"]
     assert len(run["model_source"]) == len(run["dataset_source"]) == 16
-    assert run["classes"] == ["upright", "lying"] and run["shape"] == [1, 16, 16]
+    assert run["classes"] == ["vertical", "horizontal"] and run["shape"] == [1, 16, 16]
     assert "0.weight" in torch.load(tmp_path / "run" / "model.pt", weights_only=True)
 
 
