@@ -142,10 +142,9 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 
     The exit code is 0, also where one is damaged; 15 if there is none.
     """
-    from ddp_manual.tools import reports
-    from ddp_manual.training import checkpoints
+    from ddp_manual.tools import checkpoints, reports
 
-    found = checkpoints.listed(folder)
+    found = checkpoints.list_checkpoints(folder)
     _say(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
 
 
@@ -269,7 +268,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
     terminal.escape_what_cannot_be_shown()
     try:
-        with signals.as_errors():
+        with signals.raise_on_stop():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except DdpManualError as error:

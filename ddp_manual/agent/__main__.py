@@ -25,7 +25,7 @@ def main(channel: int, faults: int) -> None:
     """Serve the script at the other end of ``channel`` until it has left, or was told why the run ends."""
     for number in (*signals.handled(), signals.SAVE):  # the script alone handles signals
         signal.signal(number, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
     connection = socket.socket(fileno=channel)
     reader = LineReader()
     while not (messages := reader.feed(data := connection.recv(1))):  # byte by byte: the event loop reads the rest

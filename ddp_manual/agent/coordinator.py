@@ -25,7 +25,7 @@ from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ra
 from ddp_manual.agent.watch import Watch
 from ddp_manual.errors import DdpManualError, MasterLost, TokenMismatch
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, Verdict, encode, printable
-from ddp_manual.waiting import Waiting
+from ddp_manual.terminal import Waiting
 
 TICK = 0.1
 # Seconds that rank 0 keeps torch's store for ranks that are still working.

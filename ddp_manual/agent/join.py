@@ -22,9 +22,8 @@ from ddp_manual.agent.network_interface import OwnAddress, at, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation, wait_within
 from ddp_manual.errors import DdpManualError, MasterLost, TokenMismatch, from_dict
-from ddp_manual.messages import RankInfo, RunInfo
-from ddp_manual.steps import Steps
-from ddp_manual.waiting import POLL_EVERY, Waiting
+from ddp_manual.messages import RankInfo, RunInfo, Steps
+from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.

@@ -24,8 +24,7 @@ from ddp_manual.agent.ending import Ended, Ending, StopSignals, write_failure
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
-from ddp_manual.messages import Beat, Place, RunInfo, Verdict, last_words
-from ddp_manual.steps import Steps
+from ddp_manual.messages import Beat, Place, RunInfo, Steps, Verdict, last_words
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -87,7 +86,7 @@ class Agent:
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         self._ending = Ending(self.spec.rank)
-        with signals.taken(self.take_signal) if self.task.launched is None else nullcontext():
+        with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 self._check_host()
                 self._worker = self._start_worker()

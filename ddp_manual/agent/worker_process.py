@@ -24,8 +24,8 @@ from typing import Any
 from ddp_manual import signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import BackendUnavailable, DdpManualError, signal_name
+from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_ANSWER, Beat, last_words
-from ddp_manual.processes import start_python
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
 # a collective.

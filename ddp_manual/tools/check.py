@@ -16,7 +16,7 @@ from ddp_manual.agent.join import Task
 from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.tasks import agent_in_this_terminal
 from ddp_manual.errors import MasterUnresolvable
-from ddp_manual.steps import Step
+from ddp_manual.messages import Step
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.

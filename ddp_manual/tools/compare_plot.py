@@ -11,7 +11,7 @@ from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
 from ddp_manual.tools.compare import Comparison
 from ddp_manual.tools.recorded_run import Point, RecordedRun
-from ddp_manual.training import extras
+from ddp_manual.training.config import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def write_plot(comparison: Comparison, path: Path) -> None:
     Raises:
         BadOption: matplotlib is not installed, the name ends in no format it knows, or the file cannot be written.
     """
-    extras.require("plots", "--plot")
+    require("plots", "--plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 12), layout="constrained")

@@ -14,7 +14,8 @@ from ddp_manual.options import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.tools import saved_model
 from ddp_manual.tools.saved_model import SavedModel
-from ddp_manual.training.config import TrainConfig, is_own_factory
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.own_code import is_own_factory
 
 if TYPE_CHECKING:
     from torch import nn

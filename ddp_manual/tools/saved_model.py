@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import checkpoint_file, checkpoints, config_file
+from ddp_manual.training import checkpoint_files, config_file
 
 # How torch ends the name under which a module keeps what is no tensor.
 EXTRA_STATE = "_extra_state"
@@ -52,7 +52,7 @@ class SavedModel:
 
     @property
     def is_checkpoint(self) -> bool:
-        return checkpoint_file.NAME.fullmatch(self.path.name) is not None
+        return checkpoint_files.NAME.fullmatch(self.path.name) is not None
 
 
 def read(path: Path) -> SavedModel:
@@ -64,14 +64,14 @@ def read(path: Path) -> SavedModel:
         CheckpointCorrupt: it is no model, or not what was written; or config.json contradicts itself.
         BadOption: it cannot be read.
     """
-    run = RunPaths(checkpoint_file.run_dir_of(path))
+    run = RunPaths(checkpoint_files.run_dir_of(path))
     if path.is_dir():
         model = RunPaths(path).model
-        found = None if model.exists() else checkpoints.newest_whole(checkpoints.folder_of(path))
+        found = None if model.exists() else checkpoint_files.newest_whole(checkpoint_files.folder_of(path))
         if found is None and not model.exists():
             raise _missing(path, f"it has no {model.name}, and no checkpoint")
         path, content = (found[0].path, found[1]) if found else (model, _content(model))
-    elif checkpoint_file.NAME.fullmatch(path.name):
+    elif checkpoint_files.NAME.fullmatch(path.name):
         path, content = _checkpoint(path.with_suffix(".pt"))
     else:
         content = _content(path)
@@ -82,7 +82,7 @@ def _checkpoint(path: Path) -> tuple[Path, bytes]:
     if not path.exists():
         raise _missing(path, "there is no such file")
     try:
-        return path, checkpoint_file.read(checkpoint_file.describe(path))
+        return path, checkpoint_files.read(checkpoint_files.describe(path))
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(error.what, why=error.why, next=_what_there_is(path.parent)) from error
 
@@ -187,8 +187,8 @@ def _missing(path: Path, why: str) -> CheckpointMissing:
 
 def _what_there_is(folder: Path) -> str:
     """The runs in a folder, or in that run the checkpoints; where it is itself missing, what to name."""
-    if folder.is_dir() and checkpoints.find(checkpoints.folder_of(folder)):
+    if folder.is_dir() and checkpoint_files.find(checkpoint_files.folder_of(folder)):
         return f"what there is: ddp-manual checkpoints {folder}"
     models = sorted(path.parent for path in folder.glob("*/model.pt")) if folder.is_dir() else []
-    lines = [f"ddp-manual evaluate --checkpoint {run}" for run in models[-checkpoints.MOST_NAMED :]]
+    lines = [f"ddp-manual evaluate --checkpoint {run}" for run in models[-checkpoint_files.MOST_NAMED :]]
     return "\n".join(lines or ["name a run's folder, such as runs/<start time>-<run_id>, or a file in it"])

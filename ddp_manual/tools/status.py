@@ -12,7 +12,7 @@ from ddp_manual.agent.network_interface import at
 from ddp_manual.agent.observer import look_at
 from ddp_manual.agent.probe import find_rank_0
 from ddp_manual.errors import MasterLost
-from ddp_manual.waiting import Waiting
+from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
 
 LOOK_EVERY = 1.0
