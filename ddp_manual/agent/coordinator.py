@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
-from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
+from ddp_manual.agent.handshakes import LONGEST_HELLO, TOKEN_OPTIONS, Handshakes, Peer
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
 from ddp_manual.agent.watch import Watch
@@ -77,8 +77,8 @@ class Coordinator:
         self._tick()
 
     @property
-    def ranks_left(self) -> list[int]:
-        """The ranks that still have to leave, without rank 0."""
+    def others_still_here(self) -> list[int]:
+        """The ranks, without rank 0, that have not said goodbye."""
         return sorted(rank for rank, peer in self._peers.items() if rank and not peer.left)
 
     @property
@@ -93,7 +93,7 @@ class Coordinator:
     async def wait_for_goodbyes(self, log: Callable[[str], None]) -> None:
         """Keep torch's store until the other ranks have left, or for 60 s."""
         waiting = Waiting(LEAVE_TIMEOUT, log)
-        while late := self.ranks_left:
+        while late := self.others_still_here:
             shown = in_words(as_ranges(late))
             if waiting.over:
                 log(f"not waiting longer for {shown}: no goodbye came")
@@ -107,7 +107,7 @@ class Coordinator:
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left before all ranks had joined"
             self._refuse_all(MasterLost(left, why=error.what, next="start all ranks again"))
         self._over = True
-        for rank in self.ranks_left if error is None and self._watch.failure is None else []:
+        for rank in self.others_still_here if error is None and self._watch.failure is None else []:
             self._peers[rank].connection.send({"over": True})
 
     def close(self) -> None:
@@ -329,8 +329,7 @@ class Coordinator:
 
     def _take_look(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
         """An observer, which joins nothing, wants to see the run."""
-        token = "give the run's DDP_MANUAL_TOKEN or --token_file"
-        look = self._handshakes.open(peer, "look", sealed, "this process", token)
+        look = self._handshakes.open_sealed(peer, "look", sealed, "this process", f"give the run's {TOKEN_OPTIONS}")
         if not isinstance(look, TokenMismatch):
             peer.since = time.monotonic()  # it may look again
             self._watch.in_background(self._show(peer, stacks=bool(look.get("stacks"))))

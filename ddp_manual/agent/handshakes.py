@@ -24,6 +24,7 @@ HELLO_EACH = 0.005
 # Strangers besides as many as there are ranks.
 MOST_STRANGERS = 64
 LONGEST_HELLO = 1 << 16
+TOKEN_OPTIONS = "DDP_MANUAL_TOKEN or --token_file"
 
 
 @dataclass(eq=False)
@@ -79,7 +80,7 @@ class Handshakes:
         connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, "over": over, **rank_0})
         return peer
 
-    def open(self, peer: Peer, kind: str, sealed: Mapping[str, Any], who: str, next: str) -> Any:
+    def open_sealed(self, peer: Peer, kind: str, sealed: Mapping[str, Any], who: str, next: str) -> Any:
         """Return the request of a connection, or the TokenMismatch with which it was refused."""
         peer.nonce = printable(str(claimed(sealed).get("nonce", "")))
         try:
@@ -101,7 +102,7 @@ class Handshakes:
         """Return which rank a connection wants to be; None: it was refused."""
         says = claimed(sealed)
         who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
-        opened = self.open(peer, "hello", sealed, who, "give every rank the same DDP_MANUAL_TOKEN or --token_file")
+        opened = self.open_sealed(peer, "hello", sealed, who, "give every rank the same " + TOKEN_OPTIONS)
         if isinstance(opened, TokenMismatch):
             self._roll_call.refuse(who, opened)
             return None

@@ -111,7 +111,7 @@ class Launch:
     paths: RunPaths
     max_restarts: int
     go_on: str
-    """The command that goes on with the run."""
+    """The command that resumes the run."""
     agents: list[Agent] = field(default_factory=list)
     signalled: int = 0
 
