@@ -22,7 +22,7 @@ OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\
 # What Python calls the program that runs; the second in a process that multiprocessing has started.
 MAIN = ("__main__", "__mp_main__")
 # Where one of these is loaded, the arguments of this process are those of our own command line.
-OUR_COMMAND_LINE = {"ddp_manual.cli", "ddp_manual.worker.main"}
+OUR_COMMAND_LINE = {"ddp_manual.cli", "ddp_manual.worker.task"}
 GUARD = 'put that below a line: if __name__ == "__main__":'
 MOST_NAMED = 8
 
