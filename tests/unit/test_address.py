@@ -100,7 +100,7 @@ def test_a_store_without_a_roll_call_is_not_waited_for() -> None:
         asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
 
 
-def test_nothing_listening_is_told_from_something_else_listening(port: int) -> None:
+def test_a_closed_port_is_told_from_another_program_that_listens(port: int) -> None:
     assert probe("127.0.0.1", port).answer is Answer.REFUSED
     with server(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as other:
         found = probe("127.0.0.1", other)
@@ -108,7 +108,7 @@ def test_nothing_listening_is_told_from_something_else_listening(port: int) -> N
     assert "SSH-2.0-OpenSSH_9.2" in found.detail
 
 
-def test_a_server_that_says_nothing_is_found_out_within_5_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_says_nothing_is_recognised_within_5_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     started = time.monotonic()
     with server(lambda connection: release.wait(10) and None) as mute:
@@ -117,7 +117,7 @@ def test_a_server_that_says_nothing_is_found_out_within_5_seconds(monkeypatch: p
     assert time.monotonic() - started < 5
 
 
-def test_something_else_on_rank_0s_port_ends_the_wait_at_once() -> None:
+def test_another_program_on_rank_0s_port_ends_the_wait_at_once() -> None:
     with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
         spec = WorldSpec(world_size=2, rank=1, master_port=other)
         with pytest.raises(MasterNotAStore) as caught:
@@ -130,7 +130,7 @@ def test_a_name_without_an_address_is_refused_at_once() -> None:
         address.resolve("no.such.host.invalid")
 
 
-def test_a_server_that_waits_for_a_line_is_given_one_and_named() -> None:
+def test_a_server_that_waits_for_a_line_gets_one_and_is_named() -> None:
     def serve(connection: socket.socket) -> None:
         with connection.makefile("rb") as lines:
             lines.readline()
@@ -147,13 +147,13 @@ def test_a_name_of_digits_that_reads_as_an_impossible_address_is_refused_at_once
         address.resolve("26727")
 
 
-def test_a_name_of_digits_that_reads_as_an_address_is_warned_about() -> None:
+def test_a_name_of_digits_that_reads_as_an_address_gives_a_warning() -> None:
     said: list[str] = []
     assert address.resolve("2130706433", said.append) == ["127.0.0.1"]
     assert ["is all digits: it is read as the IP address 127.0.0.1" in line for line in said] == [True]
 
 
-def test_a_loopback_address_is_refused_where_the_launcher_tells_of_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_address_is_refused_if_the_launcher_has_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = WorldSpec(world_size=4, rank=2, master_addr="localhost")
     address.refuse_loopback(spec, ["127.0.0.1"])
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")

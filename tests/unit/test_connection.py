@@ -46,7 +46,7 @@ async def read_to_the_end(other: socket.socket) -> bytes:
     return found
 
 
-def test_messages_come_whole_however_they_were_cut() -> None:
+def test_messages_arrive_whole_however_their_bytes_were_split() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         other.sendall(b'{"a": 1}\n{"b"')
         assert await receive(connection) == {"a": 1}
@@ -56,7 +56,7 @@ def test_messages_come_whole_however_they_were_cut() -> None:
     with_ends(test)
 
 
-def test_a_message_that_takes_many_reads_comes_whole_and_so_does_what_comes_with_its_end() -> None:
+def test_a_message_of_many_reads_arrives_whole_and_so_does_the_message_after_it() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         long = "x" * (3 * LONGEST_READ)
         await asyncio.get_running_loop().sock_sendall(other, f'{{"long": "{long}"}}\n{{"next": 1}}\n'.encode())
@@ -66,7 +66,7 @@ def test_a_message_that_takes_many_reads_comes_whole_and_so_does_what_comes_with
     with_ends(test)
 
 
-def test_two_connections_whose_bytes_come_in_turn_do_not_mix_them() -> None:
+def test_bytes_of_two_connections_that_arrive_in_turn_are_not_mixed() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         ours, theirs = socket.socketpair()
         _, second = await asyncio.get_running_loop().create_connection(Connection, sock=ours)
@@ -84,7 +84,7 @@ def test_two_connections_whose_bytes_come_in_turn_do_not_mix_them() -> None:
     with_ends(test)
 
 
-def test_what_came_before_it_was_handled_is_handled_in_order_and_so_is_the_end() -> None:
+def test_messages_that_came_before_handle_are_handled_in_order_and_then_the_end() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         other.sendall(b'{"failed": "words"}\n{"bye": ""}\n')
         other.close()
@@ -98,7 +98,7 @@ def test_what_came_before_it_was_handled_is_handled_in_order_and_so_is_the_end()
     with_ends(test)
 
 
-def test_what_came_before_the_end_is_read_before_the_end_is_told() -> None:
+def test_messages_that_came_before_the_end_are_received_before_the_end() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         other.sendall(b'{"failed": "words"}\n')
         other.close()
@@ -112,7 +112,7 @@ def test_what_came_before_the_end_is_read_before_the_end_is_told() -> None:
 @pytest.mark.parametrize(
     "content", [b"GET / HTTP/1.1\n", b"[1]\n", b"\xff\n", b"[" * 20_000 + b"\n", b"x" * LONGEST_LINE * 2]
 )
-def test_bytes_that_are_no_message_end_the_connection(content: bytes) -> None:
+def test_bytes_that_are_not_a_message_end_the_connection(content: bytes) -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(other, content))
         assert await receive(connection) is None
@@ -123,7 +123,7 @@ def test_bytes_that_are_no_message_end_the_connection(content: bytes) -> None:
     with_ends(test)
 
 
-def test_messages_of_strangers_may_be_shorter_and_a_ranks_longer() -> None:
+def test_a_rank_may_send_longer_messages_than_a_stranger() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         connection.reader.longest = 100
         other.sendall(b'{"a": "%s"}\n' % (b"x" * 50))
@@ -149,7 +149,7 @@ def test_a_message_that_a_handler_cannot_read_ends_the_connection() -> None:
     with_ends(test)
 
 
-def test_a_connection_that_nobody_reads_is_given_up_instead_of_filling_memory() -> None:
+def test_a_connection_that_is_not_read_is_aborted_instead_of_filling_memory() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         for _ in range(1000):
             connection.send({"words": "x" * (MOST_UNSENT // 50)})
@@ -160,7 +160,7 @@ def test_a_connection_that_nobody_reads_is_given_up_instead_of_filling_memory() 
     with_ends(test)
 
 
-def test_one_message_may_be_longer_than_what_may_wait() -> None:
+def test_one_message_may_be_longer_than_the_bytes_that_may_wait() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         connection.send({"seen": "x" * (8 * MOST_UNSENT)})
         assert connection.unsent > MOST_UNSENT
@@ -170,7 +170,7 @@ def test_one_message_may_be_longer_than_what_may_wait() -> None:
     with_ends(test)
 
 
-def test_what_was_sent_before_it_was_closed_arrives_and_what_comes_then_is_not_looked_at() -> None:
+def test_bytes_sent_before_close_arrive_and_bytes_received_after_close_are_ignored() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         told: list[object] = []
         connection.handle(told.append, told.append)
@@ -204,7 +204,7 @@ def test_a_sealed_message_is_opened_by_the_same_token_for_the_same_purpose() -> 
         (None, "hello 1", "this process has none"),
     ],
 )
-def test_it_is_opened_by_no_other_token_and_for_no_other_purpose(
+def test_a_sealed_message_is_not_opened_by_another_token_or_for_another_purpose(
     token: bytes | None, purpose: str, reason: str
 ) -> None:
     sealed = Seal(b"token").close("hello 1", HELLO)
@@ -230,5 +230,5 @@ def test_without_a_token_messages_travel_as_they_are() -> None:
     assert Seal(None).open("hello", HELLO) is HELLO
 
 
-def test_the_token_is_in_no_message() -> None:
+def test_no_message_contains_the_token() -> None:
     assert "token" not in str(Seal(b"token").close("hello", {"rank": 1}))

@@ -52,7 +52,7 @@ def test_a_rank_is_silent_after_peer_timeout_and_a_heartbeat() -> None:
     assert health.silence(2, 11.1) == 11.1
 
 
-def test_those_who_are_nearly_as_silent_are_named_with_it_and_the_most_silent_comes_first() -> None:
+def test_ranks_that_are_nearly_as_silent_are_named_too_and_the_most_silent_comes_first() -> None:
     health = health_of(training(1, 1), training(1, 1), training(1, 1))
     beat_until(health, 12, {0: training(1, 1)})
     health.hear(1, training(1, 1), 0.5)
@@ -67,14 +67,14 @@ def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
     assert health.stall(400) is None
 
 
-def test_a_coordinator_that_was_stopped_itself_gives_everybody_the_full_time_again() -> None:
+def test_after_rank_0_itself_was_stopped_all_ranks_have_the_full_time_again() -> None:
     health = health_of(training(1, 1), training(1, 1))
     health.restart(60.0)
     assert health.silent(70.9) == []
     assert health.silent(71.1) == [0, 1]
 
 
-def test_the_rank_with_fewer_collectives_is_behind_the_others_wait() -> None:
+def test_the_rank_with_fewer_collectives_is_behind_and_the_others_wait() -> None:
     waits, stuck = training(7, 8, inside=True), training(7, 7)
     health = health_of(waits, waits, stuck)
     beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
@@ -95,7 +95,7 @@ def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
     assert (stall.waiting, stall.behind) == ([0], [1])
 
 
-def test_nobody_is_behind_where_all_wait_in_the_same_collective() -> None:
+def test_no_rank_is_behind_if_all_wait_in_the_same_collective() -> None:
     waits = training(7, 8, inside=True)
     health = health_of(waits, waits, waits)
     beat_until(health, 301, {0: waits, 1: waits, 2: waits})
@@ -104,7 +104,7 @@ def test_nobody_is_behind_where_all_wait_in_the_same_collective() -> None:
     assert (stall.waiting, stall.behind) == ([0, 1, 2], [])
 
 
-def test_a_rank_that_waits_for_the_rest_of_a_collective_which_another_has_ended_is_not_behind() -> None:
+def test_a_rank_in_a_collective_that_another_rank_has_completed_is_not_behind() -> None:
     """Where the connection of two followers is cut, rank 0 may have had its part before."""
     ahead, waits = training(8, 9, inside=True), training(7, 8, inside=True)
     health = health_of(ahead, waits, waits)
@@ -114,7 +114,7 @@ def test_a_rank_that_waits_for_the_rest_of_a_collective_which_another_has_ended_
     assert (stall.waiting, stall.behind, stall.fewer) == ([0, 1, 2], [], [1, 2])
 
 
-def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_for_each_and_told_what_that_means() -> None:
+def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_and_an_explanation() -> None:
     def named(*places: str, fewer: Sequence[int] = ()) -> str:
         beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
         infos = [RankInfo(rank=rank, world_size=len(places), host="vm", pid=10 + rank) for rank in range(len(places))]
@@ -130,7 +130,7 @@ def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_for_each_an
     assert "rank 1 began fewer collectives" in busy and "stack 1" in busy and "stack 0" not in busy
 
 
-def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_behind() -> None:
+def test_with_nccl_the_rank_on_another_line_than_the_others_is_behind() -> None:
     waits, stuck = training(7, 9, place="train.py:9 in loss"), training(7, 8, place="train.py:3 in load")
     health = health_of(waits, waits, stuck, async_collectives=True)
     beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
@@ -139,7 +139,7 @@ def test_where_the_program_waits_for_nccl_in_a_line_of_its_own_the_odd_line_is_b
     assert stall.behind == [2]
 
 
-def test_ranks_that_compute_wait_for_nobody_however_many_messages_they_have_exchanged() -> None:
+def test_ranks_that_compute_are_not_stalled_whatever_their_numbers_of_collectives() -> None:
     talked, silent = training(7, 9), training(7, 3)
     health = health_of(talked, talked, silent)
     beat_until(health, 301, {0: talked, 1: talked, 2: silent})
@@ -147,21 +147,21 @@ def test_ranks_that_compute_wait_for_nobody_however_many_messages_they_have_exch
 
 
 @pytest.mark.parametrize("phase", ["loading", "evaluating", "saving"])
-def test_a_long_phase_in_which_nobody_waits_is_no_stall(phase: str) -> None:
+def test_a_long_phase_in_which_no_rank_waits_is_not_a_stall(phase: str) -> None:
     busy = Beat(phase=phase, epoch=1, step=5, collectives={"0": 4})
     health = health_of(busy, busy)
     beat_until(health, 1000, {0: busy, 1: busy})
     assert health.stall(1000) is None
 
 
-def test_ranks_that_leave_wait_for_one_another_as_long_as_it_takes() -> None:
+def test_ranks_that_are_leaving_are_never_stalled() -> None:
     leaves, works = Beat(phase="leaving", collectives={"0": 5}, inside=True), training(7, 4)
     health = health_of(leaves, works)
     beat_until(health, 400, {0: leaves, 1: works})
     assert health.stall(400) is None
 
 
-def test_groups_are_compared_among_their_members_only() -> None:
+def test_collectives_of_a_process_group_are_compared_among_its_members_only() -> None:
     first = Beat(phase="training", step=3, collectives={"0": 5, "1": 90})
     second = Beat(phase="training", step=3, collectives={"0": 5})
     health = health_of(first, second)
@@ -181,7 +181,7 @@ def test_a_slow_rank_is_named_once_after_it_was_slow_for_long() -> None:
     assert [line["slow"] for line in health.progress(0)] == [False, False, True]
 
 
-def test_of_two_ranks_the_slower_one_is_held_against_the_faster() -> None:
+def test_of_two_ranks_the_slower_is_compared_with_the_faster() -> None:
     health = health_of(training(1, 1, own=0.08), training(1, 1, own=0.05))
     assert look_until(health, SLOW_FOR) == [(0, 0.08, 0.05)]
 
@@ -195,7 +195,7 @@ def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
     assert look_until(health, SLOW_FOR + 15, since=20.5) == []
 
 
-def test_what_passes_between_two_epochs_is_no_slowness() -> None:
+def test_time_between_two_epochs_does_not_make_a_rank_slow() -> None:
     health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
     assert look_until(health, 1) == []
     health.hear(1, Beat(phase="evaluating", step=1, step_seconds=0.05), 1.0)
@@ -204,7 +204,7 @@ def test_what_passes_between_two_epochs_is_no_slowness() -> None:
     assert look_until(health, 101, since=100.5) == []
 
 
-def test_a_rank_whose_worker_is_stopped_is_named_once_and_judged_after_peer_timeout() -> None:
+def test_a_rank_whose_worker_is_stopped_is_named_once_and_ends_the_run_after_peer_timeout() -> None:
     stopped = replace(training(1, 1), stopped="SIGSTOP")
     health = health_of(training(1, 1), stopped)
     assert health.newly_stopped() == [(1, "SIGSTOP")]
@@ -216,7 +216,7 @@ def test_a_rank_whose_worker_is_stopped_is_named_once_and_judged_after_peer_time
     assert health.stopped(10.1, 10.0) == (1, 10.1)
 
 
-def test_a_rank_that_went_on_before_has_the_full_time_when_it_is_stopped_again() -> None:
+def test_a_rank_that_is_stopped_again_has_the_full_time_again() -> None:
     stopped = replace(training(1, 1), stopped="SIGTSTP")
     health = health_of(training(1, 1), stopped)
     assert health.newly_stopped() == [(1, "SIGTSTP")]
@@ -252,7 +252,7 @@ def test_ranks_that_wait_in_a_collective_for_ranks_that_have_finished_wait_in_va
     assert health.finished == [2]
 
 
-def test_a_rank_that_works_on_alone_waits_for_nobody() -> None:
+def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
     """A backward pass counts as a place where it may wait: only a collective that the others never begin is in vain."""
     health = health_of(training(7, 7, inside=True), training(7, 7))
     health.finish(1)
@@ -263,7 +263,7 @@ def test_a_rank_that_works_on_alone_waits_for_nobody() -> None:
     assert health.finished_before(0) == [1]
 
 
-def test_ranks_that_are_in_a_backward_pass_now_and_then_are_not_stalled() -> None:
+def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -> None:
     """Two that train models of their own, and count no steps."""
     health = health_of(training(1, 2), training(1, 2))
     for half_second in range(2, 2000):
@@ -277,7 +277,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "3", Odd()])
-def test_a_heartbeat_is_one_whatever_a_program_has_put_there(value: object) -> None:
+def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: object) -> None:
     progress = Progress(phase="a\nb")
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
@@ -299,6 +299,6 @@ def test_a_heartbeat_is_one_whatever_a_program_has_put_there(value: object) -> N
         {"no": 1},
     ],
 )
-def test_a_beat_that_is_none_is_refused(message: dict[str, object]) -> None:
+def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:
     with pytest.raises((TypeError, ValueError)):
         Beat.from_message(message)

@@ -26,7 +26,7 @@ def failed(code: int) -> Failed:
     return Failed(1, error)
 
 
-def test_ranks_are_started_again_after_what_may_not_happen_again() -> None:
+def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
     again = {code for code in range(1, 129) if failed(code).may_be_mended}
     assert again == {errors.TrainingFailed.exit_code, errors.PeerGone.exit_code}
     assert failed(128 + signal.SIGKILL).may_be_mended and failed(128 + signal.SIGSEGV).may_be_mended
@@ -34,7 +34,7 @@ def test_ranks_are_started_again_after_what_may_not_happen_again() -> None:
         assert not Failed(1, Stopped(number)).may_be_mended
 
 
-def test_a_bar_in_one_line_is_shown_as_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_while_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def copied() -> None:
         reading, writing = os.pipe()
         with (tmp_path / "log").open("ab") as log:
@@ -53,7 +53,7 @@ def test_a_bar_in_one_line_is_shown_as_it_grows(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "log").stat().st_size > LONGEST_LINE
 
 
-def test_a_failure_is_told_in_its_own_words() -> None:
+def test_a_failure_is_described_by_its_identifier_and_message() -> None:
     assert failed(14).told == "error[peer-lost]: rank 1 is gone"
 
 
@@ -65,7 +65,7 @@ def test_a_failure_that_was_set_aside_keeps_the_number_of_its_attempt(tmp_path: 
 
 
 @pytest.mark.parametrize("given", [["--resume", "other.pt"], ["--resume=other.pt"]])
-def test_a_run_that_began_with_anothers_checkpoint_goes_on_with_its_own_once_it_has_one(
+def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(
     tmp_path: Path, given: list[str]
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -79,7 +79,7 @@ def test_a_run_that_began_with_anothers_checkpoint_goes_on_with_its_own_once_it_
     assert from_the_newest([*given, "--epochs", "2"]) == ["--epochs", "2", "--resume", "auto"]
 
 
-def test_a_script_is_refused_with_what_starts_its_ranks() -> None:
+def test_a_script_is_refused_with_the_command_that_starts_its_ranks() -> None:
     check_train_options(2, ["--model", "own.py", "--epochs=2"])
     check_train_options(2, [])
     with pytest.raises(errors.BadOption, match=r"was given own\.py") as caught:

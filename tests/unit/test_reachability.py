@@ -41,7 +41,7 @@ def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | No
     return found
 
 
-def test_an_agent_is_reached_until_it_answers_no_more() -> None:
+def test_an_agent_is_reached_until_it_stops_answering() -> None:
     async def reach() -> list[str | None]:
         answering = await answer_at("127.0.0.1")
         port = answering.sockets[0].getsockname()[1]
@@ -53,7 +53,7 @@ def test_an_agent_is_reached_until_it_answers_no_more() -> None:
     assert asyncio.run(reach()) == [None, "connection refused"]
 
 
-def test_of_many_hosts_those_that_cannot_be_reached_are_told_with_what_the_network_answered() -> None:
+def test_hosts_that_cannot_be_reached_are_returned_with_how_the_network_responded() -> None:
     async def reach() -> list[list[object]]:
         answering = await answer_at("127.0.0.1")
         port = answering.sockets[0].getsockname()[1]
@@ -80,7 +80,7 @@ def test_both_sides_send_more_than_a_packet() -> None:
     assert len(b"".join(received)) == GREETING_BYTES
 
 
-def test_strangers_at_the_port_of_an_agent_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_to_the_port_for_probes_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "MOST_CONNECTED", 2)
     monkeypatch.setattr(reachability, "ANSWER_WITHIN", 0.3)
 
@@ -102,11 +102,11 @@ def test_strangers_at_the_port_of_an_agent_are_bounded_in_number_and_time(monkey
     assert asyncio.run(strangers()) == [GREETING_BYTES, GREETING_BYTES, 0]
 
 
-def test_something_else_that_listens_there_is_told_from_an_agent() -> None:
+def test_another_program_that_listens_there_is_not_taken_for_an_agent() -> None:
     assert reach_a_server_that(lambda peer, _: peer.sendall(b"SSH-2.0\r\n")) == "something else answers there"
 
 
-def test_a_connection_that_large_packets_do_not_pass_is_found_out() -> None:
+def test_a_connection_that_drops_large_packets_is_found() -> None:
     held = threading.Event()
 
     def first_packet_only(peer: socket.socket, port: int) -> None:
@@ -118,7 +118,7 @@ def test_a_connection_that_large_packets_do_not_pass_is_found_out() -> None:
     assert found == "connected, but only 1000 of 16384 bytes came through (packet size?)"
 
 
-def test_pairs_that_fail_are_named_with_their_direction_and_a_host_that_said_nothing_is_one() -> None:
+def test_failing_pairs_are_named_with_their_direction_and_so_is_a_host_that_did_not_report() -> None:
     hosts = [
         RankInfo(rank=8 * node, world_size=24, host=host, pid=1, address=f"10.0.0.{node}", answer_port=4000 + node)
         for node, host in enumerate("abc")

@@ -8,7 +8,7 @@ from ddp_manual.messages import LineReader, encode
 from ddp_manual.worker.reporter import Reporter
 
 
-def test_what_is_said_first_comes_before_any_heartbeat() -> None:
+def test_a_workers_first_message_comes_before_any_heartbeat() -> None:
     """Also where the agent has spoken already, and so wakes the thread that sends heartbeats."""
     channel, agents = socket.socketpair()
     agents.sendall(encode({"start": {}}))

@@ -135,7 +135,7 @@ def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
         {"host_id": "a" * 300},
     ],
 )
-def test_a_hello_that_cannot_be_a_ranks_is_not_believed(wrong: dict[str, object]) -> None:
+def test_a_hello_with_impossible_values_is_refused(wrong: dict[str, object]) -> None:
     assert RankInfo.from_message(json.loads(json.dumps(asdict(info(0, "a"))))) == info(0, "a")
     with pytest.raises((TypeError, ValueError)):
         RankInfo.from_message({**asdict(info(0, "a")), **wrong})
@@ -156,7 +156,7 @@ def test_a_hello_that_cannot_be_a_ranks_is_not_believed(wrong: dict[str, object]
         {"unknown": 1},
     ],
 )
-def test_what_cannot_be_a_ranks_device_is_not_believed(wrong: dict[str, object]) -> None:
+def test_a_device_report_with_impossible_values_is_refused(wrong: dict[str, object]) -> None:
     assert Ready.from_message(json.loads(json.dumps(asdict(ready())))) == ready()
     with pytest.raises((TypeError, ValueError)):
         Ready.from_message({**asdict(ready()), **wrong})
@@ -173,19 +173,19 @@ def refused_when_ready(theirs: Ready, ours: Ready) -> DdpManualError | None:
     return unlike_when_ready(info(1, "b"), theirs, info(0, "a"), ours, RUN)
 
 
-def test_a_rank_like_rank_0_belongs_with_it() -> None:
+def test_a_rank_with_the_same_options_as_rank_0_is_accepted() -> None:
     assert unlike(info(1, "b"), info(0, "a"), RUN, now=0.0) == (None, [])
     assert refused_when_ready(ready(), ready()) is None
 
 
-def test_another_world_size_is_named_with_where_it_came_from() -> None:
+def test_a_different_world_size_is_reported_with_its_source() -> None:
     error = refused(info(1, "b", world_size=4), info(0, "a"))
     assert isinstance(error, WorldSizeMismatch)
     assert error.what == "rank 1 (b, pid 1) expects 4 ranks, rank 0 expects 3"
     assert "world_size 4 (flag)" in error.why
 
 
-def test_another_torch_is_named_with_the_command_that_mends_it_and_may_be_allowed() -> None:
+def test_a_different_torch_is_reported_with_the_command_that_fixes_it_and_can_be_allowed() -> None:
     other = info(1, "b", versions={"torch": "2.11.0", "python": "3.11"})
     error = refused(other, info(0, "a"))
     assert isinstance(error, VersionMismatch)
@@ -198,7 +198,7 @@ def test_another_torch_is_named_with_the_command_that_mends_it_and_may_be_allowe
         )
 
 
-def test_cuda_and_nccl_versions_count_where_nccl_is_used() -> None:
+def test_cuda_and_nccl_versions_are_compared_only_with_nccl() -> None:
     other = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}
     assert refused(info(1, "b", versions={"torch": "2.15.0+cpu", "python": "3.11"}), info(0, "a")) is None
     assert refused_when_ready(ready(versions=other), ready()) is None
@@ -211,13 +211,13 @@ def test_cuda_and_nccl_versions_count_where_nccl_is_used() -> None:
     )
 
 
-def test_other_code_is_named_by_the_part_that_differs() -> None:
+def test_different_code_is_reported_by_the_part_that_differs() -> None:
     error = refused(info(1, "b", code={"ddp_manual/training": "bb"}), info(0, "a"))
     assert isinstance(error, ConfigMismatch)
     assert error.what == "rank 1 (b, pid 1) runs other code than rank 0: ddp_manual/training"
 
 
-def test_a_host_without_a_gpu_is_named_whichever_rank_it_has() -> None:
+def test_a_host_without_a_gpu_is_named_whether_or_not_it_has_rank_0() -> None:
     cpu, cuda = ready(), ready_with("GPU-1")
     for rank_1, rank_0, without in ((cpu, cuda, "rank 1 (b, pid 1)"), (cuda, cpu, "rank 0 (a, pid 1)")):
         error = refused_when_ready(rank_1, replace(rank_0, versions=rank_1.versions))
@@ -225,14 +225,14 @@ def test_a_host_without_a_gpu_is_named_whichever_rank_it_has() -> None:
         assert error.what.startswith(f"{without} has no GPU")
 
 
-def test_a_device_that_was_chosen_is_another_option_not_a_missing_gpu() -> None:
+def test_a_chosen_device_that_differs_is_a_different_option_and_not_a_missing_gpu() -> None:
     chosen = ready(options={"device": ["cpu", "flag"], "backend": ["gloo", "default"]})
     error = refused_when_ready(chosen, ready_with("GPU-1"))
     assert isinstance(error, ConfigMismatch)
     assert "start every rank with the same --device and --backend" in error.next
 
 
-def test_another_address_family_is_refused() -> None:
+def test_a_different_address_family_is_refused() -> None:
     families = [{"address_family": [family, "eth0, from GLOO_SOCKET_IFNAME"]} for family in ("IPv4", "IPv6")]
     error = refused(info(1, "b", options=families[1]), info(0, "a", options=families[0]))
     assert isinstance(error, ConfigMismatch)
@@ -245,7 +245,7 @@ def test_a_rank_that_came_through_a_tunnel_to_loopback_is_refused() -> None:
     assert isinstance(refused(info(1, "b"), info(0, "a"), run), LoopbackMaster)
 
 
-def test_a_clock_that_is_far_off_is_warned_about() -> None:
+def test_a_clock_that_differs_by_much_gives_a_warning() -> None:
     assert unlike(info(1, "b", since=3600.0), info(0, "a"), RUN, now=0.0)[1] == [
         "the clock of b is 3600 s ahead of a's"
     ]
@@ -297,7 +297,7 @@ def roll_call_of(*infos: RankInfo, run: RunInfo = RUN) -> RollCall:
     return roll_call
 
 
-def test_a_rank_is_here_with_its_hello_and_ready_with_its_device_and_both_are_wanted_of_all() -> None:
+def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b"))
     roll_call.get_ready(1, ready())
     assert not roll_call.all_here
@@ -316,7 +316,7 @@ def test_a_rank_is_here_with_its_hello_and_ready_with_its_device_and_both_are_wa
 
 
 @pytest.mark.parametrize("second", [0, 1])
-def test_ranks_that_were_told_their_gpus_are_compared_with_one_another_but_not_with_themselves(second: int) -> None:
+def test_given_gpus_are_compared_between_ranks_but_not_with_a_rank_itself(second: int) -> None:
     run = replace(RUN, world_size=2)
     ranks = [info(rank, "a", local, world_size=2) for rank, local in ((0, 0), (1, second))]
     roll_call = roll_call_of(*ranks, run=run)
@@ -334,7 +334,7 @@ def test_ranks_that_were_told_their_gpus_are_compared_with_one_another_but_not_w
     assert roll_call.shared_gpus(roll_call.places()) is None
 
 
-def test_who_takes_the_place_of_a_rank_that_has_left_is_held_to_the_same_as_all() -> None:
+def test_a_process_that_replaces_a_rank_is_compared_with_rank_0_too() -> None:
     """The GPU of the one that has left is free; rank 0's is not."""
     has = ready_with("GPU-1", "GPU-2")
     roll_call = roll_call_of(info(0, "a", 0), info(1, "a", 1))
@@ -350,7 +350,7 @@ def test_who_takes_the_place_of_a_rank_that_has_left_is_held_to_the_same_as_all(
     assert [(rank, error.identifier) for rank, error in roll_call.unfit()] == [(1, "device-taken")]
 
 
-def test_ranks_that_are_ready_before_rank_0_are_compared_with_it_once_it_is() -> None:
+def test_ranks_that_are_ready_before_rank_0_are_compared_once_rank_0_is_ready() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b"))
     roll_call.get_ready(1, ready())
     assert list(roll_call.unfit()) == []
@@ -358,7 +358,7 @@ def test_ranks_that_are_ready_before_rank_0_are_compared_with_it_once_it_is() ->
     assert [(rank, type(error)) for rank, error in roll_call.unfit()] == [(1, ConfigMismatch)]
 
 
-def test_a_rank_that_another_process_holds_is_taken_once_that_process_was_heard_from() -> None:
+def test_a_rank_is_taken_once_the_process_that_holds_it_was_heard_from() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b", pid=7))
     again = info(1, "c", pid=8)
     assert roll_call.admit(again, 0.6, 0.5, 0.0) is False
@@ -371,7 +371,7 @@ def test_a_rank_that_another_process_holds_is_taken_once_that_process_was_heard_
     assert roll_call.news()["refused"][0].startswith("rank 1 (c, pid 8) was refused: rank-taken: ")
 
 
-def test_a_process_that_is_frozen_keeps_its_rank_and_is_named_with_the_command_that_ends_it() -> None:
+def test_a_frozen_process_keeps_its_rank_and_is_named_with_the_command_that_ends_it() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b", pid=7))
     again = info(1, "c", pid=8)
     assert roll_call.admit(again, 1.1, 0.5, 0.0) is False
@@ -381,7 +381,7 @@ def test_a_process_that_is_frozen_keeps_its_rank_and_is_named_with_the_command_t
     assert error.next.startswith("on b: kill -9 7\n")
 
 
-def test_the_place_of_a_process_that_is_gone_is_free() -> None:
+def test_the_rank_of_a_process_that_is_gone_is_free() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b", pid=7))
     again = info(1, "c", pid=8)
     assert roll_call.admit(again, 0.6, 0.5, 0.0) is False
@@ -390,7 +390,7 @@ def test_the_place_of_a_process_that_is_gone_is_free() -> None:
     assert roll_call.infos()[1].pid == 8
 
 
-def test_when_all_are_here_whoever_comes_is_told_that_no_rank_is_missing() -> None:
+def test_once_all_ranks_are_here_a_newcomer_reads_that_no_rank_is_missing() -> None:
     roll_call = roll_call_of(*(info(rank, "a") for rank in range(3)))
     error = roll_call.taken_rank_0(info(0, "b", pid=9))
     assert isinstance(error, RankTaken)
@@ -453,7 +453,7 @@ async def say_hello(connect: Connect, who: RankInfo, nonce: str = "") -> Connect
     return connection
 
 
-def test_a_claim_is_answered_when_the_roll_call_is_given_up() -> None:
+def test_a_process_that_waits_for_a_taken_rank_is_refused_when_rank_0_leaves() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         holder = await say_hello(connect, info(1, "b", pid=7))
         await until(holder, "welcome")
@@ -467,7 +467,7 @@ def test_a_claim_is_answered_when_the_roll_call_is_given_up() -> None:
     with_a_coordinator(test)
 
 
-def test_a_claim_is_answered_at_the_holders_next_heartbeat_and_one_after_its_end_is_welcome() -> None:
+def test_a_taken_rank_is_refused_at_the_holders_next_heartbeat_and_free_after_its_end() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         holder = await say_hello(connect, info(1, "b", pid=7))
         await until(holder, "welcome")
@@ -484,7 +484,7 @@ def test_a_claim_is_answered_at_the_holders_next_heartbeat_and_one_after_its_end
     with_a_coordinator(test)
 
 
-def test_nobody_but_rank_0s_own_agent_is_rank_0() -> None:
+def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         stranger = await say_hello(connect, info(0, "b"))
         assert (await until(stranger, "refused"))["refused"]["identifier"] == "rank-taken"
@@ -493,7 +493,7 @@ def test_nobody_but_rank_0s_own_agent_is_rank_0() -> None:
     with_a_coordinator(test)
 
 
-def test_the_ranks_of_a_large_world_meet_and_rank_0_reads_the_roster_of_all() -> None:
+def test_rank_0_of_a_large_world_reads_the_roster_of_all_ranks() -> None:
     """The roster of 4,096 ranks is longer than any other message, and than what a slow reader may leave unread."""
     ranks = 4096
     place = Place(local_rank=0, local_world_size=ranks, node=0, nodes=1, host_leader=0)
