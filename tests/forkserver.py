@@ -132,7 +132,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
 
     def _instead_of(self, start_python: Callable[..., Any], module: Any) -> Callable[..., Any]:
         def start(program: Path, descriptors: Sequence[int], who: Sequence[str] = (), **options: Any) -> Any:
-            env = options.get("env") or module.for_worker()
+            env = options.get("env") or module.worker_environment()
             known = {"env", "cwd", "stdin", "stdout", "stderr", "start_new_session"}
             # A fork has torch, not yet imported, and one thread.
             forkable = "torch" not in sys.modules and len(os.listdir("/proc/self/task")) == 1

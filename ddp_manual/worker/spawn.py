@@ -156,7 +156,7 @@ def _name(train_fn: Callable[..., object]) -> str:
 def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tuple[Any, ...], folder: Path) -> None:
     ranks: list[_Rank] = []
     try:
-        with signals.defer_stop(), launchers.of_children(len(specs)):  # so that each rank started is listed
+        with signals.defer_stop(), launchers.clean_variables(len(specs)):  # so that each rank started is listed
             for spec in specs:
                 ranks.append(_start(spec, train_fn, args, RankReport(folder, spec.rank)))
         with signals.ignore_save(instead=ranks[0].signal):  # which tells the others
