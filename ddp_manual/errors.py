@@ -280,7 +280,7 @@ def asked_by(number: int) -> str:
 
 
 class StopSignal(BaseException):
-    """Signal ``number``, raised by its handler. Not an Exception, since libraries that catch those would lose it."""
+    """Signal ``number``, raised by its handler. Not an Exception, since libraries catch every Exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
