@@ -300,8 +300,8 @@ class Run:
             self._check_parameters()
             raise TrainingFailed(
                 f"the test loss is {result.loss} after epoch {self.position.epoch + 1}",
-                why="the loss of training was finite, and so are all parameters: it comes of the scores that the model "
-                "gives of some test images, or in eval() mode only",
+                why="the training loss was finite, and so are all parameters: it comes from the scores that the model "
+                "gives for some test images, or in eval() mode only",
                 next="look in the model's forward for a logarithm of 0 or a division by it; where its numbers grow too "
                 "large instead, try a smaller --lr",
             )
@@ -341,13 +341,13 @@ class Run:
         self._check_parameters()
         with self.saving():
             if self._files is not None:
-                trainer, seconds = self._trainer, self.train_seconds
-                history = History(evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=seconds)
+                trainer = self._trainer
+                history = History(
+                    evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=self.train_seconds
+                )
+                where = (self.position, history, self._options, trainer.world_size)
                 self._files.save_checkpoint(
-                    checkpoint.take(
-                        *(self._network, trainer.optimizer, self.position, history, self._options, trainer.world_size)
-                    ),
-                    trainer.epoch_plan,
+                    checkpoint.take(self._network, trainer.optimizer, *where), trainer.epoch_plan
                 )
         self._progress.phase = "training"
 

@@ -12,7 +12,6 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -39,21 +38,19 @@ BEGIN_WITHIN = 15.0
 UPLOAD_WITHIN = 15.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrackedRun:
-    """The run that a tracker follows.
-
-    Args:
-        name: says model, data set and number of ranks.
-        hyperparameters: the options and what follows from them, as JSON values.
-        paths: the run's folder; a tracker writes only below it.
-        resumes_after: the step of the checkpoint that the run resumes from; None if it begins.
-    """
-
+class TrackedRun(NamedTuple):
     name: str
+    """Says model, data set and number of ranks."""
     hyperparameters: Mapping[str, Any]
+    """The options and what follows from them, as JSON values."""
     paths: RunPaths
-    resumes_after: int | None = None
+    """A tracker writes only below its folder."""
+    resumes_after: int | None
+    """The step of the checkpoint that the run resumes from; None if it begins."""
+
+    @property
+    def step(self) -> int:
+        return self.resumes_after or 0
 
 
 class PredictedImage(NamedTuple):
@@ -124,10 +121,10 @@ class Trackers:
         shown = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
         self._trackers = [KINDS[name]() for name in self._names]
         if self._trackers:
-            run = TrackedRun(name=run_name(shown), hyperparameters=shown, paths=paths, resumes_after=resumes_after)
+            run = TrackedRun(run_name(shown), shown, paths, resumes_after)
             self._each(lambda tracker: tracker.open(run))
             if paths.samples.exists():
-                self._each(lambda tracker: tracker.picture(resumes_after or 0, "samples", paths.samples))
+                self._each(lambda tracker: tracker.picture(run.step, "samples", paths.samples))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.scalars(step, values))
@@ -202,11 +199,10 @@ class JsonLines(Tracker):
     name = "jsonl"
 
     def open(self, run: TrackedRun) -> None:
-        self._file = run.paths.track
-        self._step = step = run.resumes_after or 0
+        self._file, self._step = run.paths.track, run.step
         if run.resumes_after is not None:
-            run_folder.keep_json_lines(self._file, lambda line: line["step"] <= step)
-        self._write("started", step, name=run.name, hyperparameters=dict(run.hyperparameters))
+            run_folder.keep_json_lines(self._file, lambda line: line["step"] <= run.step)
+        self._write("started", run.step, name=run.name, hyperparameters=dict(run.hyperparameters))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._write("scalars", step, **values)
@@ -246,16 +242,15 @@ class TensorBoard(Tracker):
         purge = None if run.resumes_after is None else run.resumes_after + 1
         self._writer = SummaryWriter(str(run.paths.tensorboard), purge_step=purge)
         self._file = cast(Any, self._writer.file_writer)  # torch declares it None
-        step = run.resumes_after or 0
         options = json.dumps({"run": run.name, **run.hyperparameters}, indent=2)
-        self._writer.add_text("hyperparameters", f"```\n{options}\n```", step)
+        self._writer.add_text("hyperparameters", f"```\n{options}\n```", run.step)
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
             for name, value in run.hyperparameters.items()
         }
         experiment, session, self._session_end = hparams(plain, dict.fromkeys(RESULTS, 0.0))
         for summary in (experiment, session):
-            self._file.add_summary(summary, step)
+            self._file.add_summary(summary, run.step)
         self._writer.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
