@@ -39,6 +39,7 @@ def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
         looked_at = size
         assert rank.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
+    rank.wait_for("saved ")
     while numbers(rank, r"] step (\d+)/")[-1] < numbers(rank, r"saved \S*step-0*(\d+)")[-1] + 15:
         assert rank.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
