@@ -36,6 +36,7 @@ TRAINING_WITHOUT_TORCH = {
     "training.checkpoint_files",
     "training.config",
     "training.config_file",
+    "training.learning_rate",
     "training.own_code",
 }
 MAY_IMPORT = {
