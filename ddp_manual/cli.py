@@ -142,11 +142,10 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
 
     The exit code is 0, also where one is damaged; 15 if there is none.
     """
-    from ddp_manual.tools import reports
-    from ddp_manual.training import checkpoints
+    from ddp_manual.tools import checkpoints
 
-    found = checkpoints.listed(folder)
-    _say(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
+    found = checkpoints.list_checkpoints(folder)
+    _say(json.dumps(found, indent=2) if as_json else checkpoints.text(found))
 
 
 @ddp_manual.command("compare")
@@ -193,11 +192,11 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
 
     Model, data and normalisation are those of the config.json beside it; flags come before that.
     """
-    from ddp_manual.tools import evaluate, reports
+    from ddp_manual.tools import evaluate
 
     terminal.log_to_stderr(None)
     report = evaluate.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
-    _say(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
+    _say(json.dumps(report, indent=2) if as_json else evaluate.text(report))
 
 
 @ddp_manual.command("show-data", cls=GroupedCommand)
@@ -215,13 +214,13 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
 
     On a terminal, a few are drawn there too.
     """
-    from ddp_manual.tools import reports, show_data
+    from ddp_manual.tools import show_data
 
     terminal.log_to_stderr(None)
     typed = given(TrainConfig, flags)
     config = TrainConfig(**typed, sources=dict.fromkeys(typed, "flag"))
     shown = show_data.show(config, part, count, out)
-    _say(reports.data_text(shown))
+    _say(show_data.text(shown))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

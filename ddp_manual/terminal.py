@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -219,3 +219,20 @@ def redrawing(wanted: bool) -> Iterator[Callable[[str], None] | None]:
 
     with Live(auto_refresh=False) as drawn:
         yield lambda text: drawn.update(Text(text), refresh=True)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align rows of texts in columns; returns one line for each row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def byte_size(count: float, unit: int = 1024) -> str:
+    """Format bytes, such as ``64 MB``; ``unit`` is 1000 for bandwidths, which are counted so."""
+    for name in ("B", "KB", "MB"):
+        if count < unit:
+            return f"{count:.3g} {name}"
+        count /= unit
+    return f"{count:.3g} GB"

@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
@@ -131,49 +130,6 @@ def _missing(path: Path, why: str) -> CheckpointMissing:
             ]
         ),
     )
-
-
-def listed(path: Path) -> list[dict[str, Any]]:
-    """What ``ddp-manual checkpoints`` shows, newest first: path, step, epochs, test_accuracy, bytes, written, verdict
-    (``ok`` or what is wrong), state (ok, corrupt, unreadable) and marks (``newest``, ``best``).
-
-    Raises:
-        BadOption: no such folder. CheckpointMissing: it has no checkpoint.
-    """
-    if not path.is_dir():
-        raise BadOption(
-            f"{path} is not a folder",
-            why="the checkpoints of a run are in its --run_dir, below checkpoints",
-            next="name the run's folder, such as runs/<start time>-<run_id>",
-        )
-    found = find(folder_of(path))
-    if not found:
-        raise CheckpointMissing(
-            f"no checkpoint in {path}",
-            why=f"looked for step-<number>-<digest>.pt in {folder_of(path)}",
-            next="name the run's folder; a run saves a checkpoint each epoch, or every --checkpoint_steps",
-        )
-    faults = [check(checkpoint) for checkpoint in found]
-    whole = [checkpoint for checkpoint, fault in zip(found, faults, strict=True) if fault is None]
-    best_one = best(whole)
-    return [
-        {
-            "path": str(checkpoint.path),
-            "step": checkpoint.step,
-            "epochs": checkpoint.described.get("epochs"),
-            "test_accuracy": checkpoint.test_accuracy,
-            "bytes": checkpoint.described.get("bytes"),
-            "written": checkpoint.written or None,
-            "verdict": fault.why if fault else "ok",
-            "state": "ok" if fault is None else "corrupt" if fault.damaged else "unreadable",
-            "marks": [
-                mark
-                for mark, whose in (("newest", whole[0] if whole else None), ("best", best_one))
-                if checkpoint is whose
-            ],
-        }
-        for checkpoint, fault in zip(found, faults, strict=True)
-    ]
 
 
 def best(found: list[Checkpoint]) -> Checkpoint | None:

@@ -20,7 +20,7 @@ from ddp_manual.training import (
     extras,
     models,
     own_code,
-    prediction_files,
+    predictions,
     results,
     resume_option,
     resuming,
@@ -209,7 +209,7 @@ def _go(
         if number:
             raise _stopped(number, run.position.step, paths, go_on(paths))
     else:
-        files = prediction_files.of(paths.predictions, classes)
+        files = predictions.files_of(paths.predictions, classes)
         if collectives.says_rank_0(summary is None or not all(file.exists() for file in files), world.device):
             run.predict()
     if summary is None:

@@ -20,7 +20,7 @@ from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation, evaluate
 from ddp_manual.training.loop import SyncPoint, Trainer
 from ddp_manual.training.metrics import Meter, agree, diverged
-from ddp_manual.training.predicting import Predictions, evaluate_and_predict, predict
+from ddp_manual.training.predictions import Predictions, evaluate_and_predict, predict
 from ddp_manual.training.tracking import Tracker
 
 logger = logging.getLogger(__name__)

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from ddp_manual import run_folder
 from ddp_manual.errors import DdpManualError, writing
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import checkpoint_file, checkpoints, prediction_files
+from ddp_manual.training import checkpoint_file, checkpoints
 from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import EpochPlan, Position
 from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.pictures import image_grid
-from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.predictions import Predictions, write_files
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class RunFiles(Tracker):
 
     def predicted(self, predictions: Predictions) -> None:
         with _not_worth_the_run(self._paths.predictions.table):
-            prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
+            write_files(self._paths.predictions, predictions, option="--run_dir")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         run_folder.write_json(self._paths.summary, summary)

@@ -30,6 +30,7 @@ from ddp_manual.errors import (
     DiskFull,
 )
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.tools.checkpoints import list_checkpoints
 from ddp_manual.training import checkpoint, checkpoint_file, checkpoints, models, resume_option, resuming
 from ddp_manual.training.checkpoint import History, Saved, Unreadable
 from ddp_manual.training.config import TrainConfig
@@ -183,7 +184,7 @@ def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text
     path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointCorrupt):
         checkpoints.named(path)
-    assert [one["verdict"] != "ok" for one in checkpoints.listed(tmp_path)] == [True]
+    assert [one["verdict"] != "ok" for one in list_checkpoints(tmp_path)] == [True]
 
 
 def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere_is_missing(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_a_checkpoint_that_has_lost_its_description_is_named_and_set_aside(
 ) -> None:
     kept, newer = (checkpoint_file.write(tmp_path, step, b"%d" % step, {}) for step in (10, 20))
     newer.with_suffix(".json").unlink()
-    assert [one["state"] for one in checkpoints.listed(tmp_path)] == ["corrupt", "ok"]
+    assert [one["state"] for one in list_checkpoints(tmp_path)] == ["corrupt", "ok"]
     found = checkpoints.newest_whole(tmp_path)
     assert found and found[0].path == kept
     assert f"{newer} is not the checkpoint that was written" in caplog.text
@@ -269,7 +270,7 @@ def test_what_cannot_be_read_here_is_not_taken_for_damaged_and_never_removed(
     with pytest.raises(BadOption, match="may be whole, but cannot be read here") as caught:
         checkpoints.named(tmp_path)
     assert ("format 2" if trouble == "format" else "Is a directory") in caught.value.why
-    assert [one["state"] for one in checkpoints.listed(tmp_path)] == ["unreadable", "ok"]
+    assert [one["state"] for one in list_checkpoints(tmp_path)] == ["unreadable", "ok"]
     checkpoints.rewind(tmp_path, 10)
     assert {path.name for path in (tmp_path / "set-aside").iterdir()} == {newer.name, f"{newer.stem}.json"}
     assert [found.step for found in checkpoints.find(tmp_path)] == [10]

@@ -50,13 +50,6 @@ def run(tmp_path: Path, pets: Path) -> Path:
     return run
 
 
-def write_old_config(run: Path, **options: Any) -> None:
-    """All side by side, as runs once wrote it."""
-    facts = {"run_id": "1c5ad2c6", "run_dir": str(run), "world_size": 2, "batch_size_per_rank": 50, "peak_lr": 0.08}
-    described = {"seed": 0, **options, **facts, "steps_per_epoch": 600, "mean": 33.3, "std": 78.6}
-    (run / "config.json").write_text(json.dumps(described))
-
-
 def untrained() -> torch.nn.Module:
     return models.build("mlp", device=torch.device("cpu"), seed=3, shape=(3, 8, 8), classes=3)
 
@@ -172,16 +165,6 @@ def test_code_that_has_changed_since_the_run_is_a_warning(
     (tmp_path / "mine_evaluated.py").write_text(body + "# more")
     assert cli.run(arguments) == 0
     assert "the source of mine_evaluated:net has changed since the run" in capsys.readouterr().err
-
-
-def test_a_run_from_before_its_file_had_the_key_run_is_evaluated(
-    tmp_path: Path, mnist: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = models.build("mlp", device=torch.device("cpu"), seed=3)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    write_old_config(tmp_path, model="mlp", dataset="mnist", data_dir=str(mnist))
-    report = evaluated(capsys, "--checkpoint", tmp_path)
-    assert report["model"] == "mlp" and len(report["classes"]) == 10
 
 
 def test_a_parameter_may_be_called_as_a_part_of_a_checkpoint_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,9 +328,9 @@ def test_the_same_classes_in_another_order_are_numbered_as_in_training(
     [
         ({"mean": [0.0], "std": [1.0], "shape": [1, 28, 28]}, "KeyError: 'classes'"),
         ({"mean": "x", "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError"),
-        ({"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]}, "mean and std"),
-        ({"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "mean and std"),
-        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, "28"], "classes": ["0"]}, "'28' is no length"),
+        ({"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError: mean is"),
+        ({"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError: mean is"),
+        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, "28"], "classes": ["0"]}, "shape is (1, 28, '28')"),
         ({"mean": [0.0], "std": [1.0], "shape": [28, 28], "classes": ["0"]}, "ValueError"),
         ([], "TypeError"),
     ],

@@ -26,7 +26,7 @@ from ddp_manual.training import extras, trackers
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.metrics import Metrics
-from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.predictions import Predictions
 from ddp_manual.training.trackers import followed, run_name, wandb
 from ddp_manual.training.trackers.background import Background
 from ddp_manual.training.trackers.followed import Followed

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddp_manual.training.epoch_plan import Position
     from ddp_manual.training.evaluate import Evaluation
     from ddp_manual.training.metrics import Metrics
-    from ddp_manual.training.predicting import Predictions
+    from ddp_manual.training.predictions import Predictions
 
 logger = logging.getLogger(__name__)
 
