@@ -11,8 +11,8 @@ from typing import Any
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.terminal import columns
 from ddp_manual.tools.recorded_run import RecordedRun, read_run
-from ddp_manual.tools.reports import columns
 from ddp_manual.training.config import TrainConfig
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ BOTTOM_ROW = (
     "processes",
     "run_folder",
     "options",
-    "flags",
     "world_spec",
     "terminal",
 )
@@ -153,7 +152,7 @@ def test_agent_and_worker_stay_small() -> None:
 def test_the_command_line_needs_no_torch() -> None:
     script = (
         "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.attached, ddp_manual.agent.tasks\n"
-        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.reports\n"
+        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.checkpoints\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
