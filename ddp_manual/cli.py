@@ -38,9 +38,6 @@ FOUND_A_PROBLEM = 3
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # The commands that can be started again, to meet the other ranks or to go on with a run.
 OF_RANKS = ("train", "check", "launch")
-# The headings of the options in a command's help.
-GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints")
-
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -50,25 +47,20 @@ CONTEXT = {
 PATH: Any = click.Path(path_type=Path)
 
 
+# The headings of a command's help, and the options below them.
+GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints", "other")
+GROUP_OF = {field.name: field.metadata["group"] for kind in (WorldSpec, TrainConfig) for field in option_fields(kind)}
+
+
 class GroupedCommand(click.Command):
-    """A command whose help lists its options below the headings of ``GROUPS``, all others below "Other"."""
+    """A command whose help lists its options below headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (*GROUPS, "other")}
-        for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
-                records[getattr(parameter, "heading", "other")].append(record)
-        for heading in filter(records.get, records):
-            with formatter.section(heading.capitalize()):
-                formatter.write_dl(records[heading])
-
-
-class GroupedOption(click.Option):
-    """An option that belongs below a heading."""
-
-    def __init__(self, *names: Any, heading: str, **attributes: Any) -> None:
-        super().__init__(*names, **attributes)
-        self.heading = heading
+        for group in GROUPS:
+            parameters = [one for one in self.get_params(ctx) if GROUP_OF.get(one.name or "", "other") == group]
+            if records := [*filter(None, (parameter.get_help_record(ctx) for parameter in parameters))]:
+                with formatter.section(group.capitalize()):
+                    formatter.write_dl(records)
 
 
 def options_of(kind: type, only: Sequence[str] | None = None, default: str | None = None) -> Callable[[Any], Any]:
@@ -83,15 +75,9 @@ def options_of(kind: type, only: Sequence[str] | None = None, default: str | Non
     def decorate(function: Any) -> Any:
         for field, value_type in reversed([*zip(option_fields(kind), value_types(kind).values(), strict=True)]):
             if only is None or field.name in only:
-                function = click.option(
-                    *(field.name, spelling(field.name, value_type)),
-                    cls=GroupedOption,
-                    heading=field.metadata["group"],
-                    type=value_type,
-                    default=None,
-                    show_default=False,
-                    help=help_text(field, value_type, default),
-                )(function)
+                names = (field.name, spelling(field.name, value_type))
+                help = help_text(field, value_type, default)
+                function = click.option(*names, type=value_type, default=None, help=help)(function)
         return function
 
     return decorate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -49,18 +50,18 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
     start_rank_0 = (
         f"ddp-manual train --world_size N --rank 0 --master_addr {spec.master_addr} --master_port {spec.master_port}"
     )
-    token = launchers.token(spec.token_file)
+    token, nonce = launchers.token(spec.token_file), secrets.token_hex(8)
     waiting = Waiting(0.0, lambda line: None)
     there = await find_rank_0(spec, resolve(spec.master_addr), waiting, start_rank_0, who="status")
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
-        seen = await look_at(there, where, token, stacks=stacks)
+        seen = await look_at(there, where, token, stacks=stacks, nonce=nonce)
         yield seen
         while again:
             await asyncio.sleep(LOOK_EVERY)
             try:
-                seen = await look_at(there, where, token, stacks=stacks)
+                seen = await look_at(there, where, token, stacks=stacks, nonce=nonce)
             except MasterLost:
                 if not there.connection.closed:
                     raise
