@@ -1,8 +1,9 @@
-"""The real coordinator, in a process that does nothing else: the other side of benchmarks/simulated_ranks.py.
+"""Run the real coordinator in a process that does nothing else: the other side of benchmarks/simulated_ranks.py.
 
 python -m benchmarks.coordinator_process RANKS NONCE [TOKEN]
 
-Says its port, and at each line that comes how many CPU seconds it has used; ends with its input. ``hosted`` starts it.
+It answers the line "port" with its port, and every other line with the CPU seconds it has used. It ends when its input
+ends. ``hosted`` starts it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from ddp_manual.agent.coordinator import Coordinator
 JOIN_TIMEOUT = 120.0
 
 Tell = Callable[[str], str]
-"""Say a line to a process; returns the line that it answers."""
+"""Send a line to a process and return the line that it answers."""
 
 
 @contextmanager
 def talking_to(module: str, *arguments: str) -> Iterator[Tell]:
-    """Run a module of this folder for as long as the body runs."""
+    """Run a module of this folder while the body runs."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     to, of = process.stdin, process.stdout
@@ -49,7 +50,7 @@ def talking_to(module: str, *arguments: str) -> Iterator[Tell]:
 
 @contextmanager
 def hosted(ranks: int, nonce: str, token: str | None) -> Iterator[tuple[int, Tell]]:
-    """A coordinator for so many ranks: its port, and what to ask for its CPU seconds."""
+    """Run a coordinator for ``ranks`` ranks; yields its port, and the function to ask it for its CPU seconds."""
     with talking_to("coordinator_process", str(ranks), nonce, *([token] if token else [])) as tell:
         yield int(tell("port")), tell
 

@@ -1,4 +1,4 @@
-"""Interleaved repetitions and what to say of them: a median, and the spread beside it."""
+"""Interleaved repetitions, and how to report them: a median with its range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def interleave(sides: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """Run each side in turn, ``repetitions`` times; a machine that slows down slows all of them down."""
+    """Run the sides in turn, ``repetitions`` times, so that a machine that slows down slows all sides down."""
     results: dict[str, list[float]] = {name: [] for name in sides}
     for repetition in range(repetitions):
         for name, side in sides.items():
@@ -23,7 +23,7 @@ def interleave(sides: Mapping[str, Callable[[], float]], repetitions: int) -> di
 
 
 def ratio(over: Sequence[float], under: Sequence[float], digits: int = 2) -> str:
-    """``1.52 (1.44 to 1.60)``: the median of the pairwise ratios, and their range."""
+    """Return ``1.52 (1.44 to 1.60)``: the median of the pairwise ratios, and their range."""
     ratios = [one / other for one, other in zip(over, under, strict=True)]
     return f"{statistics.median(ratios):.{digits}f} ({min(ratios):.{digits}f} to {max(ratios):.{digits}f})"
 

@@ -1,6 +1,6 @@
-"""What an option costs: samples per second of a training with it, and without it. One epoch of MNIST, interleaved.
+"""What an option costs: samples per second of a training with and without it, one epoch of MNIST each, interleaved.
 
-python -m benchmarks.options --data_dir ../shared/data
+python -m benchmarks.options --data_dir data
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 from benchmarks.measuring import interleave, machine, ratio
 from benchmarks.throughput import run_ranks
 
-# Ranks, and the option.
+# Number of ranks, and the option.
 ROWS = ((1, "--no_ddp"), (2, "--track tensorboard,wandb,jsonl"), (2, "--flip"))
 
 

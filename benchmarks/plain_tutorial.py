@@ -1,6 +1,6 @@
-"""What people write after reading a tutorial: the other side of benchmarks/throughput.py. Started like any DDP script:
+"""The training loop of a typical tutorial: the other side of benchmarks/throughput.py. Start it like any DDP script:
 
-WORLD_SIZE=1 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python benchmarks/plain_tutorial.py ../shared/data
+WORLD_SIZE=1 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python benchmarks/plain_tutorial.py data
 """
 
 from __future__ import annotations

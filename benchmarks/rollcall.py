@@ -1,10 +1,10 @@
-"""Seconds of the roll call, against merely connecting to a TCPStore and writing a key each.
+"""Seconds that the roll call takes, compared with connecting to a TCPStore and writing one key per rank.
 
 python -m benchmarks.rollcall
 
-The coordinator is the real one, in a process without torch; in a second process one thread is all the ranks, on hosts
-of 8, and joins with all of them at once. The floor has the same two processes: torch's store in one, a client for each
-rank in the other.
+The coordinator is the real one, in a process without torch. In a second process one thread simulates all ranks, 8 per
+host, which join at the same time. The floor has the same two processes: torch's store in one, and a client per rank in
+the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDES = ("floor", "roll call", "roll call, token")
 
 @contextmanager
 def store() -> Iterator[int]:
-    """A TCPStore of torch in this process; its port."""
+    """Host a TCPStore of torch in this process; yields its port."""
     from torch.distributed import TCPStore
 
     hosts = TCPStore(LOOPBACK, 0, None, True, CONNECT_TIMEOUT, wait_for_workers=False)
@@ -37,7 +37,7 @@ def store() -> Iterator[int]:
 
 
 def measure(side: str, ranks: int) -> float:
-    """From the word go, when the other process listens, until all ranks have their place (the floor: their keys)."""
+    """Return the seconds until all ranks have their place (the floor: until all keys are written)."""
     token = secrets.token_hex(16) if side.endswith("token") else None
     nonce = secrets.token_hex(16)
     with store() if side == "floor" else hosted(ranks, nonce, token) as host:

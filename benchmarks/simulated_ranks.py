@@ -1,8 +1,8 @@
-"""The other process of benchmarks/rollcall.py and benchmarks/watching.py: every rank of a world, each a connection.
+"""Simulate every rank of a world, each by one connection: the second process of benchmarks rollcall and watching.
 
-Reads one line of JSON, ``Order``, says ``ready``, starts at the next line, says ``done`` when all ranks have their
-place (the floor: when all keys are written), and keeps its connections until its input ends. Until then ranks that beat
-do so, each at the rate and with the content of one that trains.
+It reads an ``Order`` as one line of JSON, prints ``ready``, and starts at the next line. It prints ``done`` when all
+ranks have their place (the floor: when all keys are written), and keeps its connections until its input ends. With the
+side "watching" the ranks then send heartbeats, at the rate and with the content of ranks that train.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode
 from ddp_manual.training.config import TrainConfig
 
 LOOPBACK = "127.0.0.1"
-# No hosts file has a name for it: see ``ask_for_no_names``.
+# An address without a name in any hosts file: see ``ask_for_no_names``.
 NAMELESS = "127.86.13.7"
 RANKS_PER_HOST = 8
 STEPS_A_SECOND = 20
@@ -40,10 +40,10 @@ class Order:
     ranks: int
     port: int
     side: str
-    """floor: connect to a TCPStore and write a key. roll call: join. watching: join, then beat."""
+    """floor: connect to a TCPStore and write a key. roll call: join. watching: join, then send heartbeats."""
     token: str | None = None
     nonce: str = ""
-    """Of rank 0, by which the coordinator knows its own agent."""
+    """Rank 0's nonce, by which the coordinator knows its own agent."""
 
 
 def seal(token: str | None) -> Seal:
@@ -56,14 +56,14 @@ def allow_many_connections() -> None:
 
 
 def run_info(world_size: int) -> RunInfo:
-    """A run as a training describes it."""
+    """Return the description of a run, as a training gives it."""
     return RunInfo(
         run_id="benchmark",
         run_dir="runs/benchmark",
         world_size=world_size,
         host="host0",
         pid=os.getpid(),
-        address="10.0.0.1",  # on loopback it would refuse ranks that say they are on other hosts
+        address="10.0.0.1",  # a coordinator on loopback refuses ranks of other hosts
         since=time.time(),
         command=f"python run_multi_gpu_train.py --world_size {world_size} --rank {{rank}} --master_addr 10.0.0.1",
         launched=None,
@@ -74,7 +74,7 @@ def run_info(world_size: int) -> RunInfo:
 
 
 def rank_infos(world_size: int) -> list[RankInfo]:
-    """What training ranks say of themselves, with all options, versions and digests: 2 KB each."""
+    """Return what training ranks say about themselves, with all options, versions and digests: 2 KB each."""
     options = {name: list(option) for name, option in TrainConfig().shared_options().items()}
     rank_0 = RankInfo(
         rank=0,
@@ -105,7 +105,7 @@ def rank_infos(world_size: int) -> list[RankInfo]:
 
 
 class SimulatedRank:
-    """Says at once what an agent says whose worker has torch already."""
+    """Sends at once what an agent sends when its worker has loaded torch."""
 
     def __init__(self, info: RankInfo, order: Order) -> None:
         self.rank = info.rank
@@ -114,7 +114,7 @@ class SimulatedRank:
         self._seal = seal(order.token)
         self._nonce = order.nonce if info.rank == 0 else f"{info.rank:032x}"
         self._hello = {**asdict(info), "nonce": self._nonce}
-        # Ranks do this each on a machine of its own.
+        # Prepared here, because real ranks do this work on machines of their own.
         self._hello_line = None if self._seal else encode({"hello": self._hello})
         ready = Ready(
             pid=info.pid,
@@ -139,7 +139,7 @@ class SimulatedRank:
         assert data, f"the coordinator has closed the connection of rank {self.rank}"
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            # To read these too is the work of the ranks' own machines.
+            # Not parsed, because real ranks do that on machines of their own.
             if not line.startswith((b'{"beat"', b'{"news"')):
                 self._take(json.loads(line))
 
@@ -159,7 +159,7 @@ class SimulatedRank:
         assert "refused" not in message and "verdict" not in message, message
 
     def beat(self, beat_every: float) -> None:
-        """With what has changed since the last one: a step, collectives, the line of the program."""
+        """Send a heartbeat with everything that changes in training: step, collectives, the line of the program."""
         self._step += max(1, round(STEPS_A_SECOND * beat_every))
         beat = Beat(
             phase="training",
@@ -210,8 +210,11 @@ def beat_until_the_input_ends(ranks: list[SimulatedRank], selector: selectors.Ba
 
 
 def ask_for_no_names() -> None:
-    """Keep torch from looking up the name of every peer of a store: the first look-up that fails ends that, in this
-    process. RES_OPTIONS=attempts:0 lets it fail at once."""
+    """Keep torch from looking up the name of every peer of a store.
+
+    After one look-up has failed, torch makes no more of them in this process. With RES_OPTIONS=attempts:0 it fails at
+    once.
+    """
     from torch.distributed import TCPStore
 
     TCPStore(NAMELESS, 0, None, True, timedelta(seconds=2), wait_for_workers=False)
@@ -240,7 +243,7 @@ def main() -> None:
         ask_for_no_names()
     else:
         ranks = [SimulatedRank(info, order) for info in rank_infos(order.ranks)]
-    gc.disable()  # thousands of ranks in one process give it work that no rank of them would have
+    gc.disable()  # its work grows with the ranks of a process, and a real process has one
     print("ready", flush=True)
     sys.stdin.readline()
     if order.side == "floor":
@@ -254,7 +257,7 @@ def main() -> None:
         beat_until_the_input_ends(ranks, selector)
     else:
         sys.stdin.read()
-    os._exit(0)  # taking thousands of clients down one by one takes longer than the measurement
+    os._exit(0)  # destroying thousands of clients one by one takes longer than the measurement
 
 
 if __name__ == "__main__":

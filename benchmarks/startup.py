@@ -3,7 +3,7 @@
 python -m benchmarks.startup
 python -m benchmarks.startup --before ../before     # another checkout, for comparison
 
-The first step has ended when rank 0 writes its metrics, or the tutorial says so.
+The first step has ended when rank 0 writes its metrics, or the tutorial prints "first step".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TORCHRUN = "torchrun, plain tutorial, 2 ranks"
 
 
 def until_first_step(commands: Sequence[Sequence[str]], tree: Path, stepped: Callable[[bytes], bool]) -> float:
-    """Seconds from starting these commands until ``stepped``, which is given what they have printed; ends them."""
+    """Start the commands, wait until ``stepped`` of their output is true, and end them; returns the seconds."""
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as output:
         started = time.perf_counter()
@@ -67,7 +67,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 class Training:
-    """Our own training from one checkout, each time into a folder of its own."""
+    """The training of one checkout; each run has a new folder."""
 
     def __init__(self, tree: Path, data_dir: str, folder: str) -> None:
         self._tree = tree
@@ -100,7 +100,7 @@ def torchrun(data_dir: str) -> float:
 
 
 def write_images_like_mnist(data_dir: str) -> None:
-    """As many bytes as MNIST has, in its format: what is in the images takes no time."""
+    """Write as many bytes as MNIST has, in its format; the content of the images does not change the times."""
     raw = Path(data_dir, "MNIST", "raw")
     raw.mkdir(parents=True)
     for name, images in (("train", 60_000), ("t10k", 10_000)):
@@ -124,7 +124,7 @@ def main(repetitions: int, before: str | None) -> None:
         write_images_like_mnist(folder)
         trainings = {name: Training(tree, f"{folder}/data", folder) for name, tree in trees.items()}
         for training in trainings.values():
-            training.by_hand(1)  # which makes the data, and compiles what has changed
+            training.by_hand(1)  # draws the data, and compiles changed modules
         sides = {
             f"{way}, {name}": partial(measure, training)
             for way, measure in ways.items()

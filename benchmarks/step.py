@@ -1,4 +1,4 @@
-"""Milliseconds per training step of the ConvNet on one rank, with and without each thing that was tried.
+"""Milliseconds per training step of the ConvNet on one rank, with and without each change that was tried.
 
 python -m benchmarks.step
 """
@@ -21,7 +21,7 @@ WARMUP, STEPS, BATCH_SIZE = 10, 60, 100
 
 
 def textbook_order(network: ConvNet) -> ConvNet:
-    """ReLU before pooling, as it is usually written."""
+    """Put ReLU before pooling, as networks are usually written."""
     for block in (network.layer1, network.layer2):
         block[2], block[3] = block[3], block[2]
     return network

@@ -1,6 +1,6 @@
-"""Samples per second against the plain tutorial loop, float32 on the CPU, one epoch of MNIST each.
+"""Samples per second compared with the plain tutorial loop: float32 on the CPU, one epoch of MNIST each.
 
-python benchmarks/throughput.py --data_dir ../shared/data
+python -m benchmarks.throughput --data_dir data
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ours(world_size: int, data_dir: str) -> float:
 
 
 def unpacked(data_dir: str, folder: str) -> str:
-    """torchvision reads only what it has unpacked: a copy of MNIST in which that is so."""
+    """Copy MNIST unpacked into ``folder``, since torchvision reads only unpacked files; returns ``folder``."""
     from torchvision.datasets.utils import extract_archive
 
     raw = Path(folder, "MNIST", "raw")

@@ -1,8 +1,8 @@
-"""Starts one rank as ``run_multi_gpu_train.py`` does; its worker leaves in a file which of its threads is the reporter.
+"""Start one rank as ``run_multi_gpu_train.py`` does, with a worker that writes down which thread is its reporter.
 
 python benchmarks/watched.py FOLDER <train options>
 
-FOLDER gets ``reporter-rank=<k>``: process and thread, as /proc numbers them.
+The worker writes ``reporter-rank=<k>`` in FOLDER: the ids of its process and of the thread, as in /proc.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = "DDP_MANUAL_BENCHMARK_FOLDER"
 
 
 def work() -> None:
-    """Be the worker that the agent has started in place of its usual one."""
+    """Be the worker, in place of the usual one; the agent has started this process."""
     from ddp_manual.worker.reporter import Reporter
 
     run, name = Reporter._run, sys.argv[4]

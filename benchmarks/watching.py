@@ -1,9 +1,9 @@
-"""What watching over one another costs, in percent of a core: the coordinator, and the agent and reporter of a rank.
+"""What watching over a run costs, in percent of a core: the coordinator, and the agent and the reporter of a rank.
 
 python -m benchmarks.watching
 
-The coordinator is the real one, in a process that does no training; 1,024 or 4,096 simulated ranks send it heartbeats
-at their rate, each with something new. Agent and reporter are those of two ranks that train.
+The coordinator is the real one, in a process that does no training. 1,024 or 4,096 simulated ranks send it heartbeats
+at the usual rate, each with something new. Agent and reporter are those of two ranks that train.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.simulated_ranks import Order
 
 RANKS = 2
 STARTED_WITHIN = 120.0
-# Seconds after the start, so that what only happens then is over.
+# Seconds after the start that are not measured: some work is done only then.
 SETTLE = 3.0
 
 
 def coordinator(ranks: int, seconds: float) -> float:
-    """What it takes of a core while so many ranks beat."""
+    """Return the percentage of a core that the coordinator uses while ``ranks`` ranks send heartbeats."""
     nonce = secrets.token_hex(16)
     with hosted(ranks, nonce, token=None) as (port, cpu_seconds):
         with simulated_ranks(Order(ranks, port, "watching", nonce=nonce)) as ranks_do:
@@ -44,7 +44,7 @@ def coordinator(ranks: int, seconds: float) -> float:
 
 
 def training(seconds: float, data_dir: str | None) -> dict[str, float]:
-    """What agents and reporters of two ranks take of a core each while they train."""
+    """Return the percentage of a core that each agent and reporter of two training ranks uses."""
     with tempfile.TemporaryDirectory() as folder:
         data = ["--data_dir", data_dir] if data_dir else ["--dataset", "synthetic", "--data_dir", f"{folder}/data"]
         options = ["--world_size", str(RANKS), "--master_port", str(free_port()), "--run_dir", f"{folder}/run", *data]
@@ -71,7 +71,7 @@ def training(seconds: float, data_dir: str | None) -> dict[str, float]:
 
 
 def _appears(file: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Wait for the first line of a file; False: a process has ended before, or it takes too long."""
+    """Wait for the first line of ``file``; returns False if a process ends before that, or after STARTED_WITHIN."""
     deadline = time.monotonic() + STARTED_WITHIN
     while not file.exists() or not file.read_text():
         if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
@@ -81,7 +81,7 @@ def _appears(file: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
 
 
 def _cpu_seconds(folder: str, processes: list[subprocess.Popen[bytes]]) -> dict[str, float]:
-    """By what takes them; as of /proc, whose first number of three is the time on a core in nanoseconds."""
+    """Return the CPU seconds of each agent and reporter, from the first number in /proc/.../schedstat (nanoseconds)."""
     seconds = {}
     for rank, process in enumerate(processes):
         pid, thread = Path(folder, f"reporter-rank={rank}").read_text().split()
@@ -102,8 +102,12 @@ def spread(values: list[float], digits: int) -> str:
 @click.command()
 @click.option("--ranks", "sizes", multiple=True, type=int, default=(1024, 4096), show_default=True)
 @click.option("--repetitions", default=5, show_default=True)
-@click.option("--seconds", default=10.0, show_default=True, help="To watch each time.")
-@click.option("--data_dir", type=click.Path(exists=True, resolve_path=True), help="Has MNIST; none: synthetic data.")
+@click.option("--seconds", default=10.0, show_default=True, help="How long to watch each time.")
+@click.option(
+    "--data_dir",
+    type=click.Path(exists=True, resolve_path=True),
+    help="Has MNIST; otherwise synthetic data.",
+)
 def main(sizes: tuple[int, ...], repetitions: int, seconds: float, data_dir: str | None) -> None:
     click.echo(machine())
     costs: dict[str, list[float]] = defaultdict(list)

@@ -30,8 +30,7 @@ from ddp_manual.errors import (
     stopped_by,
 )
 from ddp_manual.options import help_text, option_fields, spelling, value_types
-from ddp_manual.training import extras
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.config import TrainConfig, require
 from ddp_manual.world_spec import WorldSpec
 
 FOUND_A_PROBLEM = 3
@@ -207,7 +206,7 @@ def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) ->
     compared = compare.compare(folders)
     lines = [json.dumps(compared.as_dict(), indent=2) if as_json else compared.text()]
     if plot is not None:
-        extras.require("plots", "--plot")
+        require("plots", "--plot")
         from ddp_manual.tools import compare_plot
 
         compare_plot.write_plot(compared, plot)
@@ -315,7 +314,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
     terminal.escape_what_cannot_be_shown()
     try:
-        with signals.as_errors():
+        with signals.raise_on_stop():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except DdpManualError as error:

@@ -11,23 +11,23 @@
     |   |-- MasterNotAStore             something else listens there
     |   |-- PortInUse                   rank 0 cannot listen: the port is taken
     |   |-- AddressNotLocal             rank 0 was started on another host
-    |   `-- LoopbackMaster              it is this host's own loopback, and there are other hosts
+    |   `-- LoopbackMaster              a loopback address, and there are other hosts
     |-- RanksDoNotBelongTogether   12   the ranks were started differently
     |   |-- WorldSizeMismatch
     |   |-- ConfigMismatch              other options, or other code
     |   |-- VersionMismatch             another torch, Python, CUDA or NCCL
-    |   `-- TokenMismatch               no token, or another one
+    |   `-- TokenMismatch               no token, or another token
     |-- RankTaken                  13   this rank is held by another process
-    |-- PeerGone                   14   a peer is gone
-    |   |-- PeerFailed                  it raised, and left last words
-    |   |-- PeerLost                    it vanished without a word
+    |-- PeerGone                   14   another rank is gone
+    |   |-- PeerFailed                  it reported an error
+    |   |-- PeerLost                    it vanished without reporting an error
     |   |-- PeerStalled                 it lives, and the others wait for it in vain
     |   `-- MasterLost                  it was rank 0
     |-- RunFilesError              15   what a run keeps on disk
     |   |-- DiskFull                    a file of the run could not be written
-    |   |-- CheckpointMissing           there is none to go on from
-    |   |-- CheckpointCorrupt           it is not what was written
-    |   `-- CheckpointMismatch          it is of another run
+    |   |-- CheckpointMissing           there is no checkpoint to continue from
+    |   |-- CheckpointCorrupt           a checkpoint is not what was written
+    |   `-- CheckpointMismatch          a checkpoint is of another run
     |-- DataError                  16   the data set
     |   |-- DataMissing
     |   |-- DataCorrupt
@@ -40,7 +40,7 @@
     |-- PeerUnreachable            18   the ranks met but cannot talk to each other
     `-- Stopped               128 + n   signal n, after leaving in order
 
-Only ``cli`` turns one of these into an exit status.
+Only ``cli`` turns an error into an exit status.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 
 
 class DdpManualError(Exception):
-    """A run, or the attempt at one, cannot go on.
+    """A run cannot start, or cannot continue.
 
     Args:
-        what: One line saying what happened, naming rank and host where there is one.
-        why: The observed facts: what was tried, what answered. May span lines.
+        what: One line saying what happened, naming rank and host if they are known.
+        why: The observed facts, such as what was tried and what answered. May span lines.
         next: The command to type or the setting to change. May span lines.
     """
 
@@ -76,15 +76,15 @@ class DdpManualError(Exception):
         self.next = next
 
     def __str__(self) -> str:
-        """Also where nobody renders it, as at the end of a traceback, the error says why and what next."""
+        """Include why and next, so that the end of a traceback shows them."""
         return self.render().split(": ", 1)[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What copies it to another process: Exception would call the class with ``args``, which lack the keywords."""
+        """Support copies to another process; Exception would call the class with ``args``, without the keywords."""
         return copyreg.__newobj__, (type(self), self.what), self.__dict__  # type: ignore[attr-defined]
 
     def render(self) -> str:
-        """The three-part text that ends every failing rank's stderr."""
+        """Return the three-part text that ends every failing rank's stderr."""
         return (
             f"error[{self.identifier}]: {self.what}\n"
             f"{_hanging('  why:  ', self.why)}\n"
@@ -92,7 +92,7 @@ class DdpManualError(Exception):
         )
 
     def as_dict(self) -> dict[str, str]:
-        """What agents tell each other, and what goes into ``failure-rank<k>.json``."""
+        """Return the fields that agents tell each other and ``failure-rank<k>.json`` holds."""
         return {"identifier": self.identifier, "what": self.what, "why": self.why, "next": self.next}
 
 
@@ -249,11 +249,11 @@ class PeerUnreachable(DdpManualError):
 
 
 class Stopped(DdpManualError):
-    """A signal asked this process to stop; the exit status is 128 + its number.
+    """A signal asked this process to stop; the exit code is 128 + its number.
 
     Args:
-        where: how far the run was, such as "after step 120".
-        why, next: None where nothing was trained yet that could be gone on with.
+        where: how far the run got, such as "after step 120".
+        why, next: None if no training had begun.
     """
 
     identifier = "stopped"
@@ -263,24 +263,24 @@ class Stopped(DdpManualError):
             " ".join(filter(None, (f"stopped by {asked_by(number)}", where))),
             why=why or "the signal came from outside this program: a person, an orchestrator or a scheduler",
             next=next
-            or "start this rank again if the others still wait for it, else all ranks, with a new --run_dir\n"
-            "or, where the run had saved a checkpoint: with the same --run_dir and --resume auto",
+            or "start this rank again if the others still wait for it, otherwise all ranks, with a new --run_dir\n"
+            "or, if the run had saved a checkpoint: with the same --run_dir and --resume auto",
         )
-        self.exit_code = 128 + number  # type: ignore[misc]  # the one code that is not fixed per class
+        self.exit_code = 128 + number  # type: ignore[misc]  # the only code that is not fixed per class
 
 
 def signal_name(number: int) -> str:
-    # A real-time signal has none.
+    # Real-time signals have no name.
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def asked_by(number: int) -> str:
-    """The signal that a person or an orchestrator has sent, as they would call it."""
+    """Name a signal as the person or the orchestrator that sent it would."""
     return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal_name(number)
 
 
 class StopSignal(BaseException):
-    """Signal ``number``, on its way up the stack. No Exception: libraries that catch all of those would lose it."""
+    """Signal ``number``, raised by its handler. Not an Exception, since libraries that catch those would lose it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -288,12 +288,12 @@ class StopSignal(BaseException):
 
 
 def stopped_by(signalled: StopSignal | KeyboardInterrupt, *, next: str | None = None) -> Stopped:
-    """What a signal ends as; Python raises a KeyboardInterrupt where nobody has set a handler."""
+    """Return the error for a signal; Python raises KeyboardInterrupt where no handler is set."""
     return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT, next=next)
 
 
 def every_error() -> dict[str, type[DdpManualError]]:
-    """Identifier -> class, for all that have an identifier."""
+    """Return identifier -> class, for every class that has an identifier."""
     found: dict[str, type[DdpManualError]] = {}
     unseen = [DdpManualError]
     while unseen:
@@ -305,10 +305,10 @@ def every_error() -> dict[str, type[DdpManualError]]:
 
 
 def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManualError:
-    """Rebuild an error from what ``as_dict`` made of it.
+    """Rebuild an error from ``as_dict``.
 
     Args:
-        exit_code: where it is not the one of its class, as of Stopped.
+        exit_code: if it is not that of the class, as with Stopped.
     """
     kind = every_error().get(fields.get("identifier", ""), PeerFailed)
     error = kind.__new__(kind)
@@ -320,7 +320,7 @@ def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManual
 
 @contextmanager
 def writing(path: Path, option: str) -> Iterator[None]:
-    """Turn the OSError of a write below ``path`` into disk-full or a bad ``option``."""
+    """Turn an OSError of the body into disk-full, or a complaint about ``option``, which named ``path``."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What agent, worker and coordinator say to each other: JSON, one object per line, and nothing that is unpickled.
+"""What agent, worker and coordinator say to each other: one JSON object per line; nothing is unpickled.
 
     agent -> coordinator     hello, ready, beat, probed, failed, lost, finished, stacks, bye
     coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, close, verdict, over
@@ -8,7 +8,7 @@
     script -> its agent      attach, signalled and noticed besides
     agent -> its script      verdict and exit besides
 
-A line is bounded in size. What comes from the network is checked before it is used or shown.
+Lines are bounded in size, and messages from the network are checked before they are used or shown.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ import ipaddress
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 from ddp_manual.errors import ConfigMismatch, DdpManualError, PeerFailed, from_dict
 
-# Bytes of a line. The longest that a rank sends are last words with a traceback, and the stacks of a process.
+# Bytes. A rank's longest lines are an error with its traceback, and the stacks of a process.
 LONGEST_LINE = 1 << 18
-# Of a line that an observer reads: a run of thousands of ranks, with their stacks.
+# Bytes of the longest line that an observer reads: a run of thousands of ranks, with their stacks.
 LONGEST_ANSWER = 1 << 26
-# Letters of a name, a version or a digest.
+# Characters of a name, a version or a digest; of an error's text, such as a traceback; of a line of the program.
 LONGEST_NAME = 255
-# Letters of a text that a rank says of itself, such as a traceback.
 LONGEST_TEXT = 20_000
 LONGEST_PLACE = 200
 
@@ -42,7 +46,7 @@ ENDED = "ended"
 
 
 class Unreadable(Exception):
-    """What came is no message, or longer than any message is."""
+    """The bytes received are not a message, or are longer than any message."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -50,21 +54,17 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 class LineReader:
-    """Turns the bytes of a connection into messages.
-
-    Args:
-        longest: bytes that a line may have.
-    """
+    """Splits the bytes of a connection into messages, of at most ``longest`` bytes each."""
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
         self.longest = longest
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that are complete with this ``data``.
+        """Return the messages that ``data`` completes.
 
         Raises:
-            Unreadable: a line is too long, or no JSON object.
+            Unreadable: a line is too long, or is not a JSON object.
         """
         self._received += data
         *lines, self._received = self._received.split(b"\n")
@@ -84,141 +84,129 @@ def _decoded(line: bytearray) -> dict[str, Any]:
 
 
 def printable(text: str, longest: int = LONGEST_NAME) -> str:
-    """The end of a text from the network, as it may be shown on a terminal, on one line."""
+    """Return the end of a text from the network, made safe for one line of a terminal."""
     text = text[-longest:]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-# The ranks of a host have one address, and all look at rank 0's.
+# Cached because the ranks of a host share an address, and every rank looks at rank 0's.
 _ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
 
 
+# The JSON type of a field, by what its annotation begins with.
+_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **{"int": int, "int | None": (int, type(None)), "float": (int, float), "bool": bool, "str": str},
+    **{"Mapping": dict, "Sequence": list},
+}
+
+
+class _FromNetwork:
+    """A message whose fields are checked when it comes from the network."""
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Self:
+        """Build it from what the network brought.
+
+        Raises:
+            TypeError, ValueError: fields are missing, unknown or of the wrong type, or their values cannot be right.
+        """
+        made = cls(**message)
+        for own in fields(made):  # type: ignore[arg-type]
+            value, kind = getattr(made, own.name), _JSON_TYPES[str(own.type).partition("[")[0]]
+            # A bool is an int in Python, but True is not a rank.
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"{own.name} is {type(value).__name__}")
+        made._check_values()
+        return made
+
+    def _check_values(self) -> None:
+        """Check what the types do not say."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """Who a rank is and what it would run, as its agent says it when it joins."""
+class RankInfo(_FromNetwork):
+    """Who a rank is and what it is about to run, as its agent says when it joins."""
 
     rank: int
     world_size: int
     host: str
     pid: int
-    """Of the worker; of its agent, while that is not started yet."""
+    """Of the worker; of its agent until the worker has started."""
     world_size_source: str = ""
     host_id: str = ""
-    """Differs between hosts, also where their names do not: see ``environment.host_id``."""
+    """Differs between hosts even if their names do not: see ``launchers.host_id``."""
     since: float = 0.0
     """Seconds since the epoch, by the rank's own clock."""
     address: str = ""
     """Its IP address on the way to rank 0, which its peers are told to connect to."""
     answer_port: int = 0
-    """Where its agent answers the other hosts' probes, at that address."""
+    """The port at that address where its agent answers other hosts' probes."""
     local_rank: int | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    """torch and python, as they are installed."""
+    """The installed versions of torch and python."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """Part of the program -> digest of its source."""
+    """Part of the program -> digest of its source code."""
     allow_mismatch: bool = False
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Option -> [value, source], for all that the ranks must agree on and that is known without torch."""
+    """Option -> [value, source], for options that the ranks must agree on and that are known without torch."""
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> RankInfo:
-        """Check what came from the network.
-
-        Raises:
-            TypeError, ValueError: fields are missing, unknown or of the wrong type.
-        """
-        info = cls(**message)
-        _check_types(info, _RANK_INFO_TYPES)
-        if info.local_rank is not None and (type(info.local_rank) is not int or info.local_rank < 0):
-            raise TypeError("a local_rank that is no index")
-        if not 0 <= info.since < 1e11 or not 0 <= info.answer_port < 65536:
-            raise TypeError("a time or a port that cannot be")
-        if not 0 <= info.rank < info.world_size:
-            raise TypeError("a rank that cannot be")
-        _ip_address(info.address)
-        versions = [version for version in info.versions.values() if version]
-        names = [info.host, info.host_id, info.address, info.world_size_source]
-        _check_names([*names, *versions, *info.versions, *info.code, *info.code.values(), *info.options])
-        _check_options(info.options)
-        return info
+    def _check_values(self) -> None:
+        if self.local_rank is not None and self.local_rank < 0:
+            raise TypeError("local_rank is not an index")
+        if not 0 <= self.since < 1e11 or not 0 <= self.answer_port < 65536:
+            raise TypeError("impossible time or port")
+        if not 0 <= self.rank < self.world_size:
+            raise TypeError("impossible rank")
+        _ip_address(self.address)
+        names = [self.host, self.host_id, self.address, self.world_size_source]
+        _check_names([*names, *filter(None, self.versions.values()), *self.versions])
+        _check_names([*self.code, *self.code.values(), *self.options])
+        _check_options(self.options)
 
     @property
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-_RANK_INFO_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("rank", "world_size", "pid", "answer_port"), int),
-    **dict.fromkeys(("world_size_source", "host", "host_id", "address"), str),
-    **dict.fromkeys(("versions", "code", "options"), dict),
-    "since": (int, float),
-    "allow_mismatch": bool,
-}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Ready:
-    """What a rank knows once its worker has torch."""
+class Ready(_FromNetwork):
+    """What a rank knows once its worker has loaded torch."""
 
     pid: int
-    """Of the worker, which ``launch`` starts only then."""
+    """Of the worker, which ``launch`` forks only once torch is loaded."""
     device: str
     """``cpu`` or ``cuda``."""
     backend: str
     """``gloo`` or ``nccl``."""
     gpus: Sequence[str]
-    """The UUID of each GPU it could use, by index."""
+    """The UUIDs of the GPUs it could use, by index."""
     versions: Mapping[str, str | None]
-    """torch, python, cuda, nccl, as torch itself says them."""
+    """The versions of torch, python, cuda and nccl, according to torch."""
     options: Mapping[str, Sequence[Any]]
-    """Option -> [value, source], for what the ranks must agree on and only torch or the user's own code can tell."""
+    """Option -> [value, source], for what the ranks must agree on and only torch or the user's code can tell."""
     store: Sequence[Any]
-    """Rank 0's IP address and the port where its worker hosts torch's store; of the other ranks empty."""
+    """From rank 0 its IP address and the port where its worker hosts torch's store; empty from other ranks."""
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Ready:
-        """Check what came from the network.
-
-        Raises:
-            TypeError, ValueError: fields are missing, unknown or of the wrong type.
-        """
-        ready = cls(**message)
-        _check_types(ready, _READY_TYPES)
-        versions = [version for version in ready.versions.values() if version]
-        _check_names([ready.device, ready.backend, *ready.gpus, *versions, *ready.versions, *ready.options])
-        _check_options(ready.options)
-        return ready
-
-
-_READY_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "pid": int,
-    **dict.fromkeys(("device", "backend"), str),
-    **dict.fromkeys(("versions", "options"), dict),
-    **dict.fromkeys(("gpus", "store"), list),
-}
-
-
-def _check_types(message: Any, types: Mapping[str, type | tuple[type, ...]]) -> None:
-    for name, kind in types.items():
-        value = getattr(message, name)
-        # bool is an int to Python, and a rank called True is nobody's.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"{name} is {type(value).__name__}")
+    def _check_values(self) -> None:
+        _check_names([self.device, self.backend, *self.gpus, *self.options])
+        _check_names([*filter(None, self.versions.values()), *self.versions])
+        _check_options(self.options)
 
 
 def _check_names(names: Sequence[str]) -> None:
-    if max(map(len, names)) > LONGEST_NAME or not "".join(names).isprintable():
-        raise TypeError("names that are not short and printable")
+    if max(map(len, names), default=0) > LONGEST_NAME or not "".join(names).isprintable():
+        raise TypeError("a name is too long, or not printable")
 
 
 def _check_options(options: Mapping[str, Sequence[Any]]) -> None:
     if not all(isinstance(option, list) and len(option) == 2 for option in options.values()):
-        raise TypeError("options that are not pairs of value and source")
+        raise TypeError("an option is not a pair of value and source")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What run this is, as rank 0 tells it to whoever joins."""
+    """What run this is, as rank 0 tells each rank that joins."""
 
     run_id: str
     run_dir: str | None
@@ -229,30 +217,30 @@ class RunInfo:
     address: str
     """The IP address rank 0 listens on."""
     since: float
-    """Seconds since the epoch, by rank 0's clock."""
+    """When the run began, in seconds since the epoch by rank 0's clock."""
     command: str
-    """The command that starts a rank of this run, with ``{rank}`` in the place of its number."""
+    """The command that starts a rank of this run, with ``{rank}`` for its number."""
     launched: str | None
-    """The command of ``launch`` that goes on with the run, if that has started the ranks."""
+    """The ``launch`` command that continues the run, if ``launch`` started the ranks."""
     peer_timeout: float
     stall_timeout: float
     script: bool
-    """Whether ranks run a script of the user's own, whose options are not ours to know."""
+    """Whether the ranks run the user's own script, whose options are unknown here."""
 
     @property
     def beat_every(self) -> float:
-        """Seconds between two heartbeats, in both directions: rank 0 reads about 4,000 a second at most."""
+        """Seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
         return max(0.5, self.world_size / 4000)
 
     @property
     def silence(self) -> float:
-        """Seconds after which a rank counts as silent: an agent may be held up for peer_timeout just before its next
-        heartbeat is due, and another one is on its way."""
+        """Seconds after which a rank counts as silent: peer_timeout, plus the heartbeat that an agent was about to send
+        and the one that is on its way."""
         return self.peer_timeout + 2 * self.beat_every
 
     @property
     def start_again(self) -> str:
-        """What to do when the run has ended, as the end of a sentence."""
+        """What to do after the run has ended, as the end of a sentence."""
         if self.run_dir is None or self.script:
             return "start all ranks again"
         if self.launched is not None:
@@ -274,36 +262,36 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands among the others."""
+    """A rank's place among the hosts of the run."""
 
     local_rank: int
     """Index of its GPU on the host."""
     local_world_size: int
     node: int
-    """Which of the run's hosts it is on, counted from 0 in rank order."""
+    """The index of its host, counted from 0 in rank order."""
     nodes: int
     host_leader: int
-    """The first rank of its host, the one that downloads for the others."""
+    """The first rank of its host, which downloads for the others."""
 
 
 @dataclass
 class Progress:
-    """What a rank does now. The training loop writes it, the reporter's thread reads it."""
+    """What a rank is doing: the training loop writes it, the reporter's thread reads it."""
 
     phase: str = JOINING
-    """joining, loading, training, evaluating, saving, leaving or ended; running, in a script that does not say."""
+    """joining, loading, training, evaluating, saving, leaving or ended; running in a script that does not say."""
     epoch: int = 0
     step: int = 0
     samples_per_second: float = 0.0
     step_seconds: float = 0.0
-    """This rank's own work per step, without waiting for the others; 0 where nobody measures it."""
+    """This rank's own work per step, without waiting for the others; 0 if not measured."""
     saving: bool = False
-    """Whether it writes files, and is to finish them before its process is ended."""
+    """Whether it is writing files that it must finish before its process is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
-    """What a worker does, and how far its collectives are: in a heartbeat, where it has changed since the last."""
+class Beat(_FromNetwork):
+    """What a worker is doing and how far its collectives are; sent with a heartbeat when it has changed."""
 
     phase: str = JOINING
     epoch: int = 0
@@ -311,21 +299,21 @@ class Beat:
     samples_per_second: float = 0.0
     step_seconds: float = 0.0
     collectives: Mapping[str, int] = field(default_factory=dict)
-    """By process group: how many collectives this rank has begun."""
+    """Process group -> how many collectives this rank has begun in it."""
     inside: bool = False
-    """Whether the thread that trains is inside a collective, or in a backward pass, which may hold one."""
+    """Whether the training thread is in a collective, or in a backward pass, which may contain one."""
     place: str = ""
-    """The line of the user's program it is on."""
+    """The line of the user's program that is running."""
     debugging: bool = False
-    """Whether it waits for a person in a debugger."""
+    """Whether a debugger waits for input."""
     stopped: str = ""
-    """The signal that has stopped the worker, such as SIGSTOP; its agent sees that."""
+    """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 
     @classmethod
     def of(
         cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str, debugging: bool = False
     ) -> Beat:
-        """Whatever a program has put there, a heartbeat is what ``from_message`` takes."""
+        """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``."""
         return cls(
             phase=printable(str(progress.phase)),
             epoch=int(_number(progress.epoch)),
@@ -338,39 +326,79 @@ class Beat:
             debugging=debugging,
         )
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Beat:
-        """Check a beat from the network.
-
-        Raises:
-            TypeError, ValueError: fields are missing, unknown or of the wrong type.
-        """
-        beat = cls(**message)
-        numbers = (beat.epoch, beat.step, beat.samples_per_second, beat.step_seconds, *beat.collectives.values())
-        if not {int, float}.issuperset(map(type, numbers)):
-            raise TypeError("a beat whose numbers are none")
-        words = (beat.phase, beat.place, beat.stopped)
-        if max(map(len, words)) > LONGEST_NAME or not "".join(words).isprintable():
-            raise ValueError("a beat whose words are too long, or not printable")
-        return beat
+    def _check_values(self) -> None:
+        if not {int, float}.issuperset(map(type, self.collectives.values())):
+            raise TypeError("a number of collectives is not a number")
+        _check_names([self.phase, self.place, self.stopped])
 
     def at_step(self) -> str:
-        """``training, at step 120 of epoch 2``; where nobody counts steps the phase alone."""
+        """Return ``training, at step 120 of epoch 2``; the phase alone if steps are not counted."""
         return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
 
 
 def _number(value: Any) -> float:
-    """What is no finite number is 0. Nor is a tensor one: to read it could wait for a GPU that hangs."""
+    """Return a finite number as it is, anything else as 0; reading a tensor could wait for a GPU that hangs."""
     return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
 
 
+@dataclass
+class Step:
+    """A step of joining, with the time it took; ``check`` shows it."""
+
+    name: str
+    seconds: float = 0.0
+    outcome: str = "ok"
+    """``ok``, ``warning`` or ``failed``."""
+    detail: str = ""
+
+    def warn(self, detail: str) -> None:
+        self.outcome, self.detail = "warning", detail
+
+
+class Steps(list[Step]):
+    """The steps of joining so far; the last one may have failed."""
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Step]:
+        step = Step(name)
+        self.append(step)
+        started = time.monotonic()
+        try:
+            yield step
+        except BaseException as error:
+            step.outcome = "failed"
+            step.detail = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            step.seconds = time.monotonic() - started
+
+    def begin(self, name: str) -> Step:
+        """Begin a step that ``end`` ends; until then it counts as failed."""
+        step = Step(name, outcome="failed")
+        self._began = time.monotonic()
+        self.append(step)
+        return step
+
+    def end(self, step: Step, detail: str, outcome: str = "ok") -> None:
+        """End the step that was begun last."""
+        step.outcome, step.detail = outcome, detail
+        step.seconds = time.monotonic() - self._began
+
+    def extend_from(self, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Add the worker's steps, which it sends as dictionaries."""
+        self.extend(Step(**step) for step in steps)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        return [asdict(step) for step in self]
+
+
 Verdict = dict[str, Any]
-"""An error as it travels: identifier, what, why, next; exit_code; rank, host and pid of the rank it is about;
-``judged`` where the coordinator says it of that rank, not the rank itself."""
+"""An error as JSON: identifier, what, why, next; exit_code; rank, host and pid of the rank it is about; ``judged`` if
+the coordinator says it about that rank, not the rank itself."""
 
 
 def last_words(error: DdpManualError) -> Verdict:
-    """What ends a worker, as it says it to its agent."""
+    """Return the error that ends a worker, as the worker tells its agent."""
     return {**_cut(error.as_dict()), "exit_code": error.exit_code}
 
 

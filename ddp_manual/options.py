@@ -1,4 +1,4 @@
-"""Options as fields of a dataclass: name, default, bounds and help in one place, from which ``cli`` makes the flags."""
+"""Options as dataclass fields: name, default, bounds and help in one place, from which the flags are made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_manual.errors import BadOption
 
 T = TypeVar("T")
 
-KINDS: Mapping[type, str] = {int: "whole number", float: "number", bool: "bool", str: "text"}
+KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def option(
@@ -33,45 +33,34 @@ def option(
     """A dataclass field that is also a command-line option.
 
     Args:
-        minimum: smallest value allowed; ``above``: every value must be greater; ``maximum``: largest value allowed.
-        forms: what else is allowed beside the ``choices``, such as PATH -> a regular expression for all of the value.
-        shared: the ranks of a run must agree on it.
+        minimum, maximum: the smallest and the largest value allowed; ``above``: a bound that is itself not allowed.
+        forms: values allowed besides the ``choices``: a name such as PATH -> a regular expression for the whole value.
+        shared: whether the ranks of a run must agree on it.
     """
-    return dataclasses.field(
-        default=default,
-        metadata={
-            "help": help,
-            "group": group,
-            "minimum": minimum,
-            "above": above,
-            "maximum": maximum,
-            "choices": choices,
-            "forms": forms or {},
-            "shared": shared,
-        },
-    )
+    limits = {"minimum": minimum, "above": above, "maximum": maximum, "choices": choices, "forms": forms or {}}
+    return dataclasses.field(default=default, metadata={"help": help, "group": group, "shared": shared, **limits})
 
 
 class Options:
-    """What WorldSpec and TrainConfig have in common: validation and the memory of where values came from."""
+    """The base of WorldSpec and TrainConfig: checks each value, and knows where it came from."""
 
     sources: Mapping[str, str]
 
     def source(self, name: str) -> str:
-        """``flag``, ``from VARIABLE``, ``argument`` (a script gave it, with no flag) or ``default``."""
-        default = getattr(type(self), name)  # of a dataclass field with one
+        """Return ``flag``, ``from VARIABLE``, ``from FILE``, ``argument`` (of a call in a script) or ``default``."""
+        default = getattr(type(self), name)
         return self.sources.get(name, "default" if getattr(self, name) == default else "argument")
 
     def named(self, name: str) -> str:
-        """``rank 4 (from RANK)``"""
+        """Return ``rank 4 (from RANK)``."""
         return f"{name} {getattr(self, name)} ({self.source(name)})"
 
     def values(self) -> dict[str, Any]:
-        """Option -> its value, for all of them."""
+        """Return option -> value, for all options."""
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
 
     def given_options(self) -> dict[str, Any]:
-        """The options that were typed, or that a variable or a file has given another value than their default."""
+        """Return the options that were typed, or that a variable or a file set to another value than the default."""
         defaults = {field.name: field.default for field in option_fields(type(self))}
         return {
             name: getattr(self, name)
@@ -81,7 +70,7 @@ class Options:
 
     @contextmanager
     def naming_files(self) -> Iterator[None]:
-        """A BadOption of the body that is about values from a file says next where to change them."""
+        """Have a BadOption of the body name the files that hold the values it complains about."""
         try:
             yield
         except BadOption as error:
@@ -91,7 +80,7 @@ class Options:
             raise
 
     def check_bounds(self) -> None:
-        """Raises BadOption for a value that is of another type than its option, or out of its bounds."""
+        """Raise BadOption for a value of the wrong type or out of bounds."""
         kinds = value_types(type(self))
         for field in option_fields(type(self)):
             value = getattr(self, field.name)
@@ -100,9 +89,9 @@ class Options:
             kind = kinds[field.name]
             if not _is_of(kind, value):
                 raise BadOption(
-                    f"--{field.name} {value!r} is no {KINDS[kind]}",
+                    f"--{field.name} {value!r} is not {KINDS[kind]}",
                     why=f"it is of the type {type(value).__name__}: {field.metadata['help']}",
-                    next=f"give a {kind.__name__}",
+                    next=f"give {KINDS[kind]}",
                 )
             if complaint := _complaint(value, field.metadata):
                 raise BadOption(
@@ -113,7 +102,7 @@ class Options:
 
 
 def _is_of(kind: type, value: Any) -> bool:
-    """A script may give what no command line could. A whole number is a number too; True is neither."""
+    """Return whether a script gave a value of this type. A whole number is a number too; True is neither."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
@@ -136,10 +125,10 @@ def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
 
 
 def _meant(field: dataclasses.Field[Any], value: Any) -> str:
-    """The choice that looks most like ``value``, as a question on a line of its own; "" where none does."""
+    """Ask for the choice most like ``value``, on a line of its own; "" where no choice is similar."""
     choices = field.metadata["choices"] or ()
     close = difflib.get_close_matches(value.lower(), choices, n=1) if choices else ()
-    return f"did you mean --{field.name} {close[0]}?\nelse " if close else ""
+    return f"did you mean --{field.name} {close[0]}?\notherwise " if close else ""
 
 
 def _wanted(limits: Mapping[str, Any]) -> str:
@@ -154,17 +143,17 @@ def _wanted(limits: Mapping[str, Any]) -> str:
 
 
 def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
-    """The fields of a dataclass that are command-line options, in order."""
+    """Return the fields of a dataclass that are command-line options, in order."""
     return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
 
 
-def value_types(kind: type) -> dict[str, type]:
-    """Option -> the type of its values: ``int`` for both int and int | None."""
-    hints = get_type_hints(kind)
+def value_types(options: type) -> dict[str, type]:
+    """Return option -> type of its values: ``int`` for both int and int | None."""
+    hints = get_type_hints(options)
     found = {}
-    for field in option_fields(kind):
+    for field in option_fields(options):
         hint = hints[field.name]
-        found[field.name] = next(one for one in getattr(hint, "__args__", (hint,)) if one is not type(None))
+        found[field.name] = next(kind for kind in getattr(hint, "__args__", (hint,)) if kind is not type(None))
     return found
 
 
@@ -186,7 +175,7 @@ def help_text(field: dataclasses.Field[Any], kind: type, default: str | None = N
 
 
 def as_flags(options: Mapping[str, Any]) -> str:
-    """``--epochs 2 --sync_bn``, quoted for a shell."""
+    """Return ``--epochs 2 --sync_bn``, quoted for a shell."""
     words: list[str] = []
     for name, value in options.items():
         if value is True:
@@ -197,11 +186,11 @@ def as_flags(options: Mapping[str, Any]) -> str:
 
 
 Compared = Mapping[str, Sequence[Any]]
-"""Option -> [value, source], of one rank."""
+"""Option -> [value, source] on one rank."""
 
 
 def differing_options(rank_0: Compared, options: Compared) -> list[str]:
-    """The options whose values are not the same, whatever their sources."""
+    """Return the options whose values differ, whatever their sources."""
     return [
         name
         for name in sorted({*rank_0, *options})

@@ -1,4 +1,4 @@
-"""Every file name of a run, and how a file is written so that nobody ever reads half of it."""
+"""Every file name of a run, its lock, and how a file is written so that nobody ever reads half of it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from ddp_manual.errors import BadOption, writing
 
 logger = logging.getLogger(__name__)
 
-# Seconds: a rank 0 that is started again may come while the last one is still ending.
+# Seconds. A rank 0 that is started again may find the previous one still ending.
 LOCK_TIMEOUT = 3.0
 
 
 def new_run_id() -> str:
-    """Eight hexadecimal digits, drawn anew for each run."""
+    """Draw eight hexadecimal digits."""
     return secrets.token_hex(4)
 
 
 def default_run_dir(run_id: str) -> str:
-    """``runs/<start time>-<run_id>``, in local time."""
+    """Return ``runs/<start time>-<run_id>``, in local time."""
     return os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{run_id}")
 
 
 def unused_run_dir(run_id: str) -> str:
-    """The same, with a number behind it where one process trains several times within a second."""
+    """Return the default, with a number behind it if one process trains several times within a second."""
     name = default_run_dir(run_id)
-    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(candidate for candidate in candidates if not os.path.exists(candidate))
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not os.path.exists(name))
 
 
 def run_dir_of_agent(agent: str) -> str:
-    """``runs/torchrun-<digest>``: the same for every rank that one torchrun starts, also after a failure."""
+    """Return ``runs/torchrun-<digest>``, the same for all ranks of one torchrun, also after it restarts them."""
     return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
 
 
 def in_a_file_name(dataset: str) -> str:
-    """The name of a data set, which may have a path in it, as a part of a file's name, another for each."""
+    """Make the name of a data set, which may contain a path, a part of a file name that no other data set has."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", dataset).strip("-.")[-80:]
     if name == re.sub("^folder:", "folder-", dataset):
         return name
@@ -59,38 +59,36 @@ def in_a_file_name(dataset: str) -> str:
 
 @dataclass
 class RunFolder:
-    """Where the files of a run go, from when the ranks have agreed on it.
+    """Where the files of a run go.
 
     Args:
-        path: None: they have not, or the run keeps no files.
-        of_join: what they agreed on when they met, as opposed to what they do now.
+        path: None until the ranks have agreed on it, or if the run keeps no files.
+        of_join: the folder they agreed on when they met.
     """
 
     path: Path | None = None
     of_join: Path | None = None
 
 
+class _Named:
+    """A path below the ``folder`` of the object it is an attribute of."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, paths: PredictionPaths | RunPaths, owner: type) -> Path:
+        return paths.folder / self.name
+
+
 @dataclass(frozen=True)
 class PredictionPaths:
-    """The files that say what a model made of a test set, below one ``folder``."""
+    """The files about a model's predictions on a test set, below one ``folder``."""
 
     folder: Path
-
-    @property
-    def table(self) -> Path:
-        return self.folder / "predictions.csv"
-
-    @property
-    def picture(self) -> Path:
-        return self.folder / "predictions.png"
-
-    @property
-    def confusion_table(self) -> Path:
-        return self.folder / "confusion.csv"
-
-    @property
-    def confusion_picture(self) -> Path:
-        return self.folder / "confusion.png"
+    table = _Named("predictions.csv")
+    picture = _Named("predictions.png")
+    confusion_table = _Named("confusion.csv")
+    confusion_picture = _Named("confusion.png")
 
     @property
     def all(self) -> tuple[Path, ...]:
@@ -99,69 +97,37 @@ class PredictionPaths:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files below one ``run_dir``. Rank 0 writes them; only logs and failures belong to each rank."""
+    """The files below one ``run_dir``. Rank 0 writes them, except the log and the failure of each other rank."""
 
     run_dir: Path
+    config = _Named("config.json")
+    metrics = _Named("metrics.jsonl")
+    accuracies = _Named("accuracies.json")
+    model = _Named("model.pt")
+    samples = _Named("samples.png")
+    summary = _Named("summary.json")
+    checkpoints = _Named("checkpoints")
+    """A folder; ``training.checkpoints`` names the files in it."""
+    track = _Named("track.jsonl")
+    tensorboard = _Named("tensorboard")
+    """A folder, in which TensorBoard names the files."""
+    wandb = _Named("wandb")
+    """A folder, in which wandb names the files."""
+    wandb_id = _Named("wandb.json")
+    """The id of this run in wandb, which it keeps when it is resumed."""
+    lock = _Named(".lock")
 
     @property
-    def config(self) -> Path:
-        return self.run_dir / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.run_dir / "metrics.jsonl"
-
-    @property
-    def accuracies(self) -> Path:
-        return self.run_dir / "accuracies.json"
-
-    @property
-    def model(self) -> Path:
-        return self.run_dir / "model.pt"
-
-    @property
-    def samples(self) -> Path:
-        return self.run_dir / "samples.png"
-
-    @property
-    def summary(self) -> Path:
-        return self.run_dir / "summary.json"
+    def folder(self) -> Path:
+        return self.run_dir
 
     @property
     def predictions(self) -> PredictionPaths:
         return PredictionPaths(self.run_dir)
 
     def evaluation(self, dataset: str, checkpoint: str | None) -> Path:
-        """A folder of its own for each data set and each checkpoint, so that none takes another's files away."""
+        """Return a folder for one data set and one checkpoint, so that evaluations do not overwrite each other."""
         return self.run_dir / "-".join(filter(None, ("evaluation", in_a_file_name(dataset), checkpoint)))
-
-    @property
-    def checkpoints(self) -> Path:
-        """A folder; ``checkpoints`` names what is in it."""
-        return self.run_dir / "checkpoints"
-
-    @property
-    def track(self) -> Path:
-        return self.run_dir / "track.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """A folder, in which TensorBoard names the files."""
-        return self.run_dir / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """A folder, in which wandb names the files."""
-        return self.run_dir / "wandb"
-
-    @property
-    def wandb_id(self) -> Path:
-        """Which of wandb's runs this one is, also after it has been resumed."""
-        return self.run_dir / "wandb.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.run_dir / ".lock"
 
     def log(self, rank: int) -> Path:
         return self.run_dir / f"log-rank{rank}.txt"
@@ -170,12 +136,12 @@ class RunPaths:
         return self.run_dir / f"failure-rank{rank}.json"
 
     def failures(self) -> list[Path]:
-        """Of the ranks of the last attempt, in the order of their names; earlier attempts are set aside."""
+        """Return the failures of the last attempt, sorted by name; those of earlier attempts have other names."""
         return sorted(path for path in self.run_dir.glob("failure-rank*.json") if path.stem.count(".") == 0)
 
     @property
     def is_failed_start(self) -> bool:
-        """Whether the folder holds but why ranks have left and what they printed, if that: no run has begun there."""
+        """Whether the folder holds at most failures and logs, so that no run has begun there."""
         try:
             there = {path.name for path in self.run_dir.iterdir()} - {self.lock.name}
         except OSError:
@@ -184,7 +150,7 @@ class RunPaths:
 
     @property
     def in_use(self) -> bool:
-        """Whether a process trains into the folder, as far as its file system knows of locks."""
+        """Whether a process trains into the folder; False where the file system has no locks."""
         try:
             with open(self.lock, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -195,7 +161,7 @@ class RunPaths:
         return False
 
     def set_failure_aside(self, rank: int, restart: int) -> None:
-        """Keep why a rank left before restart number ``restart`` + 1, if it has left a word, under another name."""
+        """Rename the failure of a rank, if there is one, before restart number ``restart`` + 1."""
         failure = self.failure(rank)
         if failure.exists():
             os.replace(failure, failure.with_name(f"{failure.stem}.restart{restart}.json"))
@@ -204,10 +170,10 @@ class RunPaths:
         """Make the folder.
 
         Args:
-            resuming: it may hold a run already, which is to go on.
+            resuming: whether it may hold a run already, which then continues.
 
         Raises:
-            BadOption: it cannot be written, or holds an earlier run, whose files would be lost.
+            BadOption: it cannot be written, or it holds an earlier run, whose files would be lost.
         """
         with writing(self.run_dir, "--run_dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -224,7 +190,7 @@ class RunPaths:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep the folder for this process while the body runs; the kernel gives it back even after a SIGKILL.
+        """Lock the folder for this process while the body runs; the kernel unlocks it even after a SIGKILL.
 
         Raises:
             BadOption: another process writes there, and still does after a few seconds.
@@ -254,13 +220,13 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some network file systems know no locks; then nobody can be told apart, and the run is as before there were.
+        # Some network file systems have no locks.
         logger.warning("no lock on the run's folder, so a second run into it would go unnoticed: %s", error.strerror)
     return True
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write through a temporary file and a rename: after a crash the old content or the new is there, whole.
+    """Write a temporary file and rename it: after a crash, the old or the new content is there, complete.
 
     Raises:
         DiskFull, BadOption: the folder cannot take the file.
@@ -270,12 +236,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Like ``write_bytes``, with the operating system's own errors."""
+    """Do what ``write_bytes`` does, but raise OSError."""
     replace_files({path: content})
 
 
 def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
-    """Each takes its name in this order, once all are on disk under temporary ones. An error names the file."""
+    """Write all files under temporary names, then rename them in this order. An OSError names the file."""
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
         for path, content in contents.items():
@@ -295,13 +261,13 @@ def _write(path: Path, temporary: Path, pieces: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.filename is None:  # of open() alone does it say
+        if error.filename is None:  # only open() names the file
             error.filename = str(path)
         raise
 
 
 def _flush_names(folder: Path) -> None:
-    """A new name is on disk only once its folder is."""
+    """Put the names in a folder on disk: a renamed file keeps its new name after a crash only then."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -310,16 +276,16 @@ def _flush_names(folder: Path) -> None:
 
 
 def unfinished(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Each temporary file that is being written, or was when its process was killed, and the name it was to take."""
+    """Yield each temporary file, of a write in progress or of a process that was killed, and the file name meant."""
     for path in folder.glob(".*.tmp"):
         if name := re.fullmatch(r"\.(.+)\.\d+\.tmp", path.name):
             yield path, name[1]
 
 
 def sweep(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove what processes that were killed while they wrote files of these ``names`` have left behind.
+    """Remove the temporary files of processes that were killed while they wrote files of these ``names``.
 
-    Only for who holds the folder: nobody else may be writing there.
+    The caller must hold the lock, so that no other process is writing there.
     """
     for path, name in unfinished(folder):
         if names.fullmatch(name):
@@ -331,13 +297,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """One line of a ``.jsonl`` file, in a single write."""
+    """Append a line to a ``.jsonl`` file, in a single write."""
     with writing(path, "--run_dir"), open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(content, allow_nan=False) + "\n")
 
 
 def keep_json_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
-    """Keep those lines of a ``.jsonl`` file, if it is there; one that a kill has cut off goes."""
+    """Drop the lines of a ``.jsonl`` file that are not ``wanted``, and one that a kill cut off."""
     if not path.exists():
         return
     kept = []
@@ -346,5 +312,5 @@ def keep_json_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
             if wanted(json.loads(line)):
                 kept.append(line + "\n")
         except (ValueError, LookupError, TypeError):
-            continue  # cut off, or none of ours
+            continue  # cut off, or not written by us
     write_bytes(path, "".join(kept).encode())

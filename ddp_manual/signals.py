@@ -1,7 +1,7 @@
 """What signals ask of a run: to stop after a step that all ranks agree on, or to save a checkpoint.
 
-An agent takes them from its event loop, and tells its worker what is wished; a worker itself ignores them. Where the
-worker is a person's own script, Python's handlers note them in it.
+An agent handles them in its event loop and tells its worker, which ignores signals itself. A person's own script
+handles them with Python's handlers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ddp_manual.errors import StopSignal
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE = signal.SIGUSR1
-# What has faulthandler write the stacks of all threads; no library uses it.
+# Has faulthandler write the stacks of all threads; no library uses this signal.
 STACKS: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
-# What agents and workers are not to see before they can take it on.
-HELD_BACK = (*STOP, SAVE, STACKS)
+# A new agent or worker starts with these blocked, and unblocks them once it can handle them.
+BLOCKED_AT_START = (*STOP, SAVE, STACKS)
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 # Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
 ONCE_WITHIN = 0.3
 
 
 class Requests:
-    """What this process has been asked for; the ranks agree on it at their next sync point."""
+    """What this process has been asked to do; the ranks agree on it at their next sync point."""
 
     def __init__(self) -> None:
         self.stop = 0
-        """The number of the signal that asked for it, or 0."""
+        """The number of the signal that asked to stop, or 0."""
         self._save = threading.Event()
 
     def request_stop(self, number: int) -> None:
@@ -41,7 +41,7 @@ class Requests:
         self._save.set()
 
     def take_save(self) -> bool:
-        """Whether a checkpoint has been asked for since the last time."""
+        """Return whether a checkpoint has been asked for since the last call."""
         asked = self._save.is_set()
         if asked:
             self._save.clear()
@@ -49,13 +49,13 @@ class Requests:
 
 
 def handled() -> list[signal.Signals]:
-    """Those that ask to stop, without one that this process was told to ignore, as nohup does with SIGHUP."""
+    """Return the signals that ask to stop, except those this process was told to ignore, as nohup does with SIGHUP."""
     return [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT]
 
 
 @contextmanager
-def held_back(numbers: Iterable[int] = HELD_BACK) -> Iterator[None]:
-    """A process that the body starts hears of none of these before it unblocks them: what comes until then waits."""
+def block_in_children(numbers: Iterable[int] = BLOCKED_AT_START) -> Iterator[None]:
+    """Start processes in the body that receive none of these signals until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -64,28 +64,29 @@ def held_back(numbers: Iterable[int] = HELD_BACK) -> Iterator[None]:
 
 
 @contextmanager
-def taken(take: Callable[[int], None]) -> Iterator[None]:
-    """While the body runs, the event loop calls ``take`` with the number of each of these signals."""
-    import asyncio  # of 0.05 s, which the command line's --help does without
+def handle_in_event_loop(handle: Callable[[int], None]) -> Iterator[None]:
+    """Have the event loop call ``handle`` with the number of each signal that arrives while the body runs."""
+    import asyncio  # takes 0.05 s, which --help does without
 
     loop = asyncio.get_running_loop()
     numbers = [*handled(), SAVE]
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
-        loop.add_signal_handler(number, take, int(number))
+        loop.add_signal_handler(number, handle, int(number))
     try:
         yield
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-            # What comes from here on is too late: this process is leaving.
+            # This process is leaving: a signal that arrives from now on is too late.
             signal.signal(number, signal.SIG_IGN if before[number] is signal.SIG_DFL else before[number])
 
 
 @contextmanager
-def as_errors() -> Iterator[None]:
-    """While the body runs, Ctrl-C, SIGTERM and SIGHUP raise StopSignal: the stack unwinds, and what is open is closed.
-    An echo of the first within ``ONCE_WITHIN`` does nothing.
+def raise_on_stop() -> Iterator[None]:
+    """Raise StopSignal in the body on Ctrl-C, SIGTERM or SIGHUP, so that the stack unwinds and open files are closed.
+
+    A repetition within ``ONCE_WITHIN`` of the first signal is ignored.
     """
     first = -ONCE_WITHIN
 
@@ -101,8 +102,8 @@ def as_errors() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """While the body runs, what asks to stop is held back; after it, the first raises StopSignal."""
+def defer_stop() -> Iterator[None]:
+    """Let the body finish when a signal asks to stop, then raise StopSignal for the first such signal."""
     arrived: list[int] = []
     with _handlers(dict.fromkeys(handled(), lambda number, frame: arrived.append(number))):
         yield
@@ -111,31 +112,30 @@ def deferred() -> Iterator[None]:
 
 
 @contextmanager
-def without_saving(instead: Callable[[int], None] = lambda number: None) -> Iterator[None]:
-    """While the body runs, except where signals are ``noted``, SIGUSR1 does nothing, or what is to be done instead;
-    else it would end the process."""
+def ignore_save(instead: Callable[[int], None] = lambda number: None) -> Iterator[None]:
+    """Ignore SIGUSR1 while the body runs, or call ``instead``; by default the signal would end the process."""
     with _handlers({SAVE: lambda number, frame: instead(number)}):
         yield
 
 
 @contextmanager
-def noted(requests: Requests, tell: Callable[[int], None]) -> Iterator[None]:
-    """While the body runs, signals become ``requests`` instead of interrupting this process; ``tell`` gets each."""
+def collect_requests(requests: Requests, tell: Callable[[int], None]) -> Iterator[None]:
+    """Add signals to ``requests`` instead of interrupting the body; ``tell`` gets the number of each."""
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def collect(number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             requests.request_save()
         else:
             requests.request_stop(number)
         tell(number)
 
-    with _handlers(dict.fromkeys([*handled(), SAVE], note)):
+    with _handlers(dict.fromkeys([*handled(), SAVE], collect)):
         yield
 
 
 @contextmanager
 def _handlers(wanted: dict[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
-    """In a thread other than the main one, where Python sets no handlers, signals do what they did before."""
+    """Set handlers while the body runs; only in the main thread, since Python allows it in no other."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a person sees in a rank's terminal: log lines that name the rank, and a progress bar on rank 0."""
+"""What a person sees in a rank's terminal: log lines that name the rank, lines about waiting, and a progress bar."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.run_folder import RunPaths
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.progress import Progress, TaskID
 
 LOGGER = logging.getLogger("ddp_manual")
 COLOURS = (36, 33, 32, 35, 34, 31)
+# Seconds. With POLL_EVERY and Python's own start, the first line about waiting comes within a second.
+FIRST_LINE = 0.6
+LINE_EVERY = 10.0
+POLL_EVERY = 0.2
+
+Say = Callable[[str], None]
+"""Shows a line to the person at this rank's terminal."""
 
 
 class _CurrentStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Looks sys.stderr up at each line: a progress bar puts its own in place while it is drawn."""
+    """Looks up sys.stderr for each line, since a progress bar replaces it while it is drawn."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -41,9 +47,7 @@ def tag(rank: int) -> str:
 
 
 def log_to_stderr(rank: int | None) -> None:
-    """Send this package's log lines to stderr, each tagged with the rank if there is one; a second call only changes
-    the tag.
-    """
+    """Send this package's log lines to stderr, tagged with the rank if there is one; a second call changes the tag."""
     for handler in LOGGER.handlers:
         if isinstance(handler, _CurrentStderr):
             break
@@ -57,7 +61,7 @@ def log_to_stderr(rank: int | None) -> None:
 
 @contextmanager
 def log_as_found() -> Iterator[None]:
-    """After the body, this package's log is as it was before it."""
+    """Restore the configuration of this package's log after the body."""
     propagate, disabled = LOGGER.propagate, LOGGER.disabled
     handlers, level = [*LOGGER.handlers], LOGGER.level
     try:
@@ -72,57 +76,46 @@ def log(line: str) -> None:
 
 
 def say(line: str) -> None:
-    """On stderr, unless its reader has gone."""
+    """Print a line on stderr, unless its reader has gone."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def print_error(error: DdpManualError) -> None:
-    """The last thing on this rank's screen; the exit code says it too, should the screen be gone."""
+    """Print the error that ends this process; the exit code also says it, in case the terminal is gone."""
     with suppress(OSError):
         if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # a progress bar that was cut off has left the cursor hidden
+            sys.stderr.write("\x1b[?25h")  # show the cursor, which an interrupted progress bar left hidden
         print(error.render(), file=sys.stderr, flush=True)
 
 
 def result_text(summary: Mapping[str, Any]) -> str:
-    """What rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
+    """Return what rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
     paths = RunPaths(Path(summary["run_dir"]))
+    files = (paths.summary, paths.model, paths.metrics, paths.accuracies, paths.samples, *paths.predictions.all)
     lines = [
         f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
         f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
         f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
-        *(
-            f"  {path}"
-            for path in (
-                paths.summary,
-                paths.model,
-                paths.metrics,
-                paths.accuracies,
-                paths.samples,
-                *paths.predictions.all,
-                paths.config,
-            )
-            if path.exists()
-        ),
+        *(f"  {path}" for path in (*files, paths.config) if path.exists()),
     ]
     return "\n".join(lines)
 
 
 def escape_what_cannot_be_shown() -> None:
-    """A name that stdout's encoding does not know is printed with escapes, as stderr does by itself."""
+    """Have stdout escape characters that its encoding lacks, as stderr does anyway."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def escaped(text: str) -> str:
-    """With escapes for what is no Unicode, such as a byte in a file's name: not all that takes a text takes that."""
+    """Escape what is not Unicode, such as a stray byte in a file name, since not every library accepts it."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def stdout_failed(error: OSError) -> DdpManualError:
-    """What an ``error`` of a write to stdout ends as; from here on all that is written there is dropped."""
-    with suppress(OSError, ValueError):  # else what is left in its buffer fails once more when the process ends
+    """Return the error for a failed write to stdout, and drop everything that is written there from now on."""
+    with suppress(OSError, ValueError):  # otherwise its buffer fails once more when the process ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (DiskFull if full else BadOption)(
@@ -133,7 +126,7 @@ def stdout_failed(error: OSError) -> DdpManualError:
 
 
 class RankOutput:
-    """What one rank says: to the terminal with its rank in front, and to its log as it is."""
+    """Writes the output of one rank to the terminal, with the rank in front, and unchanged to its log."""
 
     def __init__(self, log: BinaryIO, rank: int) -> None:
         self._log = log
@@ -143,7 +136,7 @@ class RankOutput:
             log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
 
     def write(self, text: bytes, sink: TextIO | None = None) -> None:
-        """Whatever becomes of the log or the terminal, the rank goes on."""
+        """Write to both; the rank continues even if the log or the terminal fails."""
         sink = sys.stderr if sink is None else sink
         shown = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and launchers.colour_allowed() else self._tag
         with suppress(OSError, ValueError):
@@ -155,29 +148,25 @@ class RankOutput:
             sink.flush()
 
 
-class Progress:
-    """Where there is no bar: each line goes to the log.
+class ProgressLines:
+    """Progress as lines of the log; if not ``shown``, as nothing, since rank 0 speaks for all ranks."""
 
-    Args:
-        lines: whether there are any; what all ranks would say alike, rank 0 says.
-    """
-
-    def __init__(self, *, lines: bool = True) -> None:
-        self._lines = lines
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown
 
     def advance(self) -> None:
-        """One step is done."""
+        """Count a step."""
 
     def say(self, line: str) -> None:
-        """How it goes, every so many steps."""
-        if self._lines:
+        """Tell how training goes, every so many steps."""
+        if self._shown:
             LOGGER.info("%s", line)
 
 
-class _Bar(Progress):
-    """A bar with the last line beside it."""
+class ProgressBar(ProgressLines):
+    """Progress as a bar on stderr with the last line beside it."""
 
-    def __init__(self, drawn: RichProgress, task: TaskID) -> None:
+    def __init__(self, drawn: Progress, task: TaskID) -> None:
         super().__init__()
         self._drawn = drawn
         self._task = task
@@ -190,18 +179,18 @@ class _Bar(Progress):
 
 
 @contextmanager
-def progress(total_steps: int, *, done: int, bar: bool, lines: bool = True) -> Iterator[Progress]:
-    """Progress over ``total_steps``, of which some are ``done``, as a ``bar`` on stderr or as lines alone."""
+def progress(total_steps: int, *, done: int, bar: bool, lines: bool = True) -> Iterator[ProgressLines]:
+    """Show progress over ``total_steps``, of which some are ``done``, as a ``bar`` on stderr or as lines."""
     if not bar:
-        yield Progress(lines=lines)
+        yield ProgressLines(shown=lines)
         return
+    # rich takes 0.05 s to import, so only processes that draw import it.
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        yield _Bar(drawn, drawn.add_task("", total=total_steps, completed=done))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
+        yield ProgressBar(drawn, drawn.add_task("", total=total_steps, completed=done))
 
 
 def on_a_terminal() -> bool:
@@ -210,7 +199,7 @@ def on_a_terminal() -> bool:
 
 @contextmanager
 def redrawing(wanted: bool) -> Iterator[Callable[[str], None] | None]:
-    """What draws each text in the place of the one before, on a terminal; None where that is not ``wanted``."""
+    """Yield a function that replaces the text on the terminal; None if that is not ``wanted``."""
     if not wanted:
         yield None
         return
@@ -219,6 +208,54 @@ def redrawing(wanted: bool) -> Iterator[Callable[[str], None] | None]:
 
     with Live(auto_refresh=False) as drawn:
         yield lambda text: drawn.update(Text(text), refresh=True)
+
+
+class Waiting:
+    """A deadline ``timeout`` seconds from now, with lines about what is waited for: the first within a second, then one
+    every 10 s and on each change."""
+
+    def __init__(self, timeout: float, say: Say) -> None:
+        self._say = say
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout
+        self._next_line = self._started + FIRST_LINE
+        self._said: str | None = None
+        self._advised = False
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def remaining(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    def about(self, text: str, news: Sequence[str] = (), *, each_change: bool = True) -> bool:
+        """Say ``text`` and ``news`` if a line is due, the text changed or there is news; return whether it was said.
+
+        Args:
+            each_change: False lets a changed text wait until a line is due.
+        """
+        now = time.monotonic()
+        changed = self._said is not None and ((each_change and text != self._said) or bool(news))
+        if now < self._next_line and not changed:
+            return False
+        words = "; ".join([text, *news])
+        self._say(f"{words} ({self.waited:.0f} s of {self._deadline - self._started:.0f} s)")
+        self._said = text
+        self._next_line = now + LINE_EVERY
+        return True
+
+    def advise(self, commands: list[str]) -> None:
+        """Say what to type, once, after the first line."""
+        if self._said is None or self._advised:
+            return
+        self._advised = True
+        self._say("to start what is missing:\n" + "\n".join(f"  {command}" for command in commands))
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

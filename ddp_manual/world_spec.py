@@ -1,7 +1,4 @@
-"""Which rank a process is and how it meets the others, as a frozen value that is valid from the moment it exists.
-
-Each field is one option of the command line. A value that cannot work raises BadOption before torch is imported.
-"""
+"""WorldSpec: which rank a process is and where it meets the others, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,11 +6,16 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
+
+# The ranks of a run need not agree on these.
+identity = partial(option, group="identity", shared=False)
+rendezvous = partial(option, group="rendezvous", shared=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,82 +26,45 @@ class WorldSpec(Options):
         BadOption: a value is out of its bounds, or two of them contradict each other.
     """
 
-    world_size: int = option(1, "How many ranks the run has in all.", group="identity", minimum=1, shared=False)
-    rank: int = option(
-        0, "Which of them this process is: 0 to world_size - 1.", group="identity", minimum=0, shared=False
+    world_size: int = identity(1, "How many ranks the run has in all.", minimum=1)
+    rank: int = identity(0, "Which of them this process is: 0 to world_size - 1.", minimum=0)
+    local_rank: int | None = identity(
+        None, "Index of the GPU on this host (default: position among the ranks of the same host).", minimum=0
     )
-    local_rank: int | None = option(
-        None,
-        "Index of the GPU on this host (default: position among the ranks of the same host).",
-        group="identity",
-        minimum=0,
-        shared=False,
+    device: str = identity("auto", "auto is cuda where there is a GPU, cpu elsewhere.", choices=("auto", "cpu", "cuda"))
+    backend: str = identity("auto", "auto is nccl for cuda, gloo for cpu.", choices=("auto", "gloo", "nccl"))
+    master_addr: str = rendezvous("127.0.0.1", "Rank 0's address: a host name or an IP address.")
+    master_port: int = rendezvous(
+        29500, "Rank 0's port. With 0, rank 0 takes any free port and says which.", minimum=0, maximum=65535
     )
-    device: str = option(
-        "auto",
-        "auto is cuda where there is a GPU, cpu elsewhere.",
-        group="identity",
-        choices=("auto", "cpu", "cuda"),
-        shared=False,
+    run_id: str | None = rendezvous(None, "Name of the run; rank 0's counts (default: eight random digits).")
+    join_timeout: float = rendezvous(
+        1800.0, "Seconds to wait for rank 0, and then for all ranks to join (check: 30).", above=0
     )
-    backend: str = option(
-        "auto",
-        "auto is nccl for cuda, gloo for cpu.",
-        group="identity",
-        choices=("auto", "gloo", "nccl"),
-        shared=False,
+    peer_timeout: float = rendezvous(
+        10.0, "Seconds without a sign of life after which a rank counts as lost; rank 0's counts for all.", minimum=1
     )
-    master_addr: str = option(
-        "127.0.0.1", "Rank 0's address: a host name or an IP address.", group="rendezvous", shared=False
-    )
-    master_port: int = option(
-        29500,
-        "Rank 0's port. With 0, rank 0 takes any free port and says which.",
-        group="rendezvous",
-        minimum=0,
-        maximum=65535,
-        shared=False,
-    )
-    run_id: str | None = option(
-        None, "Name of the run; rank 0's counts (default: eight random digits).", group="rendezvous", shared=False
-    )
-    join_timeout: float = option(
-        1800.0,
-        "Seconds to wait for rank 0, and then for all ranks to join (check: 30).",
-        group="rendezvous",
-        above=0,
-        shared=False,
-    )
-    peer_timeout: float = option(
-        10.0,
-        "Seconds without a sign of life after which a rank counts as lost; rank 0's counts for all.",
-        group="rendezvous",
-        minimum=1,
-        shared=False,
-    )
-    stall_timeout: float = option(
+    stall_timeout: float = rendezvous(
         300.0,
         "Seconds that ranks may wait in a collective for one that lives but does not come; rank 0's counts for all.",
-        group="rendezvous",
         minimum=1,
-        shared=False,
     )
-    token_file: str | None = option(
-        None,
-        "A file that holds the run's token, the same on every rank (or the variable DDP_MANUAL_TOKEN has it).",
-        group="rendezvous",
-        shared=False,
+    token_file: str | None = rendezvous(
+        None, "A file that holds the run's token, the same on every rank (or the variable DDP_MANUAL_TOKEN has it)."
     )
-    allow_mismatch: bool = option(
-        False,
-        "Go on, with a warning, where code or versions differ between ranks.",
-        group="rendezvous",
-        shared=False,
-    )
+    allow_mismatch: bool = rendezvous(False, "Go on, with a warning, where code or versions differ between ranks.")
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Option -> "flag" or "from VARIABLE"; what is not in it is a default."""
+    """Option -> "flag" or "from VARIABLE"; an option that is missing here has its default or an argument."""
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check each value by itself, then those that depend on one another.
+
+        Raises:
+            BadOption: a value is out of its bounds, or two of them contradict each other.
+        """
         self.check_bounds()
         if not self.master_addr.strip():
             raise BadOption(
@@ -109,7 +74,7 @@ class WorldSpec(Options):
             )
         if self.master_addr in ("0.0.0.0", "::"):
             raise BadOption(
-                f"--master_addr {self.master_addr} is no address that other ranks could connect to",
+                f"--master_addr {self.master_addr} is not an address that other ranks can connect to",
                 why=f"{self.named('master_addr')}: it stands for all addresses of a host",
                 next="give the host name or the IP address of rank 0's machine, the same on every rank",
             )
@@ -136,36 +101,33 @@ class WorldSpec(Options):
 
     @classmethod
     def from_environment(cls, **flags: Any) -> WorldSpec:
-        """Flags given as keyword arguments, then the launcher's variables, then the defaults.
-
-        A flag that is None counts as not given.
+        """Take each option from ``flags`` unless it is None, otherwise from a launcher's variable or the default.
 
         Raises:
-            BadOption: see the class; also when a variable that should be a number is not.
+            BadOption: a value cannot work, or a variable should hold a number and does not.
         """
-        found = {}
-        for field in option_fields(cls):
-            setting = launchers.identity(field.name, flags.pop(field.name, None))
-            if setting is not None:
-                found[field.name] = setting
-        if flags:
-            raise TypeError(f"WorldSpec has no option {', '.join(flags)}")
-        values: dict[str, Any] = {name: setting.value for name, setting in found.items()}
-        return cls(**values, sources={name: setting.source for name, setting in found.items()})
+        if unknown := flags.keys() - WORLD_OPTIONS:
+            raise TypeError(f"WorldSpec has no option {', '.join(unknown)}")
+        values = {name: value for name, value in flags.items() if value is not None}
+        sources = dict.fromkeys(values, "flag")
+        for name, variable in launchers.IDENTITY_VARIABLES.items():
+            if name not in values and (value := launchers.identity(name)) is not None:
+                values[name], sources[name] = value, f"from {variable}"
+        return cls(**values, sources=sources)
 
     @property
     def from_variables(self) -> list[str]:
-        """The options whose values a launcher's variables gave, each with its source."""
+        """The options that a launcher's variables set, each with its source."""
         return [self.named(name) for name, source in self.sources.items() if source.startswith("from ")]
 
     @property
     def agent_store(self) -> bool:
-        """Whether torchrun's agent hosts the store; rank 0 is then a client like the others."""
+        """Whether torchrun's agent hosts the store, so that rank 0 is a client like the others."""
         return launchers.agent_store_serves(self.master_addr, self.master_port)
 
     @property
     def alone(self) -> bool:
-        """A world of one that nobody was told how to find: it needs no fixed port."""
+        """Whether this is a world of one at no chosen port, so that rank 0 needs no fixed port."""
         is_default = self.master_port == WorldSpec.master_port and self.source("master_port") == "default"
         return self.world_size == 1 and is_default
 

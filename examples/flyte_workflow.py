@@ -1,9 +1,11 @@
-"""Training as tasks of a workflow engine: https://flyte.org; pip install -e '.[flyte]' brings flytekit.
+"""Training as tasks of a workflow engine: https://flyte.org. First: pip install -e '.[flyte]'
 
-python examples/flyte_workflow.py hyperparameters.json                                          here, without an engine
-pyflyte run --remote examples/flyte_workflow.py training --config '{"epochs": 3, "lr": 0.05}'   on a cluster
+On this machine, without an engine; without hyperparameters.json, with the default options:
+    python examples/flyte_workflow.py hyperparameters.json
+On a cluster:
+    pyflyte run --remote examples/flyte_workflow.py training --config '{"epochs": 3, "lr": 0.05}'
 
-GPUS=4 before either starts four ranks and asks the engine for a GPU for each; RANKS=4, for none.
+GPUS=4 before either command starts four ranks and requests a GPU for each rank; RANKS=4 starts four ranks without GPUs.
 """
 
 import os
@@ -26,7 +28,7 @@ RANKS = int(os.environ.get("RANKS", GPUS or 2))
 
 
 class Trained(NamedTuple):
-    accuracies: FlyteFile[TypeVar("json")]  # of the test set, after each epoch
+    accuracies: FlyteFile[TypeVar("json")]  # on the test set, after each epoch
     model: FlyteFile[TypeVar("pt")]
     predictions: CSVFile  # every test image: truth, guess, probability of each class; mistakes first
     figures: list[PNGImageFile]
@@ -34,8 +36,8 @@ class Trained(NamedTuple):
 
 @task(requests=Resources(cpu="1", mem="2Gi"))
 def prepare_data(config: TrainConfig) -> FlyteDirectory:
-    """Once, before there are any ranks, and not on a machine whose GPUs would wait for it."""
-    from ddp_manual.training.sources import prepared  # and torch, which nobody needs who only registers the tasks
+    """Download or draw the data before there are any ranks, on a machine without GPUs that would wait."""
+    from ddp_manual.training.sources import prepared  # imports torch, which registering the tasks does not need
 
     prepared(config)
     return FlyteDirectory(config.data_dir)
@@ -43,10 +45,10 @@ def prepare_data(config: TrainConfig) -> FlyteDirectory:
 
 @task(
     requests=Resources(cpu=str(RANKS), mem="4Gi", gpu=str(GPUS) if GPUS else None),
-    environment={"RANKS": str(RANKS)},  # where the task runs, this file is imported anew
+    environment={"RANKS": str(RANKS)},  # this file is imported again on the machine where the task runs
 )
 def train(config: TrainConfig, data: FlyteDirectory) -> Trained:
-    """RANKS processes; if one fails so does the task, after that rank has said why."""
+    """Train with RANKS processes; if a rank fails, the task fails too, after that rank has said why."""
     here = Path(current_context().working_directory)
     run, options = RunPaths(here / "run"), here / "hyperparameters.json"
     options.write_text(replace(config, data_dir=data.download()).to_json())

@@ -1,4 +1,4 @@
-"""A model and a data set of one's own, for --model my_shapes:network and --dataset my_shapes:shapes.
+"""A model and a data set of your own, for --model my_shapes:network and --dataset my_shapes:shapes.
 
 PYTHONPATH=examples python run_multi_gpu_train.py --model my_shapes:network --dataset my_shapes:shapes --batch_size 50
 """
@@ -14,9 +14,9 @@ def network(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 class Shapes(torch.utils.data.Dataset):
-    """Bright bars on a dark ground, upright or lying."""
+    """Bright bars on a dark background, vertical or horizontal."""
 
-    classes = ("upright", "lying")
+    classes = ("vertical", "horizontal")
 
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""DDP in a script of your own, each rank started by hand:
+"""DDP in a script of your own. Start each rank in a terminal of its own:
 
 WORLD_SIZE=2 RANK=0 python examples/own_script.py
 WORLD_SIZE=2 RANK=1 python examples/own_script.py

@@ -16,7 +16,7 @@ from ddp_manual.world_spec import WorldSpec
 
 @contextmanager
 def alone() -> Iterator[World]:
-    with ExitStack() as afterwards:
+    with ExitStack() as closing:
         yield World(
             spec=WorldSpec(world_size=1, rank=0, device="cpu"),
             rank=0,
@@ -35,8 +35,8 @@ def alone() -> Iterator[World]:
             _folder=RunFolder(),
             _store=None,
             _roster=[{"rank": 0, "host": "here"}],
-            _wishes=Requests(),
+            _requests=Requests(),
             _tell=lambda message: None,
             _own_process=True,
-            _afterwards=afterwards,
+            _closing=closing,
         )

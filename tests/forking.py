@@ -1,7 +1,8 @@
 """Starts the processes of the tests: as forks of one that has torch loaded where that makes no difference to a test.
 
-Each test process (there are several with --numprocesses) has a server of its own, ``tests/forkserver.py``, from the
-first rank on that is started. When the test process ends, however, the server kills what it has started and ends too.
+All test processes (there are several with --numprocesses) share one server, ``tests/forkserver.py``, which loads torch
+when the first of them needs a fork. When a test process ends, however it ends, the server kills what it has forked for
+it; the server ends with the pytest that was started first.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from tests.forkserver import READ_BY_THE_FORK, would_see
+from tests.forkserver import READ_BY_THE_FORK, TORCHRUN, would_see
 
 SERVER = Path(__file__).with_name("forkserver.py")
+# Where the server listens.
+VARIABLE = "DDP_MANUAL_TEST_FORK_SERVER"
 
 
 class Process(Protocol):
@@ -73,25 +76,40 @@ class Forked:
         return self.returncode
 
 
+def server_environment() -> dict[str, str]:
+    """The environment that the server is started with."""
+    environment = {name: value for name, value in os.environ.items() if name not in READ_BY_THE_FORK}
+    return {**environment, "OMP_NUM_THREADS": "1"}
+
+
+def start_server() -> None:
+    """Start the server, and tell the test processes by a variable where it listens."""
+    address = f"\0ddp-manual-test-{os.getpid()}"  # abstract: no file is left of it
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, str(SERVER), str(listener.fileno()), str(reading)],
+            env=server_environment(),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno(), reading],
+            start_new_session=True,
+        )
+    os.close(reading)
+    os.environ[VARIABLE] = address.removeprefix("\0")
+    atexit.register(process.wait, 10)
+    atexit.register(os.close, writing)
+
+
 class Server:
     """The process that forks, from the side of the tests."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = threading.Lock()
-        self._environment = {name: value for name, value in os.environ.items() if name not in READ_BY_THE_FORK}
-        self._environment["OMP_NUM_THREADS"] = "1"
-        with theirs:
-            command = [sys.executable, str(SERVER), str(theirs.fileno())]
-            process = subprocess.Popen(
-                command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        atexit.register(process.wait, 10)
-        atexit.register(self._control.close)
+        self._environment = server_environment()
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.connect(f"\0{os.environ[VARIABLE]}")
 
     def would_see(self, env: Mapping[str, str]) -> bool:
         """Whether a fork takes notice of all that is in this environment."""
@@ -124,11 +142,11 @@ def server() -> Server:
 
 
 def becomes_a_rank(arguments: Sequence[str]) -> bool:
-    """Whether a command is a Python program that may need torch, or starts what does."""
+    """Whether a command is a Python program that may need torch, or starts a program that does."""
     if sys.platform != "linux" or arguments[0] != sys.executable or len(arguments) < 2:
         return False
     if arguments[1] == "-m":
-        return arguments[2] == "ddp_manual"
+        return arguments[2] in ("ddp_manual", TORCHRUN)
     return arguments[1] == "-c" or arguments[1].endswith(".py")
 
 
@@ -153,7 +171,7 @@ def start(
     Args:
         note: where a fork writes the pid of its worker.
         place: the network namespace it runs in, and the host name it sees there.
-        fresh: not as a fork, which ``ps`` shows with the server's command.
+        fresh: start a new Python, not a fork, which ``ps`` shows with the server's command.
     """
     if not fresh and becomes_a_rank(arguments) and server().would_see(env):
         return server().fork(arguments, note, env, cwd, place, out, err)

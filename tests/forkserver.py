@@ -1,18 +1,20 @@
 """A process that has torch loaded and becomes, by a fork, each rank that a test starts: see ``tests/forking.py``.
 
-``import torch`` takes a rank 1.4 s of a core and its optimizer's first step 2 s more; a fork takes 0.02 s. What a fork
-becomes is to differ in nothing else from a new Python: it imports what the program imports, finds torch not yet
-imported, and runs the program as ``__main__``. It shares the seed of ``hash(str)`` with the others, which no new Python
-would. Only the standard library is imported here, and torch.
+``import torch`` takes a rank 1.4 s of a core and its optimizer's first step 2 s more; a fork takes 0.02 s. Apart from
+that a fork is meant to behave like a new Python: it imports what the program imports, finds torch not yet imported, and
+runs the program as ``__main__``. Unlike new Pythons, all forks share the seed of ``hash(str)``. This file imports the
+standard library only, torch, and other installed packages that ranks import.
 
-A rank is two processes: the fork becomes the agent, and is forked once more when the agent starts its worker. What a
-script starts by multiprocessing's ``spawn`` is such a second fork too. It forgets what the first has imported besides
-Python's and installed packages. In ``ps`` all of them have the server's command.
+A rank is two processes: the fork becomes the agent, and forks once more when the agent starts its worker. Processes
+that a script starts by multiprocessing's ``spawn`` are such second forks too, and so are those that torchrun starts,
+by way of a fork that torchrun's process keeps for them. A second fork forgets all that the first has imported, except
+Python's own modules and installed packages. ``ps`` shows all of them with the server's command.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib.abc
@@ -29,50 +31,69 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What a rank imports sooner or later, and what is slow in it: torch._dynamo comes with the first step of an optimizer.
-SLOW = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "click", "psutil", "rich.progress")
+# Slow imports that most ranks make; the first step of an optimizer imports torch._dynamo.
+SLOW = (
+    *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.serialization.config"),
+    *("torchvision.datasets", "click", "psutil", "rich.progress"),
+    *("PIL.ImageDraw", "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin"),
+)
+# Packages among them that a fork finds not yet imported.
+HIDDEN = ("torch", "torchvision")
 # What Python, its libraries or torch look at once, while they are loaded.
 READ_AT_START = (
     *("FAKETIME", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("PYTORCH_", "TORCH_", "TRITON_"),
 )
-# Those of them that a fork looks at itself.
-READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL")
-PROCESSES = "ddp_manual.processes"
-PR_SET_PDEATHSIG = 1
+# Those of them that a fork reads itself, or that are read later.
+READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+STARTS_PYTHON = "ddp_manual.launchers"
+TORCHRUN = "torch.distributed.run"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class TorchOnceImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Takes torch out of sys.modules, and puts it back when it is imported."""
+class HiddenUntilImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Takes a package out of sys.modules, and puts it back when the program imports it."""
 
-    def __init__(self) -> None:
-        names = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+    def __init__(self, package: str) -> None:
+        self._package = package
+        names = [name for name in sys.modules if name.partition(".")[0] == package]
         self._modules = {name: sys.modules.pop(name) for name in names}
 
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != self._package:
             return None
-        self._spec = self._modules["torch"].__spec__
+        self._spec = self._modules[name].__spec__
         return importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return self._modules["torch"]
+        return self._modules[self._package]
 
     def exec_module(self, module: types.ModuleType) -> None:
         sys.meta_path.remove(self)
         module.__spec__ = self._spec
+        if self._package != "torch":
+            __import__("torch")
+            sys.modules.update(self._modules)
+            return
         sys.modules.update(self._modules)
         # Once more what torch does while it is loaded: draw a seed, and read TORCH_CPP_LOG_LEVEL.
         module.default_generator.seed()
         library = Path(str(module.__file__)).parent / "lib" / "libc10.so"
         ctypes.CDLL(str(library))._ZN3c1011initLoggingEv()
+
+
+def hide_packages() -> None:
+    """Have this process find the packages of ``HIDDEN`` not yet imported."""
+    for package in HIDDEN:
+        if package in sys.modules:
+            sys.meta_path.insert(0, HiddenUntilImported(package))
 
 
 def would_see(started_with: Mapping[str, str], env: Mapping[str, str]) -> bool:
@@ -96,7 +117,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
         self._path, self._started_with, self._note = path, started_with, note
 
     def find_spec(self, name: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name != PROCESSES:
+        if name != STARTS_PYTHON:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
@@ -111,7 +132,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
 
     def _instead_of(self, start_python: Callable[..., Any], module: Any) -> Callable[..., Any]:
         def start(program: Path, descriptors: Sequence[int], who: Sequence[str] = (), **options: Any) -> Any:
-            env = options.get("env") or module.launchers.for_worker()
+            env = options.get("env") or module.for_worker()
             known = {"env", "cwd", "stdin", "stdout", "stderr", "start_new_session"}
             # A fork has torch, not yet imported, and one thread.
             forkable = "torch" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
@@ -120,10 +141,11 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
             if not would_see(self._started_with, env):
                 return start_python(program, descriptors, who, **options)
             words = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
-            with module.signals.held_back():
+            with module.signals.block_in_children():
                 fork = Fork(self._path, words, descriptors, {**options, "env": env})
-                self._note.with_suffix(".new").write_text(str(fork.pid))
-                self._note.with_suffix(".new").replace(self._note)
+                new = self._note.with_suffix(f".{fork.pid}")
+                new.write_text(str(fork.pid))
+                new.replace(self._note)
                 return fork
 
         return start
@@ -142,13 +164,69 @@ def spawned_are_forks(path: Sequence[str], started_with: Mapping[str, str]) -> N
             stream.flush()
         pid = os.fork()
         if pid == 0:
-            if "torch" in sys.modules:
-                sys.meta_path.insert(0, TorchOnceImported())
+            hide_packages()
             command = [sys.executable, *words[words.index("-c") :]]
             run_in_fork(path, command, descriptors, {"env": dict(os.environ)})
         return pid
 
     util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+
+
+class ForksForTorchrun:
+    """Lets torchrun's process have forks as children, although it has several threads by the time it starts them.
+
+    A fork of a process with several threads may inherit a lock that nobody will release. So the forks are made by a
+    process that was forked before torchrun began; each is orphaned at once, and torchrun's process adopts it.
+    """
+
+    def __init__(self, path: Sequence[str], started_with: Mapping[str, str]) -> None:
+        self._started_with = started_with
+        self._turn = threading.Lock()
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        parent = os.getpid()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._control.close()
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            self._serve(theirs, parent, path)
+        theirs.close()
+
+    @staticmethod
+    def _serve(control: socket.socket, parent: int, path: Sequence[str]) -> None:
+        """Fork twice for each request, so that the second fork is an orphan; never returns."""
+        while message := control.recv(1 << 20):
+            between = os.fork()
+            if between:
+                os.waitpid(between, 0)
+                continue
+            if os.fork():
+                os._exit(0)
+            while os.getppid() != parent:
+                time.sleep(0.001)
+            control.send(str(os.getpid()).encode())
+            request = json.loads(message)
+            run_in_fork(path, request["words"], (), request["options"])
+        os._exit(0)
+
+    def take_over(self) -> None:
+        """From now on ``subprocess.Popen`` starts Python programs as forks, where only torchrun's options are given."""
+        forks = self
+
+        class Popen(subprocess.Popen):  # type: ignore[type-arg]
+            def __init__(self, args: Sequence[str], **options: Any) -> None:
+                words, env = list(args), options.get("env") or dict(os.environ)
+                given = {name for name, value in options.items() if value is not None}
+                known = given <= {"env", "start_new_session"} and words[0] == sys.executable
+                if not known or not would_see(forks._started_with, env):
+                    super().__init__(args, **options)
+                    return
+                as_parent_of_a_fork(self, words)
+                options = {"env": dict(env), "start_new_session": options.get("start_new_session")}
+                with forks._turn:
+                    forks._control.send(json.dumps({"words": words, "options": options}).encode())
+                    self.pid = int(forks._control.recv(16))
+
+        subprocess.Popen = Popen  # type: ignore[misc]
 
 
 class Fork(subprocess.Popen):  # type: ignore[type-arg]
@@ -157,17 +235,22 @@ class Fork(subprocess.Popen):  # type: ignore[type-arg]
     def __init__(
         self, path: Sequence[str], words: Sequence[str], descriptors: Sequence[int], options: Mapping[str, Any]
     ) -> None:
-        self.args = words
-        self.stdin = self.stdout = self.stderr = None
-        self.returncode = None
-        self._waitpid_lock = threading.Lock()
-        self._input, self._communication_started = None, False
-        self._child_created = True
+        as_parent_of_a_fork(self, words)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
             run_in_fork(path, words, descriptors, options)
+
+
+def as_parent_of_a_fork(process: Any, words: Sequence[str]) -> None:
+    """Give a ``Popen`` that starts nothing itself all its attributes, except ``pid``."""
+    process.args = words
+    process.stdin = process.stdout = process.stderr = None
+    process.returncode = None
+    process._waitpid_lock = threading.Lock()
+    process._input, process._communication_started = None, False
+    process._child_created = True
 
 
 # What the objects of the process that was forked still hold: they close the descriptors that they think are theirs.
@@ -263,49 +346,70 @@ def take_descriptors(descriptors: Sequence[int], options: Mapping[str, Any]) -> 
         os.set_inheritable(number, True)
 
 
-def serve(control: socket.socket) -> dict[str, Any]:
-    """Fork for each request; returns it in the child. In the server it does not return: it ends with the socket."""
-    children: dict[int, tuple[int, int]] = {}  # pidfd -> pid, where the exit status goes
+def serve(listener: socket.socket, lifeline: int) -> dict[str, Any]:
+    """Fork for each request; returns the request in the child, and never in the server.
+
+    Args:
+        listener: each test process connects to it once. When a connection ends, all that was forked for it is killed.
+        lifeline: a pipe; when its other end is closed, this process kills all its forks and ends.
+    """
+    clients: dict[int, socket.socket] = {}
+    children: dict[int, tuple[int, int, int]] = {}  # pidfd -> pid, where the exit status goes, for which client
     poll = select.poll()
-    poll.register(control, select.POLLIN)
+    poll.register(listener, select.POLLIN)
+    poll.register(lifeline, select.POLLIN)
     while True:
         for ready, _ in poll.poll():
-            if ready != control.fileno():
+            if ready == lifeline:
+                _kill(pid for pid, _, _ in children.values())
+                os._exit(0)
+            elif ready == listener.fileno():
+                client, _ = listener.accept()
+                clients[client.fileno()] = client
+                poll.register(client, select.POLLIN)
+            elif ready in children:
                 poll.unregister(ready)
-                pid, status = children.pop(ready)
-                os.write(status, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+                pid, status, _ = children.pop(ready)
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(status, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 os.close(status)
                 os.close(ready)
-                continue
-            message, (out, err, status), _, _ = _received(control, children)
-            pid = os.fork()
-            if pid == 0:
-                os.setsid()
-                LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                os.dup2(out, 1)
-                os.dup2(err, 2)
-                control.send(str(os.getpid()).encode())
-                control.detach()
-                for number in map(int, os.listdir("/proc/self/fd")):
-                    if number > 2 and os.path.exists(f"/proc/self/fd/{number}"):
-                        os.close(number)
-                request: dict[str, Any] = json.loads(message)
-                return request
-            os.close(out)
-            os.close(err)
-            pidfd = os.pidfd_open(pid)
-            children[pidfd] = (pid, status)
-            poll.register(pidfd, select.POLLIN)
+            else:
+                message, files, _, _ = socket.recv_fds(clients[ready], 1 << 20, 3)
+                if not message:
+                    _kill(pid for pid, _, of in children.values() if of == ready)
+                    poll.unregister(ready)
+                    clients.pop(ready).close()
+                    continue
+                out, err, status = files
+                pid = os.fork()
+                if pid == 0:
+                    _begin(clients[ready], out, err)
+                    request: dict[str, Any] = json.loads(message)
+                    return request
+                os.close(out)
+                os.close(err)
+                pidfd = os.pidfd_open(pid)
+                children[pidfd] = (pid, status, ready)
+                poll.register(pidfd, select.POLLIN)
 
 
-def _received(control: socket.socket, children: dict[int, tuple[int, int]]) -> Any:
-    """A request with its three files; without one the tests have ended, and nothing that they have started stays."""
-    received = socket.recv_fds(control, 1 << 20, 3)
-    if not received[0]:
-        for pid, _ in children.values():
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        os._exit(0)
-    return received
+
+
+def _begin(client: socket.socket, out: int, err: int) -> None:
+    """In a fork: have a session, the streams that were sent, and no other descriptor of the server."""
+    os.setsid()
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    client.send(str(os.getpid()).encode())
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and os.path.exists(f"/proc/self/fd/{number}"):
+            os.close(number)
 
 
 def enter(namespace: str, host: str) -> None:
@@ -349,9 +453,11 @@ def become(request: dict[str, Any], path: Sequence[str], started_with: Mapping[s
     os.chdir(request["cwd"])
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # the standard library's has a new one in each fork
-    sys.meta_path.insert(0, TorchOnceImported())
+    hide_packages()
     sys.meta_path.insert(0, WorkersAreForks(path, started_with, Path(request["note"])))
     spawned_are_forks(path, started_with)
+    if request["words"][1:3] == ["-m", TORCHRUN]:
+        ForksForTorchrun(path, started_with).take_over()
     run(request["words"], [*python_path(), *path])
 
 
@@ -374,6 +480,10 @@ def run(words: Sequence[str], path: Sequence[str]) -> None:
     # multiprocessing, which torch imports, gives the program this second name.
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __spec__=None)
+    if words[1] == "-u":
+        words = [words[0], *words[2:]]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if words[1] == "-m":
         sys.argv[:] = ["-m", *words[3:]]
         sys.path.insert(0, os.getcwd())
@@ -397,10 +507,13 @@ def run(words: Sequence[str], path: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     own_path, own_environment = sys.path[1:], dict(os.environ)
+    listener, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    if lifeline in select.select([listener, lifeline], [], [])[0]:  # no test needs a fork
+        sys.exit()
     for name in SLOW:
         __import__(name)
     # A fork has one thread, and none of the others' locks.
     assert len(os.listdir("/proc/self/task")) == 1
     gc.freeze()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    request = serve(listener, lifeline)
     end_with(lambda: become(request, own_path, own_environment), keep=lambda: "torch" in sys.modules)

@@ -21,7 +21,7 @@ def main(channel: int, faults: int) -> None:
     """Until the script has left, or has been told why the run ends."""
     for number in (*signals.handled(), signals.SAVE):  # so far they are the script's alone
         signal.signal(number, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
     connection = socket.socket(fileno=channel)
     reader = LineReader()
     while not (messages := reader.feed(data := connection.recv(1))):  # byte by byte: the rest is for the event loop

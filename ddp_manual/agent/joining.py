@@ -21,9 +21,8 @@ from ddp_manual.agent.host import OwnAddress, code_digests, installed_versions
 from ddp_manual.agent.listening import listen
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.errors import MasterLost, TokenMismatch, from_dict
-from ddp_manual.messages import RankInfo, RunInfo
-from ddp_manual.steps import Steps
-from ddp_manual.waiting import POLL_EVERY, Say, Waiting
+from ddp_manual.messages import RankInfo, RunInfo, Steps
+from ddp_manual.terminal import POLL_EVERY, Say, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds until rank 0, which is busy or has to find out whether another process is alive, is said not to answer.

@@ -25,11 +25,11 @@ from ddp_manual.agent.commands import command_to_go_on_with_launch
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, first_of
 from ddp_manual.errors import DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
+from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_LINE
-from ddp_manual.processes import start_python
 from ddp_manual.run_folder import RunPaths, default_run_dir, new_run_id
 from ddp_manual.terminal import RankOutput, say
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
@@ -80,7 +80,7 @@ class Launch:
     signalled: int = 0
 
     async def run(self, spec: WorldSpec, config: TrainConfig, port: int) -> int:
-        with signals.taken(self._take_signal), ExitStack() as closing:
+        with signals.handle_in_event_loop(self._take_signal), ExitStack() as closing:
             forker = Forker(self.nproc)
             closing.callback(forker.close)
             restarts = 0
@@ -93,7 +93,7 @@ class Launch:
                 config = self._to_go_on(config)
                 forker.start_again()
                 restarts += 1
-        saved = bool(checkpoints.find(self.paths.checkpoints))
+        saved = bool(checkpoint_files.find(self.paths.checkpoints))
         if self.signalled:
             raise Stopped(
                 self.signalled,
@@ -155,7 +155,7 @@ class Launch:
 
     def _to_go_on(self, config: TrainConfig) -> TrainConfig:
         """The newest checkpoint of the run itself, unless it has none yet and began with another's."""
-        if config.resume is not None and not checkpoints.find(self.paths.checkpoints):
+        if config.resume is not None and not checkpoint_files.find(self.paths.checkpoints):
             return config
         return config.resumed()
 

@@ -37,10 +37,9 @@ from ddp_manual.errors import (
     asked_by,
     from_dict,
 )
-from ddp_manual.messages import Beat, Place, RunInfo, Verdict, as_error, last_words
+from ddp_manual.messages import Beat, Place, RunInfo, Steps, Verdict, as_error, last_words
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
-from ddp_manual.steps import Steps
-from ddp_manual.waiting import Say, Waiting
+from ddp_manual.terminal import Say, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -126,7 +125,7 @@ class Agent:
     async def run(self) -> Ended:
         """From the first line to the exit code. Raises nothing: what ends the rank is told, and is in the result."""
         self._done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        with signals.taken(self.take_signal) if self.task.launched is None else nullcontext():
+        with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 self._check_host()
                 self._worker = self._start_worker()

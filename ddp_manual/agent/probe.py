@@ -19,7 +19,7 @@ from ddp_manual.agent.address import at, is_loopback
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import MasterAddressError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
 from ddp_manual.messages import LONGEST_ANSWER
-from ddp_manual.waiting import POLL_EVERY, Waiting
+from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.

@@ -11,7 +11,7 @@ from ddp_manual.agent.joining import Task
 from ddp_manual.agent.main import Agent, Ended
 from ddp_manual.agent.worker_process import start_process
 from ddp_manual.errors import DdpManualError
-from ddp_manual.training import extras, resume_option
+from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
@@ -25,11 +25,11 @@ def training(spec: WorldSpec, config: TrainConfig, launched: str | None = None) 
     Raises:
         BadOption: an option cannot work; on rank 0 also a missing package, or a folder that cannot be used.
     """
-    config = resume_option.in_the_agents_run_dir(config)
+    config = checkpoint_files.with_torchrun_run_dir(config)
     config.check_world(spec)
     if spec.rank == 0:
-        extras.check_trackers(config)
-        resume_option.check_run_dir(config)
+        config.check_trackers()
+        checkpoint_files.check_run_dir(config)
     return Task(
         start={
             "config": config.values(),

@@ -12,7 +12,7 @@ import struct
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption, MasterLost, RankMissing
-from ddp_manual.waiting import POLL_EVERY, Waiting
+from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 _VALIDATE = bytes.fromhex("00cef7853c")

@@ -21,8 +21,8 @@ from typing import Any
 from ddp_manual import signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, signal_name
+from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_ANSWER, last_words
-from ddp_manual.processes import start_python
 
 # Seconds: faulthandler takes a millisecond; then nothing more comes.
 STACK_WITHIN = 1.0

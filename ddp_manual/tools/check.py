@@ -17,7 +17,7 @@ from ddp_manual.agent.commands import command_template
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.tasks import agent_of
 from ddp_manual.errors import MasterUnresolvable, from_dict
-from ddp_manual.steps import Step
+from ddp_manual.messages import Step
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec

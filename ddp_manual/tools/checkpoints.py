@@ -7,10 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_manual.errors import BadOption, CheckpointMissing
+from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
 from ddp_manual.terminal import byte_size, columns
-from ddp_manual.training.checkpoint_file import check
-from ddp_manual.training.checkpoints import best, find, folder_of
+from ddp_manual.training.checkpoint_files import best, check, find, folder_of
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:
@@ -47,7 +46,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
             "bytes": checkpoint.described.get("bytes"),
             "written": checkpoint.written or None,
             "verdict": fault.why if fault else "ok",
-            "state": "ok" if fault is None else "corrupt" if fault.damaged else "unreadable",
+            "state": "ok" if fault is None else "corrupt" if isinstance(fault, CheckpointCorrupt) else "unreadable",
             "marks": [mark for mark, chosen in marked.items() if checkpoint is chosen],
         }
         for checkpoint, fault in faults

@@ -19,11 +19,12 @@ from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, 
 from ddp_manual.options import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.terminal import columns
-from ddp_manual.training import checkpoint_file, checkpoints, models, own_code
+from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.augment import Normalise, unit_scale
 from ddp_manual.training.checkpoint import shapes
-from ddp_manual.training.config import TrainConfig, is_own_factory
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
+from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.predictions import Predictions, evaluate_and_predict, write_files
 from ddp_manual.training.sources import Source, prepared
 
@@ -54,10 +55,10 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
         DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: a folder cannot be written, a flag is missing.
     """
     path, parameters = read_model(checkpoint)
-    run = RunPaths(checkpoint_file.run_dir_of(checkpoint))
+    run = RunPaths(checkpoint_files.run_dir_of(checkpoint))
     config = _config(run.config, path, flags)
     trained = _read_trained(run.config, config)
-    step = path.stem if checkpoint_file.NAME.fullmatch(path.name) else None
+    step = path.stem if checkpoint_files.NAME.fullmatch(path.name) else None
     folder = out_dir or run.evaluation(config.dataset, step)
     _check_holds_no_run(folder)
 
@@ -123,19 +124,19 @@ def read_model(path: Path) -> tuple[Path, dict[str, Any]]:
     """
     if path.is_dir():
         model = RunPaths(path).model
-        found = None if model.exists() else checkpoints.newest_whole(checkpoints.folder_of(path))
+        found = None if model.exists() else checkpoint_files.newest_whole(checkpoint_files.folder_of(path))
         if found:
             return found[0].path, _parameters(found[0].path, found[1])
         if not model.exists():
             raise _missing(path, f"it has no {model.name}, and no checkpoint")
         path = model
-    elif checkpoint_file.NAME.fullmatch(path.name):
+    elif checkpoint_files.NAME.fullmatch(path.name):
         path = path.with_suffix(".pt")
     if not path.exists():
         raise _missing(path, "there is no such file or folder")
     try:
-        if checkpoint_file.NAME.fullmatch(path.name):
-            content = checkpoint_file.read(checkpoint_file.describe(path))
+        if checkpoint_files.NAME.fullmatch(path.name):
+            content = checkpoint_files.read(checkpoint_files.describe(path))
         elif path.is_file():
             content = path.read_bytes()
         else:
@@ -186,8 +187,8 @@ def _missing(path: Path, why: str) -> CheckpointMissing:
     """Name the models that are near: the checkpoints of this run, or the runs in this folder."""
     folder = path if path.is_dir() else path.parent
     models = sorted(found.parent for found in folder.glob("*/model.pt")) if folder.is_dir() else []
-    lines = [f"ddp-manual evaluate --checkpoint {run}" for run in models[-checkpoints.MOST_NAMED :]]
-    if folder.is_dir() and checkpoints.find(checkpoints.folder_of(folder)):
+    lines = [f"ddp-manual evaluate --checkpoint {run}" for run in models[-checkpoint_files.MOST_NAMED :]]
+    if folder.is_dir() and checkpoint_files.find(checkpoint_files.folder_of(folder)):
         lines = [f"what there is: ddp-manual checkpoints {folder}"]
     return CheckpointMissing(
         f"no model at {path}",

@@ -14,8 +14,7 @@ from ddp_manual.agent.observer import look_at
 from ddp_manual.agent.probe import find_rank_0
 from ddp_manual.errors import MasterLost, from_dict
 from ddp_manual.messages import as_error
-from ddp_manual.terminal import columns
-from ddp_manual.waiting import Waiting
+from ddp_manual.terminal import Waiting, columns
 from ddp_manual.world_spec import WorldSpec
 
 LOOK_EVERY = 1.0

@@ -1,32 +1,57 @@
-"""All that a run needs to go on as if it had never stopped, as bytes and back. Never unpickles code."""
+"""What a checkpoint holds, as bytes and back, and how a run goes on from it with the same state on every rank.
+
+A checkpoint never holds code: it is read with ``weights_only=True``. Only rank 0 needs the file, and its ``--resume``
+counts. Rank 0 raises what is wrong with it (no file, a damaged one, another run's), and the other ranks learn it.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ddp_manual.training import collectives
+from ddp_manual.errors import BadOption, CheckpointMismatch
+from ddp_manual.options import as_flags, option_fields
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint_files, collectives, own_code
+from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import Window
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+# Another value of these makes another network, shows it other images, or changes which samples count as seen.
+MUST_MATCH = ("model", "dataset", "image_size", "normalization", "seed", "sync_bn")
+# So do other data: see ``options_of``.
+OF_THE_DATA = ("samples", "shape", "class_count")
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a run has measured so far."""
+    """What a run has measured so far.
+
+    Args:
+        evaluations: one after each epoch.
+        window: the steps that add up to the next line of metrics.
+    """
 
     evaluations: tuple[Evaluation, ...] = ()
-    """After each epoch."""
     window: Window = field(default_factory=Window)
-    """What adds up to the next line of metrics."""
     train_seconds: float = 0.0
 
 
@@ -35,7 +60,7 @@ class Saved:
     """What a checkpoint holds.
 
     Args:
-        options: of the run that saved it, and the number of its training samples.
+        options: see ``options_of``.
         model: the network's state dict, without DDP's prefix.
         optimizer: its state by parameter. Learning rate, momentum and the like are those of the options.
         random: the state of rank 0's Python generator. Those of torch are seeded anew at each step.
@@ -50,10 +75,6 @@ class Saved:
     random: Mapping[str, Any]
 
 
-class Unreadable(Exception):
-    """Bytes that are no checkpoint of this program; says why."""
-
-
 def take(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,7 +83,7 @@ def take(
     options: Mapping[str, Any],
     world_size: int,
 ) -> Saved:
-    """The state as it is now; of rank 0, since all ranks have the same but for buffers, which are rank 0's."""
+    """Return the state as it is now; on rank 0, whose buffers count. All else is the same on all ranks."""
     return Saved(
         position=position,
         history=history,
@@ -75,24 +96,15 @@ def take(
 
 
 def pack(saved: Saved) -> bytes:
+    tensors = {"model": on_cpu(saved.model), "optimizer": on_cpu(saved.optimizer)}
+    numbers = {"position": asdict(saved.position), "history": asdict(saved.history)}
     content = io.BytesIO()
-    torch.save(
-        {
-            "position": asdict(saved.position),
-            "history": asdict(saved.history),
-            "options": dict(saved.options),
-            "world_size": saved.world_size,
-            "model": on_cpu(saved.model),
-            "optimizer": on_cpu(saved.optimizer),
-            "random": dict(saved.random),
-        },
-        content,
-    )
+    torch.save({**vars(saved), **tensors, **numbers}, content)
     return content.getvalue()
 
 
 def on_cpu(state: Any) -> Any:
-    """The same with its tensors on the CPU, so that a machine without a GPU can read them."""
+    """Return the same with its tensors on the CPU, so that a machine without a GPU can read them."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
@@ -100,56 +112,56 @@ def on_cpu(state: Any) -> Any:
     return state
 
 
-def unpack(content: bytes) -> Saved:
-    """Raises Unreadable if these bytes are anything but what ``pack`` makes."""
-    try:
+def unpack(path: Path, content: bytes) -> Saved:
+    """Return what ``pack`` has packed; raise CheckpointCorrupt, which names ``path``, for any other bytes."""
+    with _corrupt_if_it_fails(path):
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = read["history"]
+        evaluations = tuple(_numbers(Evaluation, evaluation) for evaluation in history["evaluations"])
+        mappings = {name: dict(read[name]) for name in ("options", "model", "optimizer", "random")}
         return Saved(
-            position=_built(Position, read["position"]),
-            history=History(
-                evaluations=tuple(_built(Evaluation, evaluation) for evaluation in history["evaluations"]),
-                window=_built(Window, history["window"]),
-                train_seconds=float(history["train_seconds"]),
-            ),
-            options={str(name): value for name, value in read["options"].items()},
+            position=_numbers(Position, read["position"]),
+            history=History(**{**history, "evaluations": evaluations, "window": _numbers(Window, history["window"])}),
             world_size=int(read["world_size"]),
-            model=dict(read["model"]),
-            optimizer=dict(read["optimizer"]),
-            random=dict(read["random"]),
+            **mappings,
         )
-    except Exception as error:  # whatever its first wrong byte leads to
-        raise Unreadable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
 
 
-def _built(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of numbers."""
-    wanted = {one.name: type(values[one.name]) for one in fields(kind)}  # type: ignore[arg-type]
-    if set(values) != set(wanted) or not all(number in (int, float) for number in wanted.values()):
+def _numbers(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return a dataclass of numbers."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    if set(values) != names or not all(type(value) in (int, float) for value in values.values()):
         raise TypeError(f"{values} is no {kind.__name__}")
     return kind(**values)
 
 
+@contextmanager
+def _corrupt_if_it_fails(path: Path) -> Iterator[None]:
+    """Turn whatever the first wrong byte of a checkpoint leads to into CheckpointCorrupt."""
+    try:
+        yield
+    except Exception as error:  # torch words each misfit in its own way
+        raise checkpoint_files.corrupt(path, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
 def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of each tensor in a state dict."""
+    """Return the shape of each tensor in a state dict."""
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def restore(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put it back, on every rank.
+def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the state of a checkpoint back, on every rank.
 
     Raises:
-        Unreadable: it does not fit this network or optimizer.
+        CheckpointCorrupt: it does not fit this network or optimizer.
     """
-    try:
+    with _corrupt_if_it_fails(path):
         network.load_state_dict(dict(saved.model))
         _check_shapes(saved.optimizer, optimizer)
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": dict(saved.optimizer), "param_groups": groups})
         version, words, gauss = saved.random["python"]
         random.setstate((version, tuple(words), gauss))
-    except Exception as error:  # torch words each misfit in its own way
-        raise Unreadable(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -162,18 +174,175 @@ def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
-    """Rank 0's ``content``, on every rank; a collective. The others pass None, as does rank 0 if it has nothing."""
-    is_source = collectives.rank() == 0
-    size = torch.tensor([len(content) if is_source and content is not None else -1], device=device)
+    """Return rank 0's ``content`` on every rank; a collective. The others pass None, as does rank 0 if it has none."""
+    size = torch.tensor([-1 if content is None else len(content)], device=device)
     collectives.broadcast(size)
-    length = int(size)
-    if length < 0:
+    if size < 0:
         return None
-    # bytearray: torch wants memory it could write to.
-    buffer = (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        if is_source and content
-        else torch.empty(length, dtype=torch.uint8, device=device)
-    )
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if content is not None:  # bytearray: torch wants memory that it could write to
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     collectives.broadcast(buffer)
     return buffer.cpu().numpy().tobytes()
+
+
+def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the options and the data: all that makes the parameters, to compare later."""
+    kept = {
+        field.name: getattr(config, field.name)
+        for field in option_fields(TrainConfig)
+        if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
+    }
+    of_the_data = {"samples": len(train), "shape": list(train.shape), "class_count": len(train.classes)}
+    sources = own_code.sources(model=config.model, dataset=config.dataset)
+    return {**kept, **of_the_data, "data": train.digest, "test_data": test.digest, **sources}
+
+
+@contextmanager
+def held_run_dir(config: TrainConfig, paths: RunPaths) -> Iterator[None]:
+    """Make the run's folder, and keep it for this process while the body runs; on rank 0.
+
+    Raises:
+        BadOption: it cannot be used, holds an earlier run, or another process trains into it.
+    """
+    resuming = checkpoint_files.resumes_in(config.resume, paths.run_dir)
+    paths.create(resuming=resuming)
+    with paths.locked():
+        paths.create(resuming=resuming)  # the process that held the lock until now may have begun a run there
+        yield
+
+
+def resume(
+    config: TrainConfig, paths: RunPaths, trainer: Trainer, network: nn.Module, options: Mapping[str, Any]
+) -> tuple[Position, History] | None:
+    """Give every rank the state of the checkpoint that rank 0's ``--resume`` means; None: there is none. A collective.
+
+    Args:
+        options: see ``options_of``.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt, CheckpointMismatch, BadOption: on rank 0.
+        CheckpointMismatch: on every rank, if the parameters do not fit the network.
+        CheckpointCorrupt: on every rank, if something else in it does not fit.
+    """
+    found = find_resumed(config, paths) if trainer.rank == 0 else None
+    path = found[0].path if found else Path("rank 0's checkpoint")
+    if found:
+        _check_options(path, unpack(path, found[1]), config, options)
+    content = share_bytes(found[1] if found else None, trainer.train.labels.device)
+    if content is None:
+        return None
+    saved = unpack(path, content)
+    _check_parameters(path, saved, network)
+    trainer.settle_buckets()
+    restore(path, saved, network, trainer.optimizer)
+    position = saved.position
+    logger.log(
+        logging.INFO if trainer.rank == 0 else logging.DEBUG,
+        "going on after step %d, %.2f epochs, from %s%s",
+        *(position.step, trainer.epoch_plan.seen(position) / trainer.epoch_plan.samples, path),
+        f", saved by {saved.world_size} rank(s)" if saved.world_size != trainer.world_size else "",
+    )
+    return position, saved.history
+
+
+def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, bytes] | None:
+    """Return the checkpoint that ``--resume`` means, and its content; None: the run starts from the beginning.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt: there is none, or it is damaged.
+        BadOption: it cannot be read; or starting from the beginning would overwrite another run, or a complete one.
+    """
+    if config.resume is None:
+        return None
+    if config.resume != AUTO:
+        return checkpoint_files.named(Path(config.resume))
+    found = checkpoint_files.newest_whole(paths.checkpoints)
+    if found is None:
+        _refuse_to_overwrite(config, paths)
+        logger.info("no checkpoint in %s yet: starting from the beginning", paths.run_dir)
+    return found
+
+
+def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
+    """A run without a checkpoint begins anew, over its own files but nobody else's."""
+    try:
+        there = json.loads(paths.config.read_bytes())
+        differing = [name for name in MUST_MATCH if there.get(name) != getattr(config, name)]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError):
+        differing = ["config.json, which cannot be read"]
+    complete = paths.summary.exists()
+    if complete or differing:
+        raise BadOption(
+            f"--run_dir {paths.run_dir} holds {'a complete run' if complete else 'another run'}, without a checkpoint",
+            why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {', '.join(differing)}",
+            next="choose another --run_dir: starting from the beginning here would overwrite its files",
+        )
+
+
+def _check_parameters(path: Path, saved: Saved, network: nn.Module) -> None:
+    then, now = shapes(saved.model), shapes(network.state_dict())
+    wrong = [
+        f"{name}: {then.get(name, 'not')} in the checkpoint / {now.get(name, 'not')} here"
+        for name in {**now, **then}
+        if then.get(name) != now.get(name)
+    ]
+    if wrong:
+        raise CheckpointMismatch(
+            f"{path} is of another network",
+            why="\n".join(wrong[:5]),
+            next="train the model and the data it was saved with; or start a new run, without --resume",
+        )
+
+
+def _check_options(path: Path, saved: Saved, config: TrainConfig, now: Mapping[str, Any]) -> None:
+    """Refuse another run's checkpoint, and say which other options have changed."""
+    then = saved.options
+    changed = [name for name, value in now.items() if then.get(name) != value]
+    wrong = [
+        f"{name}: {then.get(name)} in the checkpoint / {now[name]} here"
+        + (f" ({config.source(name)})" if name in MUST_MATCH else "")
+        for name in (*MUST_MATCH, *OF_THE_DATA)
+        if name in changed
+    ]
+    begun = saved.position.epoch + (saved.position.taken > 0)
+    if begun > config.epochs:
+        wrong.append(f"epochs: {begun} begun or done in the checkpoint / {config.epochs} here")
+    if wrong:
+        raise CheckpointMismatch(
+            f"{path} is of another run",
+            why="\n".join(wrong),
+            next=f"{_how_to_resume(path, then, begun, config)}\nor start a new run, without --resume",
+        )
+    if "data" in changed:
+        raise CheckpointMismatch(
+            f"{path} is of a run on other data",
+            why=f"the training images and labels of --dataset {config.dataset} have the digest {then.get('data')} in "
+            f"the checkpoint / {now['data']} here",
+            next="bring back the data that the run began with; a factory has to return the same each time\n"
+            "or start a new run, without --resume",
+        )
+    for name in changed:
+        if name.endswith("_source"):
+            logger.warning("the source of %s has changed since the checkpoint", now[name.removesuffix("_source")])
+        elif name == "test_data":
+            logger.warning(
+                "the test images of %s have changed since the checkpoint: "
+                "accuracies before and after it are of different images",
+                config.dataset,
+            )
+        else:
+            logger.info("from here on with --%s %s; it was %s", name, now[name], then.get(name))
+
+
+def _how_to_resume(path: Path, then: Mapping[str, Any], begun: int, config: TrainConfig) -> str:
+    """Return what to type for the run of a checkpoint to go on, of which ``begun`` epochs are begun or done."""
+    run = RunPaths(checkpoint_files.run_dir_of(path))
+    if not run.config.exists():
+        return f"give the options it was saved with, which are in {path.with_suffix('.json')}"
+    flags: dict[str, Any] = {"config": run.config, "run_dir": run.run_dir, "resume": AUTO}
+    if begun > config.epochs:
+        flags["epochs"] = max(begun, then["epochs"])
+    return f"give the options it was saved with: {as_flags(flags)}"

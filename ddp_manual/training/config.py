@@ -8,135 +8,116 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
-from ddp_manual.training import config_file, user_code
+from ddp_manual.training import config_file, own_code
+from ddp_manual.training.own_code import OWN_FACTORY
 from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
 
 MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
 TRACKERS = ("tensorboard", "wandb", "jsonl")
-# folder:PATH may look like one, but is a folder of images.
-OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
 FOLDER_PREFIX = "folder:"
 FOLDER = {"folder:PATH": r"folder:.+"}
 # Two ways to say one thing.
 BATCH_SIZES = ("batch_size", "global_batch_size")
+# Extra -> the packages it brings, which only some options need; setup.cfg has the same extras.
+PACKAGES = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "flyte": ("flytekit",),
+    "notebook": ("nbclient", "ipykernel", "matplotlib"),
+    "plots": ("matplotlib",),
+}
+# ``option``, for each group of the help.
+_training, _data, _output, _checkpoints = (
+    partial(option, group=group) for group in ("training", "data", "output", "checkpoints")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Options):
-    """What is trained, on what, and how. The ranks of a run must agree on all but paths and what rank 0 alone does.
+    """What is trained, on what, and how. The ranks of a run must agree on all except paths and what rank 0 alone does.
 
     Raises:
-        BadOption: a value is out of its bounds, or two of them contradict each other.
+        BadOption: see ``validate``.
     """
 
-    model: str = option("convnet", "Which network.", group="training", choices=MODELS, forms=OWN_FACTORY)
-    epochs: int = option(2, "Times to go through the training set.", group="training", minimum=1)
-    batch_size: int | None = option(None, "Samples per rank and step (default: 100).", group="training", minimum=1)
-    global_batch_size: int | None = option(
-        None,
-        "Samples per step over all ranks, divided among them; the learning rate is then not scaled.",
-        group="training",
-        minimum=1,
+    model: str = _training("convnet", "Which network.", choices=MODELS, forms=OWN_FACTORY)
+    epochs: int = _training(2, "Times to go through the training set.", minimum=1)
+    batch_size: int | None = _training(None, "Samples per rank and step (default: 100).", minimum=1)
+    global_batch_size: int | None = _training(
+        None, "Samples per step over all ranks, divided among them; the learning rate is then not scaled.", minimum=1
     )
-    lr: float = option(0.04, "Base learning rate, for one rank.", group="training", above=0)
-    lr_scaling: str = option(
-        "linear",
-        "How the learning rate grows with world_size.",
-        group="training",
-        choices=("linear", "sqrt", "none"),
+    lr: float = _training(0.04, "Base learning rate, for one rank.", above=0, maximum=1e6)
+    lr_scaling: str = _training(
+        "linear", "How the learning rate grows with world_size.", choices=("linear", "sqrt", "none")
     )
-    lr_schedule: str = option(
-        "linear",
-        "How the learning rate decays after the warm-up.",
-        group="training",
-        choices=("linear", "cosine", "constant"),
+    lr_schedule: str = _training(
+        "linear", "How the learning rate decays after the warm-up.", choices=("linear", "cosine", "constant")
     )
-    warmup_epochs: float = option(0.8, "Epochs (or a part of one) of linear warm-up.", group="training", minimum=0)
-    momentum: float = option(0.9, "SGD momentum.", group="training", minimum=0)
-    weight_decay: float = option(5e-4, "SGD weight decay.", group="training", minimum=0)
-    clip_grad_norm: float | None = option(
+    warmup_epochs: float = _training(0.8, "Epochs (or a part of one) of linear warm-up.", minimum=0)
+    momentum: float = _training(0.9, "SGD momentum.", minimum=0)
+    weight_decay: float = _training(5e-4, "SGD weight decay.", minimum=0)
+    clip_grad_norm: float | None = _training(
         None,
         "Scale gradients down to at most this norm; 0 leaves them alone (default: 1; with --momentum 0: 0).",
-        group="training",
         minimum=0,
     )
-    shift: int = option(
-        1,
-        "Move each training image by up to this many pixels, anew each epoch.",
-        group="training",
-        minimum=0,
-        maximum=8,
+    shift: int = _training(
+        1, "Move each training image by up to this many pixels, anew each epoch.", minimum=0, maximum=8
     )
-    flip: bool = option(
-        False, "Mirror half of the training images, left to right, drawn anew each epoch.", group="training"
-    )
-    normalization: str = option(
+    flip: bool = _training(False, "Mirror half of the training images, left to right, drawn anew each epoch.")
+    normalization: str = _training(
         "dataset",
         "dataset: pixels less the mean of the training set's, over their standard deviation. none: 0 to 1.",
-        group="training",
         choices=("dataset", "none"),
     )
-    sync_bn: bool = option(False, "Batch statistics over all ranks (torch offers it on GPUs only).", group="training")
-    no_ddp: bool = option(
+    sync_bn: bool = _training(False, "Batch statistics over all ranks (torch offers it on GPUs only).")
+    no_ddp: bool = _training(
         False,
         "The plain loop of one process: no process group, no port, no DDP; the same parameters as one rank with it.",
-        group="training",
     )
-    seed: int = option(
-        0, "Seed of the weights and of each epoch's order.", group="training", minimum=0, maximum=2**63 - 1
-    )
-    dataset: str = option("mnist", "What to train on.", group="data", choices=DATASETS, forms={**FOLDER, **OWN_FACTORY})
-    image_size: int | None = option(
+    seed: int = _training(0, "Seed of the weights and of each epoch's order.", minimum=0, maximum=2**63 - 1)
+    dataset: str = _data("mnist", "What to train on.", choices=DATASETS, forms={**FOLDER, **OWN_FACTORY})
+    image_size: int | None = _data(
         None,
         "Resize the images of folder:PATH to squares of this many pixels (default: all have one size already).",
-        group="data",
         minimum=1,
         maximum=4096,
     )
-    classes: str | None = option(
-        None, "Names to show for the classes, in the order of their labels, with commas between.", group="data"
+    classes: str | None = _data(
+        None, "Names to show for the classes, in the order of their labels, with commas between."
     )
-    data_dir: str = option("data", "Where the data sets are, or are downloaded to.", group="data", shared=False)
-    run_dir: str | None = option(
-        None,
-        "Where rank 0 writes what the run produced (default: runs/<start time>-<run_id>).",
-        group="output",
-        shared=False,
+    data_dir: str = _data("data", "Where the data sets are, or are downloaded to.", shared=False)
+    run_dir: str | None = _output(
+        None, "Where rank 0 writes what the run produced (default: runs/<start time>-<run_id>).", shared=False
     )
-    track: str | None = option(
+    track: str | None = _output(
         None,
         f"Follow the run elsewhere too: {', '.join(TRACKERS)}; several with commas between. Rank 0's counts.",
-        group="output",
         shared=False,
     )
-    log_every: int = option(
-        100, "Steps between two lines of metrics; the end of an epoch has one too.", group="output", minimum=1
+    log_every: int = _output(100, "Steps between two lines of metrics; the end of an epoch has one too.", minimum=1)
+    checkpoint_every: int = _checkpoints(
+        1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", minimum=0
     )
-    checkpoint_every: int = option(
-        1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", group="checkpoints", minimum=0
+    checkpoint_steps: int = _checkpoints(
+        0, "Steps between two checkpoints, besides those of the epochs. 0: none.", minimum=0
     )
-    checkpoint_steps: int = option(
-        0, "Steps between two checkpoints, besides those of the epochs. 0: none.", group="checkpoints", minimum=0
+    keep: int = _checkpoints(
+        3, "How many of the newest checkpoints stay, and the one with the best test accuracy.", minimum=1, shared=False
     )
-    keep: int = option(
-        3,
-        "How many of the newest checkpoints stay, and the one with the best test accuracy.",
-        group="checkpoints",
-        minimum=1,
-        shared=False,
-    )
-    resume: str | None = option(
+    resume: str | None = _checkpoints(
         None,
-        "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, else from the beginning. "
+        "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, otherwise from the beginning. "
         "Rank 0's counts, and only its machine needs the file.",
-        group="checkpoints",
         shared=False,
     )
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
@@ -144,24 +125,21 @@ class TrainConfig(Options):
 
     def __post_init__(self) -> None:
         with self.naming_files():
-            self._check()
+            self.validate()
 
-    def _check(self) -> None:
-        for name, known in (("model", MODELS), ("dataset", DATASETS)):
-            user_code.check_name(name, getattr(self, name), known=known, typed=name in self.sources)
+    def validate(self) -> None:
+        """Raise BadOption where a value is out of its bounds, or two of them contradict each other."""
+        for name in ("model", "dataset"):
+            own_code.check_name(name, getattr(self, name))
         self.check_bounds()
-        if self.run_dir is not None and not self.run_dir.strip():
-            raise BadOption(
-                "--run_dir is empty",
-                why=f"{self.named('run_dir')}: files cannot be written there",
-                next="name a folder, or leave the option out for a new one below runs/",
-            )
-        if self.resume is not None and not self.resume.strip():
-            raise BadOption(
-                "--resume is empty",
-                why=f"{self.named('resume')}: it names no checkpoint",
-                next="name a checkpoint or a run's folder, or say --resume auto",
-            )
+        for name, missing in (("run_dir", "files cannot be written there"), ("resume", "it names no checkpoint")):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise BadOption(
+                    f"--{name} is empty",
+                    why=f"{self.named(name)}: {missing}",
+                    next=f"leave --{name} out, or name a folder" + (", or auto" if name == "resume" else ""),
+                )
         names = self.class_names or ()
         if not all(names) or len(set(names)) < len(names):
             raise BadOption(
@@ -175,7 +153,13 @@ class TrainConfig(Options):
                 why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
                 next="leave --image_size out",
             )
-        self._check_trackers()
+        for name, times in Counter(self.trackers).items():
+            if name not in TRACKERS or times > 1:
+                raise BadOption(
+                    f"--track {self.track!r} names {name!r}{', which is not known' if times == 1 else ' twice'}",
+                    why=f"{self.named('track')}: it names where else the run can be followed",
+                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
+                )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",
@@ -198,9 +182,8 @@ class TrainConfig(Options):
     @property
     def most_grad_norm(self) -> float:
         """``clip_grad_norm``, or its default: without momentum, SGD is left as plain as it was asked for."""
-        if self.clip_grad_norm is None:
-            return 1.0 if self.momentum else 0.0
-        return self.clip_grad_norm
+        default = 1.0 if self.momentum else 0.0
+        return default if self.clip_grad_norm is None else self.clip_grad_norm
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -212,20 +195,15 @@ class TrainConfig(Options):
         """``track``, one by one."""
         return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
 
-    def _check_trackers(self) -> None:
-        seen: set[str] = set()
+    def check_trackers(self) -> None:
+        """Raise BadOption where a package for ``--track`` is missing; on rank 0, which alone has trackers."""
         for name in self.trackers:
-            if name not in TRACKERS or name in seen:
-                raise BadOption(
-                    f"--track {self.track!r} names {name!r}{' twice' if name in seen else ', which is not known'}",
-                    why=f"{self.named('track')}: it names where else the run can be followed",
-                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
-                )
-            seen.add(name)
+            if name in PACKAGES:
+                require(name, f"--track {name}")
 
     @classmethod
     def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:
-        """What ``to_json`` wrote, or a person: a JSON object with options as keys, which need not be all.
+        """Read a JSON object with some options as keys, as ``to_json`` or a person writes it.
 
         ``run_dir`` and ``resume`` cannot be given in it: they belong to one run. In a run's ``config.json``, which has
         the key ``run``, they are passed over, and so is that key.
@@ -241,9 +219,10 @@ class TrainConfig(Options):
 
     @classmethod
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
-        """Flags given as keyword arguments, then what the JSON file at ``path`` gives, or that of the run in the folder
-        ``path``, then the defaults. With another data set than the file's, its class names do not count, nor does its
-        image size unless both are folders of images.
+        """Take flags first, then the JSON file at ``path`` (of a run's folder, its ``config.json``), then the defaults.
+
+        With another data set than the file's, its class names do not count, nor does its image size unless both are
+        folders of images.
 
         Raises:
             BadOption: see ``from_json``; also when the file cannot be read.
@@ -262,48 +241,31 @@ class TrainConfig(Options):
         return cls(**{**values, **flags}, sources=sources)
 
     def in_folder(self, run_dir: str) -> TrainConfig:
-        """The same training, with its files in ``run_dir``."""
+        """Return the same training, with its files in ``run_dir``."""
         return dataclasses.replace(self, run_dir=run_dir, sources={**self.sources, "run_dir": "flag"})
 
     def resumed(self) -> TrainConfig:
-        """The same training, from the newest checkpoint in its folder."""
+        """Return the same training, from the newest checkpoint in its folder."""
         return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
 
     def to_json(self) -> str:
-        """Every option but those of one run, for ``from_json`` or ``--config``."""
-        options = {name: value for name, value in self.as_dict().items() if name not in config_file.OF_ONE_RUN}
+        """Write every option except those of one run, for ``from_json`` or ``--config``."""
+        options = {name: value for name, value in self.values().items() if name not in config_file.OF_ONE_RUN}
         return json.dumps(options, indent=2, allow_nan=False) + "\n"
 
     def check_world(self, spec: WorldSpec) -> None:
-        """Whether these options can train in that world.
-
-        Raises:
-            BadOption: global_batch_size does not divide evenly over the ranks; or there are several, and no_ddp; or
-                their learning rate would not be a finite number.
-        """
+        """Raise BadOption where global_batch_size does not divide evenly over the ranks, or no_ddp has several."""
         with self.naming_files():
             self.batch_size_per_rank(spec.world_size)
-            if not math.isfinite(self.peak_lr(spec.world_size)):
-                raise BadOption(
-                    f"--lr {self.lr:g} is too large for {spec.world_size} ranks",
-                    why=f"{self.named('lr')} times {spec.named('world_size')} ({self.named('lr_scaling')}) "
-                    "is beyond what a number can be",
-                    next="choose a smaller --lr, such as 0.04",
-                )
             if self.no_ddp and spec.world_size > 1:
                 raise BadOption(
                     f"--no_ddp is for one process, and this is one of {spec.world_size}",
-                    why=f"{self.named('no_ddp')}, {spec.named('world_size')}: "
-                    "each would train on all the data by itself",
+                    why=f"{self.named('no_ddp')}, {spec.named('world_size')}: each would train on all the data",
                     next="leave --no_ddp out (or say --ddp), or start one process with --world_size 1",
                 )
 
     def batch_size_per_rank(self, world_size: int) -> int:
-        """Samples each rank takes per step.
-
-        Raises:
-            BadOption: global_batch_size does not divide evenly over the ranks.
-        """
+        """Return how many samples each rank takes per step; BadOption: global_batch_size does not divide evenly."""
         if self.global_batch_size is None:
             return self.batch_size or 100
         share, rest = divmod(self.global_batch_size, world_size)
@@ -327,22 +289,31 @@ class TrainConfig(Options):
         return self.lr * (world_size if self.lr_scaling == "linear" else math.sqrt(world_size))
 
     def shared_options(self) -> dict[str, tuple[Any, str]]:
-        """Option -> (value, source) for everything the ranks must agree on."""
+        """Return option -> (value, source) for everything that the ranks must agree on."""
         return {
             field.name: (getattr(self, field.name), self.source(field.name))
             for field in option_fields(type(self))
             if field.metadata["shared"]
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
-
 
 def is_folder(dataset: str) -> bool:
-    """Whether the data set is the user's own class folders, ``folder:PATH``."""
+    """Tell whether the data set is the user's own class folders, ``folder:PATH``."""
     return dataset.startswith(FOLDER_PREFIX)
 
 
-def is_own_factory(value: str) -> bool:
-    """Whether the value of ``model`` or ``dataset`` is ``package.module:factory``."""
-    return any(re.fullmatch(form, value) for form in OWN_FACTORY.values())
+def require(extra: str, for_what: str) -> None:
+    """Raise BadOption where a package of ``extra`` is missing; says what installs it. Nothing is imported.
+
+    Args:
+        for_what: the option or command that needs it, such as ``--track wandb``.
+    """
+    found = {package: find_spec(package) for package in PACKAGES[extra]}
+    # A folder that happens to have the name, such as the ``wandb`` that runs leave behind, is a spec without an origin.
+    missing = [package for package, spec in found.items() if spec is None or spec.origin is None]
+    if missing:
+        raise BadOption(
+            f"{for_what} needs {' and '.join(missing)}, which this Python does not have",
+            why="it is an extra: nothing else here needs it",
+            next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install -e '.[{extra}]'",
+        )

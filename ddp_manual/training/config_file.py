@@ -1,6 +1,6 @@
 """A run's options as JSON: one object with option names as keys, as ``TrainConfig.to_json`` writes it.
 
-A run's own ``config.json`` is one too; what followed from its options is below the key ``run`` and passed over here.
+A run's own ``config.json`` is such a file too; what followed from its options is below the key ``run``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +18,27 @@ from ddp_manual.options import option_fields, value_types
 from ddp_manual.run_folder import RunPaths
 
 RECORD = "run"
-# What stood beside the options before there was "run"; all of it in every such file.
-ONCE_BESIDE = (
-    "run_id",
-    "run_dir",
-    "world_size",
-    "batch_size_per_rank",
-    "peak_lr",
-    "steps_per_epoch",
-    "mean",
-    "std",
-)
-# Where a run writes and which run it goes on with: a file that says what is trained is for any number of runs.
+# Where a run writes and which run it goes on from: a file that says what is trained is for any number of runs.
 OF_ONE_RUN = ("run_dir", "resume")
-LARGEST = 2**20
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def located(path: str) -> str:
-    """The file that ``--config path`` means: where that is the folder of a run, its ``config.json``."""
+    """Return the file that ``--config path`` means: where that is the folder of a run, its ``config.json``."""
     inside = str(RunPaths(Path(path)).config)
     return inside if os.path.isfile(inside) else path
 
 
 def read(path: str) -> str:
-    """The text of the file.
+    """Return the text of the file.
 
     Raises:
-        BadOption: it cannot be read, is no text, or is longer than 1 MiB.
+        BadOption: it cannot be read, or is no text.
     """
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
             raise OSError(0, "it is no regular file", path)
-        with open(path, "rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise _unusable(path, f"it is longer than {LARGEST} bytes")
-        return content.decode("utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise BadOption(
             f"--config {path} cannot be read",
@@ -65,17 +50,12 @@ def read(path: str) -> str:
 
 
 def apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """What a ``config.json`` holds: the options, and what followed from them, which is None in no run's file."""
-    run = content.get(RECORD)
-    names = ONCE_BESIDE if RECORD not in content and content.keys() >= set(ONCE_BESIDE) else ()
-    if names:  # images were grey then, and mean and std no lists
-        run = {**{name: content[name] for name in names}, "shape": None, "classes": None}
-        run.update({name: [run[name]] for name in ("mean", "std") if isinstance(run[name], (int, float))})
-    return {name: value for name, value in content.items() if name != RECORD and name not in names}, run
+    """Return what a ``config.json`` holds: the options, and what followed from them (None if it is no run's file)."""
+    return {name: value for name, value in content.items() if name != RECORD}, content.get(RECORD)
 
 
 def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> dict[str, Any]:
-    """Option -> value, for those that ``text`` gives; one that is null is not given.
+    """Return option -> value for those that ``text`` gives; one that is null is not given.
 
     Args:
         source: what a message calls the text: a file's name.
@@ -87,18 +67,18 @@ def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> 
             wrong type. Bounds are for the dataclass to check.
     """
     try:
-        found = json.loads(text, object_pairs_hook=lambda pairs: _without_repetition(pairs, source))
+        found = json.loads(text, object_pairs_hook=_without_repetition)
     except RecursionError:
         raise _unusable(source, "it is nested too deeply") from None
     except ValueError as error:
         raise _unusable(source, f"{error}") from None
     if not isinstance(found, dict):
         raise _unusable(source, f"it holds {_shown(found)}, where an object is wanted")
-    options_there, run = apart(found)
+    given, run = apart(found)
     types = value_types(options)
     may_be_null = {field.name for field in option_fields(options) if field.default is None}
     values = {}
-    for name, value in options_there.items():
+    for name, value in given.items():
         if name in elsewhere:
             raise BadOption(
                 f"{source}: {name} cannot be given in a file",
@@ -106,12 +86,15 @@ def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> 
                 next=f"leave it out, and give --{name} or what the launcher sets for it",
             )
         if name not in types:
-            raise _unknown(name, source, types)
-        if value is None and name in may_be_null:
+            close = difflib.get_close_matches(name, types, n=1)
+            raise BadOption(
+                f"{source}: {_shown(name)} is no option",
+                why=f"options are {', '.join(types)}",
+                next=f"write {close[0]}" if close else "leave it out",
+            )
+        if (value is None and name in may_be_null) or (name in OF_ONE_RUN and run is not None):
             continue
         if name in OF_ONE_RUN:
-            if run is not None:
-                continue
             raise BadOption(
                 f"{source}: {name} cannot be given in a file",
                 why="the file says what is trained, for any number of runs; this belongs to one of them",
@@ -122,27 +105,17 @@ def parse(text: str, source: str, options: type, elsewhere: Collection[str]) -> 
 
 
 def _of_type(kind: type, name: str, value: Any, source: str) -> Any:
-    """``value``; a whole number where any number is wanted becomes a float."""
+    """Return ``value``; a whole number where any number is wanted becomes a float."""
     if kind is float and type(value) is int:
-        try:
+        with suppress(OverflowError):
             value = float(value)
-        except OverflowError:
-            value = float("inf")
-    if type(value) is kind and not (isinstance(value, str) and not _is_clean(value)):
+    if type(value) is kind:
         return value
     raise BadOption(
         f"{source}: {name} is {_shown(value)}",
         why=f"{name} is {KINDS[kind]}",
         next=f"change {name} there, or leave it out for the default",
     )
-
-
-def _is_clean(text: str) -> bool:
-    """Whether it could have been typed: JSON can write what no file name or flag can hold."""
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def _shown(value: Any) -> str:
@@ -152,22 +125,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _without_repetition(pairs: list[tuple[str, Any]], source: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _unusable(source, f"{_shown(name)} is there twice")
-        found[name] = value
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(_shown(name) for name in names if names.count(name) > 1)} is there twice")
     return found
-
-
-def _unknown(name: str, source: str, known: Collection[str]) -> BadOption:
-    close = difflib.get_close_matches(name, known, n=1)
-    return BadOption(
-        f"{source}: {_shown(name)} is no option",
-        why=f"options are {', '.join(known)}",
-        next=f"write {close[0]}" if close else "leave it out",
-    )
 
 
 def _unusable(source: str, why: str) -> BadOption:

@@ -15,24 +15,23 @@ from ddp_manual import launchers, run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import (
-    checkpoints,
+    checkpoint,
+    checkpoint_files,
     collectives,
-    extras,
     models,
     own_code,
     predictions,
     results,
-    resume_option,
-    resuming,
     trackers,
 )
 from ddp_manual.training.agreement import agree, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
-from ddp_manual.training.config import TrainConfig, is_own_factory
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.loop import Trainer
+from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.run import Run
 from ddp_manual.training.sources import PARTS, prepare, source_of
 from ddp_manual.training.tracking import Tracker
@@ -83,13 +82,13 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
         DdpManualError: what else stops the run. Else what the model or the data raise.
     """
     world.check_open("train")
-    config = resume_option.in_the_agents_run_dir(config)
+    config = checkpoint_files.with_torchrun_run_dir(config)
     if config.run_dir is None and world.run_dir_of_join is not None:
         config = dataclasses.replace(config, run_dir=str(world.run_dir_of_join))
     config.check_world(world.spec)
     if world.rank == 0:
-        extras.check_trackers(config)
-        resume_option.check_run_dir(config)
+        config.check_trackers()
+        checkpoint_files.check_run_dir(config)
     agree(
         world,
         {**config.shared_options(), **check_own_code(config, world.rank)},
@@ -115,8 +114,8 @@ def train_as_agreed(world: World, config: TrainConfig, go_on: Callable[[RunPaths
     paths = RunPaths(world.run_dir)
     if restart := launchers.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
-    folder = resuming.run_folder(config, paths) if world.rank == 0 else nullcontext()
-    with folder, signals.without_saving(), ExitStack() as closing:
+    folder = checkpoint.held_run_dir(config, paths) if world.rank == 0 else nullcontext()
+    with folder, signals.ignore_save(), ExitStack() as closing:
         return _go(world, paths, config, _load(world, config), closing, go_on)
 
 
@@ -160,8 +159,8 @@ def _go(
     fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
     trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
     plan = trainer.epoch_plan
-    options = resuming.options_of(config, data.train, data.test)
-    gone_on = resuming.go_on(config, paths, trainer, network, options)
+    options = checkpoint.options_of(config, data.train, data.test)
+    gone_on = checkpoint.resume(config, paths, trainer, network, options)
     position, history = gone_on or (Position(), History())
     described = results.described(world, paths, config, trainer, position)
     summary = results.earlier_summary(paths, config.epochs) if plan.ended(position) and world.rank == 0 else None
@@ -184,7 +183,7 @@ def _go(
         options=options,
         doing=world.progress,
     )
-    if gone_on and world.rank == 0 and not checkpoints.holds(paths.checkpoints, position.step):
+    if gone_on and world.rank == 0 and not checkpoint_files.holds(paths.checkpoints, position.step):
         run.save()  # it began with another run's, and may end before its next one
     if plan.ended(position) and world.rank == 0:
         logger.info("the run is complete: all its %d epochs are done", config.epochs)

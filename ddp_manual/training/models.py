@@ -1,4 +1,7 @@
-"""The networks: images float32 [N, C, H, W] in, class scores float32 [N, classes] out."""
+"""The networks: images float32 [N, C, H, W] in, class scores float32 [N, classes] out.
+
+Each is an ``nn.Sequential``, which runs its layers in the order in which they are assigned.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,20 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.training import collectives, own_model
 
-MNIST = (1, 28, 28)
-# And none that is made of them: batch renormalisation reads its running statistics in training too.
+Shape = tuple[int, int, int]
+"""Channels, height and width of an image."""
+MNIST: Shape = (1, 28, 28)
+# None that is derived from them: batch renormalisation reads its running statistics in training too.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class ConvNet(nn.Module):
+class ConvNet(nn.Sequential):
     """Two blocks of convolution 5x5, batch normalisation, ReLU and pooling, then a linear layer.
 
     29,034 parameters on MNIST.
@@ -26,17 +31,13 @@ class ConvNet(nn.Module):
 
     smallest = 4
 
-    def __init__(self, shape: tuple[int, int, int] = MNIST, classes: int = 10) -> None:
-        super().__init__()
+    def __init__(self, shape: Shape = MNIST, classes: int = 10) -> None:
         channels, height, width = shape
+        super().__init__()
         self.layer1 = _block(channels, 16)
         self.layer2 = _block(16, 32)
+        self.flatten = nn.Flatten()
         self.fc = nn.Linear((height // 4) * (width // 4) * 32, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.layer2(self.layer1(images))
-        scores: Tensor = self.fc(features.flatten(1))
-        return scores
 
 
 def _block(channels_in: int, channels_out: int) -> nn.Sequential:
@@ -49,7 +50,7 @@ def _block(channels_in: int, channels_out: int) -> nn.Sequential:
     )
 
 
-class MLP(nn.Module):
+class MLP(nn.Sequential):
     """One hidden layer without batch statistics: however a batch is split over ranks, it trains the same network.
 
     tanh, not ReLU: the ranks' sums differ by a rounding, which a smooth network keeps at 1e-7. With ReLU a single
@@ -58,18 +59,16 @@ class MLP(nn.Module):
 
     smallest = 1
 
-    def __init__(self, shape: tuple[int, int, int] = MNIST, classes: int = 10, hidden: int = 128) -> None:
-        super().__init__()
+    def __init__(self, shape: Shape = MNIST, classes: int = 10, hidden: int = 128) -> None:
         channels, height, width = shape
+        super().__init__()
+        self.flatten = nn.Flatten()
         self.hidden = nn.Linear(channels * height * width, hidden)
+        self.tanh = nn.Tanh()
         self.fc = nn.Linear(hidden, classes)
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.fc(torch.tanh(self.hidden(images.flatten(1))))
-        return scores
 
-
-class Classic(nn.Module):
+class Classic(nn.Sequential):
     """The network of most MNIST tutorials: two convolutions 3x3, pooling, dropout, two linear layers, log-softmax.
 
     1,199,882 parameters on MNIST. Its scores are logarithms of probabilities already; the cross-entropy takes the
@@ -78,25 +77,24 @@ class Classic(nn.Module):
 
     smallest = 6
 
-    def __init__(self, shape: tuple[int, int, int] = MNIST, classes: int = 10) -> None:
-        super().__init__()
+    def __init__(self, shape: Shape = MNIST, classes: int = 10) -> None:
         channels, height, width = shape
+        super().__init__()
         self.conv1 = nn.Conv2d(channels, 32, kernel_size=3)
+        self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.pool = nn.MaxPool2d(2)  # max-pooling and ReLU commute
+        self.relu2 = nn.ReLU()
         self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
+        self.flatten = nn.Flatten()
         self.fc1 = nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
+        self.relu3 = nn.ReLU()
+        self.dropout2 = nn.Dropout(0.5)
         self.fc2 = nn.Linear(128, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = nn.functional.relu(self.conv1(images))
-        # Max-pooling and ReLU commute.
-        features = nn.functional.relu(nn.functional.max_pool2d(self.conv2(features), 2))
-        features = nn.functional.relu(self.fc1(self.dropout1(features).flatten(1)))
-        return nn.functional.log_softmax(self.fc2(self.dropout2(features)), dim=1)
+        self.log_softmax = nn.LogSoftmax(dim=1)
 
 
-class CifarCNN(nn.Module):
+class CifarCNN(nn.Sequential):
     """Like VGG: three pairs of convolutions 3x3 with 64, 128 and 256 channels, each pooled, then two linear layers.
 
     Batch normalisation and ReLU follow each convolution. 3,249,098 parameters on CIFAR-10.
@@ -104,15 +102,16 @@ class CifarCNN(nn.Module):
 
     smallest = 8
 
-    def __init__(self, shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> None:
+    def __init__(self, shape: Shape = (3, 32, 32), classes: int = 10) -> None:
         super().__init__()
         channels, height, width = shape
-        layers: list[nn.Module] = []
+        features: list[nn.Module] = []
         for channels_out in (64, 128, 256):
-            layers += [*_convolution(channels, channels_out), *_convolution(channels_out, channels_out)]
-            layers.append(nn.MaxPool2d(2))
+            features += [*_convolution(channels, channels_out), *_convolution(channels_out, channels_out)]
+            features.append(nn.MaxPool2d(2))
             channels = channels_out
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(*features)
+        self.flatten = nn.Flatten()
         self.classifier = nn.Sequential(
             nn.Linear(256 * (height // 8) * (width // 8), 512),
             nn.ReLU(inplace=True),
@@ -120,17 +119,10 @@ class CifarCNN(nn.Module):
             nn.Linear(512, classes),
         )
 
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.classifier(self.features(images).flatten(1))
-        return scores
-
 
 def _convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False),
-        nn.BatchNorm2d(channels_out),
-        nn.ReLU(inplace=True),
-    ]
+    convolution = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
+    return [convolution, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True)]
 
 
 MODELS: dict[str, type[ConvNet | MLP | Classic | CifarCNN]] = {
@@ -142,15 +134,9 @@ MODELS: dict[str, type[ConvNet | MLP | Classic | CifarCNN]] = {
 
 
 def build(
-    name: str,
-    *,
-    device: torch.device,
-    seed: int,
-    shape: tuple[int, int, int] = MNIST,
-    classes: int = 10,
-    sync_bn: bool = False,
+    name: str, *, device: torch.device, seed: int, shape: Shape = MNIST, classes: int = 10, sync_bn: bool = False
 ) -> nn.Module:
-    """A network on its device, with the same weights for the same seed on every rank.
+    """Build a network on its device, with the same weights for the same seed on every rank.
 
     Args:
         name: of one of ``MODELS``, or ``package.module:factory``, see ``docs/own-model-and-data.md``.
@@ -167,37 +153,31 @@ def build(
             next="leave --sync_bn out, or use --model mlp, which has no batch statistics",
         )
     torch.manual_seed(seed)
-    model = _built_in(name, shape, classes) if name in MODELS else own_model.made(name, shape, classes)
+    if name not in MODELS:
+        model = own_model.build(name, shape, classes)
+    elif min(shape[1:]) < (smallest := MODELS[name].smallest):
+        raise BadOption(
+            f"--model {name} needs images of at least {smallest}x{smallest} pixels",
+            why=f"those of the data set have {shape[1]}x{shape[2]}; each of its poolings halves them",
+            next="choose another --model, such as mlp, or larger images",
+        )
+    else:
+        # Channels last is the layout oneDNN and cuDNN compute in: 1.3 to 1.45x the steps per second here.
+        model = MODELS[name](shape=shape, classes=classes).to(memory_format=torch.channels_last)
     if sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model.to(device)
 
 
-def _built_in(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    kind = MODELS[name]
-    if min(shape[1:]) < kind.smallest:
-        raise BadOption(
-            f"--model {name} needs images of at least {kind.smallest}x{kind.smallest} pixels",
-            why=f"those of the data set have {shape[1]}x{shape[2]}; each of its poolings halves them",
-            next="choose another --model, such as mlp, or larger images",
-        )
-    # Channels last is the layout oneDNN and cuDNN compute in: 1.3 to 1.45x the steps per second here.
-    return kind(shape=shape, classes=classes).to(memory_format=torch.channels_last)
-
-
 def fewest_samples(
-    name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int, *, with_ddp: bool
+    name: str, model: nn.Module, device: torch.device, shape: Shape, classes: int, *, with_ddp: bool
 ) -> int:
-    """How many samples the model that ``build`` has made needs in a batch of training; a collective.
-
-    Raises:
-        BadOption: it is the user's own, and cannot be trained, see ``own_model.fewest_samples``.
-    """
+    """Return how many samples a batch of training needs; a collective. See ``own_model.fewest_samples``."""
     return 1 if name in MODELS else own_model.fewest_samples(name, model, device, shape, classes, with_ddp=with_ddp)
 
 
 def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """DDP around a model that is already on its device.
+    """Wrap a model that is already on its device in DDP.
 
     Rank 0's buffers are broadcast at every step, unless there are only those of batch normalisation: it does not read
     its running statistics while training, so it is enough that ``share_buffers`` copies them before they are read.
@@ -216,7 +196,10 @@ def wrap(model: nn.Module, device: torch.device) -> DistributedDataParallel:
 
 
 def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
-    """What DDP raises in the step after one that left parameters without a gradient, with their names; else None."""
+    """Name the parameters without a gradient where ``error`` is what DDP raises about them, one step later.
+
+    None: it is another error.
+    """
     found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     if found is None or not isinstance(model, DistributedDataParallel):
         return None
@@ -230,6 +213,6 @@ def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed |
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers, as DDP does at each step where it is asked to."""
+    """Give every rank the buffers of rank 0, as DDP does at each step where it is asked to."""
     for buffer in model.buffers():
         collectives.broadcast(buffer)

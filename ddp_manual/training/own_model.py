@@ -1,6 +1,6 @@
-"""A network of the user's own: made by the factory, and tried out before the ranks train with it.
+"""A network of the user's own: built by the factory, and tried out before the ranks train with it.
 
-It is given its images in rows, unlike the networks of this package: many a ``forward`` of the tutorials has a
+Its images come in rows (contiguous), unlike those of this package's networks: in many tutorials ``forward`` has a
 ``view(-1, 320)`` after its convolutions, which torch refuses of tensors that have their channels last.
 """
 
@@ -10,6 +10,8 @@ import copy
 import io
 import logging
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,52 +22,40 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import collectives, own_code
-from ddp_manual.training.checkpoint import on_cpu
 
+# Where a network that torch.compile has made keeps the original; torch's documentation of torch.compile names it, as
+# the prefix of the keys of the state dict.
 COMPILED = "_orig_mod"
-"""Where a network that torch.compile has made keeps the one it was given."""
 
 logger = logging.getLogger(__name__)
 
 
-def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """What the factory returns, on the CPU and for training. Lazy layers have got their shapes.
+def build(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Return the network that the factory makes, on the CPU and for training. Lazy layers have got their shapes.
 
     Raises:
         BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
     """
     if isinstance(own_code.factory("model", name), nn.Module):
-        raise BadOption(
-            f"--model {name} is a network, not a function that makes one",
-            why="its weights were drawn when its module was imported, before the seed was set",
-            next="name its class, or a function that returns a new one: def factory(): return Net()",
-        )
+        wanted = "its class, or a function that returns a new network, whose weights are drawn once the seed is set"
+        raise _wrong(name, "is a network, not a function that makes one", wanted)
     model = own_code.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module):
         raise _wrong(name, f"returned a {type(model).__name__}", "a torch.nn.Module")
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         wrapper = type(model).__name__
-        raise BadOption(
-            f"--model {name} returned a {wrapper}",
-            why="networks are wrapped here, and their parameters saved under the names they have themselves",
-            next=f"return the network that you give to {wrapper}(...)",
-        )
+        raise _wrong(name, f"returned a {wrapper}", f"the network that you give to {wrapper}(...): it is wrapped here")
     if isinstance(getattr(model, COMPILED, None), nn.Module):
         model.register_state_dict_post_hook(_without_prefix)
         model.register_load_state_dict_pre_hook(_with_prefix)
     model = model.cpu()
     if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
         model.register_forward_pre_hook(_in_rows)
-    model.eval()
-    # One too: so many may be left for the end of an evaluation.
-    for images in (_two_images(shape), _two_images(shape)[:1]):
-        try:
-            # Not in training mode: neither batch statistics nor random numbers are touched.
-            with torch.no_grad():
-                scores = model(images)
-        except Exception as error:  # whatever a user's forward raises
-            raise _wrong(name, f"fails on images {_of(images)}: {_reason(error)}", "that it takes them") from error
-        _check_scores(name, scores, len(images), classes)
+    model.eval()  # in which neither batch statistics nor random numbers are touched
+    with torch.no_grad():
+        images = _two_images(shape)
+        _scores(name, model, images, classes)
+        _scores(name, model, images[:1], classes)  # a single image may be left for the end of an evaluation
     model.train()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise _wrong(name, "has no parameter to train", "one at least with requires_grad")
@@ -74,13 +64,13 @@ def made(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def _two_images(shape: tuple[int, int, int]) -> Tensor:
-    """Zeros that lie in memory as ``Normalise`` leaves images."""
+    """Return zeros that lie in memory as ``Normalise`` leaves images."""
     channels, height, width = shape
     return torch.zeros(2, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _in_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # Of a single channel both layouts are contiguous, and a convolution goes by the strides: they are laid out anew.
+    # With a single channel both layouts are contiguous, but a convolution goes by the strides: the view has new ones.
     return tuple(one.contiguous().view(-1).view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
 
 
@@ -93,26 +83,37 @@ def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> 
         state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-def _check_scores(name: str, scores: Any, count: int, classes: int, when: str = "") -> None:
-    if not isinstance(scores, Tensor) or scores.shape != (count, classes) or not scores.is_floating_point():
+def _scores(name: str, model: nn.Module, images: Tensor, classes: int) -> Tensor:
+    """Return the scores; raise BadOption where there are none for these images and classes."""
+    when = " while it trains" if model.training else ""
+    with _named_failure(name, images, when):
+        scores = model(images)
+    wanted = [len(images), classes]
+    if not isinstance(scores, Tensor) or list(scores.shape) != wanted or not scores.is_floating_point():
         given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        wanted = f"scores of {classes} classes, a float tensor [{count}, {classes}]"
-        raise _wrong(name, f"gives {given} for {count} image{'s'[: count > 1]}{when}", wanted)
+        count = "1 image" if len(images) == 1 else f"{len(images)} images"
+        raise _wrong(name, f"gives {given} for {count}{when}", f"scores of {classes} classes, a float tensor {wanted}")
+    return scores
 
 
-def _are_probabilities(scores: Tensor) -> bool:
-    sums = scores.detach().float().sum(dim=1)
-    return bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01)  # bfloat16 has three digits
+@contextmanager
+def _named_failure(name: str, images: Tensor, when: str) -> Iterator[None]:
+    """Turn whatever a user's network raises into BadOption, except a lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        what = f"fails{when} on images float32 {list(images.shape)}: {_reason(error)}"
+        raise _wrong(name, what, "that it takes them, and that its scores have gradients in training") from error
 
 
 def _check_state(name: str, model: nn.Module) -> None:
     """What ``get_extra_state`` returns goes into the state dict, and need not be a tensor."""
     extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
-    if not extra:
-        return
     content = io.BytesIO()
     try:
-        torch.save(on_cpu(extra), content)
+        torch.save(extra, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception as error:  # of torch, of pickle, or of the user's own class
         raise _wrong(
@@ -125,11 +126,11 @@ def _check_state(name: str, model: nn.Module) -> None:
 def fewest_samples(
     name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int, *, with_ddp: bool
 ) -> int:
-    """Try one training step, on a copy, for what would else end the run at some later step; a collective.
+    """Try one training step, on a copy, for what would otherwise end the run at some later step; a collective.
 
     Returns:
         How many samples a batch of training needs at least: 2 for batch normalisation without height and width, which
-        cannot normalise a single value, else 1.
+        cannot normalise a single value, and where the network cannot be tried; otherwise 1.
 
     Raises:
         BadOption: the step fails; or DDP trains it, and a parameter gets no gradient, for which DDP would wait, or the
@@ -146,21 +147,15 @@ def fewest_samples(
         return 2
     images = _two_images(shape).to(device)
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
-        try:
-            scores = trial(images)
-            _check_scores(name, scores, 2, classes, " while it trains")
-            if _are_probabilities(scores) and collectives.rank() == 0:
-                logger.warning(
-                    "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
-                    "leave the softmax out, or end in log_softmax",
-                    name,
-                )
+        scores = _scores(name, trial, images, classes)
+        if _are_probabilities(scores) and collectives.rank() == 0:
+            logger.warning(
+                "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
+                "leave the softmax out, or end in log_softmax",
+                name,
+            )
+        with _named_failure(name, images, " while it trains"):
             F.cross_entropy(scores.float(), torch.zeros(2, dtype=torch.int64, device=device)).backward()
-        except (BadOption, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            what = f"fails while it trains on images {_of(images)}: {_reason(error)}"
-            raise _wrong(name, what, "that it takes them, and that its scores have gradients") from error
         if with_ddp:
             _check_gradients(name, trial)
         try:
@@ -168,6 +163,11 @@ def fewest_samples(
                 return 1 if trial(images[:1]).shape == (1, classes) else 2
         except Exception:  # how a network says that one sample is too few for it
             return 2
+
+
+def _are_probabilities(scores: Tensor) -> bool:
+    sums = scores.detach().float().sum(dim=1)
+    return bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01)  # bfloat16 has three digits
 
 
 def _check_buffers(name: str, model: nn.Module) -> None:
@@ -194,12 +194,8 @@ def _check_gradients(name: str, trial: nn.Module) -> None:
         )
 
 
-def _of(images: Tensor) -> str:
-    return f"float32 {list(images.shape)}"
-
-
 def _reason(error: Exception) -> str:
-    """In one line; torch tells some of its own over twenty."""
+    """Return the error in one line; torch tells some of its own over twenty."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 

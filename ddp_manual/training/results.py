@@ -23,7 +23,7 @@ def described(
     from ddp_manual.training import own_code
 
     return {
-        **config.as_dict(),
+        **config.values(),
         "run": {
             "run_id": world.run_id,
             "run_dir": str(paths.run_dir),

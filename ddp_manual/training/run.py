@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Requests
-from ddp_manual.terminal import Progress as Bar
+from ddp_manual.terminal import ProgressLines as Bar
 from ddp_manual.training import checkpoint, collectives, models
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.data import Split

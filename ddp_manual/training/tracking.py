@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ddp_manual import run_folder
 from ddp_manual.errors import DdpManualError, writing
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import checkpoint_file, checkpoints
+from ddp_manual.training import checkpoint_files
 from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import EpochPlan, Position
@@ -123,7 +123,7 @@ class RunFiles(Tracker):
         at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
         with writing(self._paths.run_dir, "--run_dir"):
             run_folder.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
-            checkpoints.rewind(self._paths.checkpoints, position.step)
+            checkpoint_files.rewind(self._paths.checkpoints, position.step)
             if not complete:
                 for told_at_the_end in (self._paths.summary, *self._paths.predictions.all):
                     told_at_the_end.unlink(missing_ok=True)
@@ -176,8 +176,8 @@ class RunFiles(Tracker):
             "world_size": saved.world_size,
             "options": dict(saved.options),
         }
-        path = checkpoint_file.write(self._paths.checkpoints, position.step, pack(saved), about)
-        checkpoints.prune(self._paths.checkpoints, self._keep)
+        path = checkpoint_files.write(self._paths.checkpoints, position.step, pack(saved), about)
+        checkpoint_files.prune(self._paths.checkpoints, self._keep)
         logger.info("saved %s", path)
 
     def predicted(self, predictions: Predictions) -> None:

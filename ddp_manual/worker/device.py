@@ -1,4 +1,4 @@
-"""Which device and backend a rank uses: decided before it joins, pinned once it knows its place on the host."""
+"""Which device and backend a rank uses: chosen before it joins, pinned once it knows its place on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed
 
 from ddp_manual import launchers
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
-from ddp_manual.steps import Step
+from ddp_manual.messages import Step
 from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def choose(spec: WorldSpec) -> tuple[str, str, int]:
-    """The kind of device (``cpu`` or ``cuda``), the backend (``gloo`` or ``nccl``), and how many GPUs can be used.
+    """Return the kind of device (``cpu`` or ``cuda``), the backend (``gloo`` or ``nccl``) and how many GPUs are usable.
 
     Raises:
-        DeviceMissing: cuda was asked for and there is none. BackendUnavailable: nccl without cuda, or not built in.
+        DeviceMissing: cuda was asked for, and there is no GPU. BackendUnavailable: nccl without cuda, or not built in.
     """
     host = launchers.host_name()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -57,7 +57,7 @@ def choose(spec: WorldSpec) -> tuple[str, str, int]:
 
 
 def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Make ``cuda:local_rank`` the current device, or take this rank's share of the cores.
+    """Make ``cuda:local_rank`` the current device, or use this rank's share of the cores.
 
     Raises:
         DeviceMissing: this host has fewer GPUs than ranks.
@@ -81,12 +81,12 @@ def _check_gpu(rank: int, local_rank: int, gpus: int) -> None:
 
 
 def gpu_uuids() -> list[str]:
-    """The UUID of each GPU this process may use, by index."""
+    """Return the UUIDs of the GPUs this process may use, by index."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def versions() -> dict[str, str | None]:
-    """torch, python, cuda, nccl."""
+    """Return the versions of torch, python, cuda and nccl."""
     nccl = getattr(torch.cuda, "nccl", None)
     return {
         "torch": str(torch.__version__),
@@ -96,8 +96,8 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def look_at_shared_memory(step: Step, backend: str, ranks_on_host: int) -> None:
-    """With a warning where NCCL may crash with a bus error on this host."""
+def check_shared_memory(step: Step, backend: str, ranks_on_host: int) -> None:
+    """Warn where NCCL may crash with a bus error, since this host has too little shared memory."""
     if os.path.isdir(SHARED_MEMORY):
         usage, needed = shutil.disk_usage(SHARED_MEMORY), SHARED_MEMORY_PER_RANK * ranks_on_host
         step.detail = f"{SHARED_MEMORY}: {usage.free >> 20} of {usage.total >> 20} MB free"
@@ -105,7 +105,7 @@ def look_at_shared_memory(step: Step, backend: str, ranks_on_host: int) -> None:
             return
         complaint = (
             f"{SHARED_MEMORY} has {usage.free >> 20} MB free, and NCCL may need {needed >> 20} MB for {ranks_on_host} "
-            "ranks: a container takes --shm-size or --ipc=host"
+            "ranks: start the container with a larger --shm-size, or with --ipc=host"
         )
     else:
         step.detail = f"{SHARED_MEMORY}: none"

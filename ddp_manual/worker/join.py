@@ -1,7 +1,7 @@
-"""``with ddp_manual.join() as world:`` - a rank in a person's own script, from its number to a process group.
+"""``with ddp_manual.join() as world:`` makes a person's own script a rank.
 
-The script's process is the worker. Its agent is a helper process, started here, that joins, watches and explains; it
-ends with the script, and the script with it.
+The script's process is the worker. It starts its agent, a helper process that joins, watches and explains; the agent
+ends with the script, and the script with the agent.
 """
 
 from __future__ import annotations
@@ -18,42 +18,37 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, terminal
-from ddp_manual.errors import DdpManualError, PeerGone, Stopped, from_dict
-from ddp_manual.messages import last_words
-from ddp_manual.processes import start_python
-from ddp_manual.training import user_code
-from ddp_manual.worker import birth
+from ddp_manual.errors import DdpManualError, Stopped, from_dict
+from ddp_manual.training import own_code
+from ddp_manual.worker import process
+from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.worker.session import Session
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
 AGENT = Path(__file__).parent.parent / "agent"
-# Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
-VERDICT_WITHIN = 4.0
-LEAVE_WITHIN = 70.0
 AGENT_ENDS_WITHIN = 5.0
-# torchrun's store outlives a join; the next one of the same script must not find the last one's key.
-_joined_before = itertools.count()
+# The number of this join in the process. torchrun's store keeps its keys, and each join needs keys of its own.
+_joins = itertools.count()
 
 
 @contextmanager
 def join(*, run_dir: str | None = None, **options: Any) -> Iterator[World]:
     """Meet the other ranks, run the body as one of them, and leave in order.
 
-    An exception in the body is told to all other ranks, which then leave too, before it goes on to the caller. Stopped,
-    which ``train`` raises on all of them, is not a failure: they leave in order, and then it goes on. After leaving,
-    the process's environment, signal handlers, log configuration and limits are as they were.
+    An exception in the body is told to all other ranks, which then leave too, before it is re-raised. Stopped, which
+    ``train`` raises on all ranks, is not a failure: all ranks leave in order, then the exception is re-raised. After
+    leaving, the process's environment, signal handlers, log configuration and limits are as before.
 
     Args:
         run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files.
-        options: of WorldSpec, such as ``world_size=2, rank=0, join_timeout=60``; the rest comes from the variables that
-            a launcher sets, as for the command line, else from the defaults.
+        options: of WorldSpec, such as ``world_size=2, rank=0, join_timeout=60``. As on the command line, an option that
+            is not given comes from a launcher's variable, otherwise from the default.
 
     Raises:
-        DdpManualError: an option cannot work, the ranks do not come together, or a peer has ended the run. Otherwise
-            what the body raises.
+        DdpManualError: an option cannot work, the ranks do not come together, or another rank has ended the run.
+            Otherwise whatever the body raises.
     """
     with joined(WorldSpec.from_environment(**options), run_dir=run_dir) as world:
         yield world
@@ -67,71 +62,47 @@ def joined(
     command: str | None = None,
     tell: Callable[[DdpManualError], None] | None = None,
 ) -> Iterator[World]:
-    """``join`` with options that are known already.
+    """Do what ``join`` does, with options that are known already.
 
     Args:
-        command: what ranks are told to type for one that is missing, with ``{rank}`` for its number.
-        tell: told why this process ends, where its agent has to end it since it is blocked.
+        command: what to type for a missing rank, with ``{rank}`` for its number.
+        tell: called with why this process ends, if its agent has to end it because it is blocked.
     """
-    user_code.refuse_while_importing("join")
+    own_code.refuse_while_importing("join")
     check_none_open()
-    launchers.token(spec.token_file)  # its agent would come upon what is wrong with it too late to say so
+    launchers.token(spec.token_file)  # complain here, since the agent could not
     with ExitStack() as undo:
-        _leave_as_found(undo)
+        _restore_at_the_end(undo)
         terminal.log_to_stderr(spec.rank)
         reporter = _start_agent(spec, run_dir, command, undo)
         reporter.on_exit = lambda status: _exit(reporter, tell, status)
-        session = Session(reporter, spec, reporter.wait("start")["start"])
-        done: dict[str, Any] = {"done": None}
+        rank = Rank(reporter, spec, reporter.wait("start")["start"])
         ended: SystemExit | Stopped | None = None
-        with session.afterwards:
+        with rank.live({}) as world:
             try:
-                session.get_ready({})
-                world = session.meet()
-                try:
-                    yield world
-                except SystemExit as asked:
-                    if asked.code:
-                        raise
-                    ended = asked  # a script that ends so has done its work
-                except Stopped as agreed:  # by all ranks, after the same step: none of them has failed
-                    ended, done["stopped"] = agreed, last_words(agreed)
-                session.leave()
-                with suppress(TimeoutError):
-                    reporter.wait("over", LEAVE_WITHIN)
-            except BaseException as error:
-                failure = _conclude(session, error)
-                if isinstance(failure, PeerGone) and failure is not error:
-                    raise failure from error
-                raise
-        reporter.over = True  # the agent goes when it has heard of it
-        reporter.send(done)
+                yield world
+            except SystemExit as exit:
+                if exit.code:
+                    raise
+                ended = exit  # a script that ends with exit code 0 has done its work
+            except Stopped as stopped:
+                ended = rank.stopped = stopped
+        reporter.over = True  # the agent ends once it knows
+        rank.send_result()
     if ended is not None:
         raise ended
-
-
-def _conclude(session: Session, error: BaseException) -> DdpManualError | BaseException:
-    """Tell the run that ``error`` ends this rank; returns it, or the root cause if a peer is that."""
-    reporter = session.reporter
-    if reporter.verdict is None:
-        session.tell(error)
-        with suppress(TimeoutError):
-            reporter.wait("verdict", VERDICT_WITHIN)
-    reporter.send({"noticed": True})
-    verdict = reporter.verdict
-    return error if verdict is None or verdict["own"] else from_dict(verdict, verdict["exit_code"])
 
 
 def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo: ExitStack) -> Reporter:
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
-        agent = start_python(AGENT, [theirs.fileno(), reading], stdin=subprocess.DEVNULL)
+        agent = launchers.start_python(AGENT, [theirs.fileno(), reading], stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
-    undo.callback(birth.leave_no_stacks, was_enabled=faulthandler.is_enabled())
-    undo.callback(_await_end, agent)  # before that: it may be about to ask for stacks, by a signal
-    birth.leave_stacks_in(writing)
+    undo.callback(process.leave_no_stacks, was_enabled=faulthandler.is_enabled())
+    undo.callback(_await_end, agent)  # while stacks can still be written: the agent may be about to ask for them
+    process.leave_stacks_in(writing)
     program, arguments = launchers.typed_command()
     script = launchers.program_file()
     attach = {
@@ -141,7 +112,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
         "command": command,
         "typed": [*program, *arguments],
         "script": str(script.absolute()) if script else None,
-        "attempt": f"{launchers.restart_count()}.{next(_joined_before)}",
+        "attempt": f"{launchers.restart_count()}.{next(_joins)}",
         "pid": os.getpid(),
     }
     reporter = Reporter(ours, {"attach": attach}, own_process=False)
@@ -150,7 +121,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
 
 
 def _await_end(agent: subprocess.Popen[bytes]) -> None:
-    """Of the agent, which ends when the channel does."""
+    """Wait until the agent has ended, as it does when the channel is closed."""
     try:
         agent.wait(AGENT_ENDS_WITHIN)
     except subprocess.TimeoutExpired:
@@ -158,18 +129,18 @@ def _await_end(agent: subprocess.Popen[bytes]) -> None:
         agent.wait()
 
 
-def _leave_as_found(undo: ExitStack) -> None:
-    """Put back, in the end, what joining changes in this process besides its environment."""
+def _restore_at_the_end(undo: ExitStack) -> None:
+    """Raise the limit of open files, and restore that and the log configuration at the end."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-    with suppress(ValueError, OSError):  # rank 0's worker hosts torch's store, which each rank connects to
+    with suppress(ValueError, OSError):  # rank 0's worker hosts torch's store, to which each rank connects
         resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     undo.enter_context(terminal.log_as_found())
 
 
 def _exit(reporter: Reporter, tell: Callable[[DdpManualError], None] | None, status: int) -> None:
-    """End this process, whose main thread is blocked: only so does its exit code say why."""
+    """End this process, whose main thread is blocked, with the exit code that says why."""
     verdict = reporter.verdict
     if tell is not None and verdict is not None:
         tell(from_dict(verdict, status))
-    birth.end_process(status)
+    process.end_process(status)

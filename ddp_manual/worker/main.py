@@ -1,69 +1,263 @@
-"""One rank's life seen from inside: ready -> meet -> work -> leave. The agent has started this process, and ends it."""
+"""One rank's life seen from inside: ready -> pin -> process group -> run -> goodbye.
+
+``Rank.live`` is that life, in a worker that an agent has started (``task``) and in a person's own script (``join``).
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-import shlex
-import socket
-import sys
-import threading
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # which DDP's constructor and the first step of an optimizer import: 2 to 4 s
-import torch.nn.parallel  # noqa: F401
+import torch
+from torch.distributed import TCPStore
 
-from ddp_manual import terminal
-from ddp_manual.errors import Stopped
-from ddp_manual.messages import last_words
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.main import check_own_code, train_as_agreed
-from ddp_manual.worker import birth
-from ddp_manual.worker.measure import check
-from ddp_manual.worker.reporter import Reporter
-from ddp_manual.worker.session import Session
+from ddp_manual import launchers
+from ddp_manual.errors import (
+    DdpManualError,
+    OutOfMemory,
+    PeerGone,
+    PeerLost,
+    Stopped,
+    StopSignal,
+    TrainingFailed,
+    from_dict,
+    stopped_by,
+)
+from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words
+from ddp_manual.run_folder import RunFolder
+from ddp_manual.worker import device as devices
+from ddp_manual.worker import process_group
+from ddp_manual.worker.process_group import first_line, is_broken_collective, is_opened_twice
+from ddp_manual.worker.reporter import Reporter, raised_at
+from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
+logger = logging.getLogger(__name__)
 
-def main(channel: int) -> None:
-    """Never returns: the agent ends the process, which so has no teardown that could hang."""
-    birth.let_children_be_terminated()
-    reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
-    start = reporter.wait("start")["start"]
-    spec = WorldSpec(**start["spec"], sources=start["sources"])
-    terminal.log_to_stderr(spec.rank)
-    terminal.escape_what_cannot_be_shown()
-    sys.path[0] = start["path"]
-    session = Session(reporter, spec, start)
-    try:
-        work(session, start)
-    except BaseException as error:
-        session.tell(error)
-    reporter.unwinding = False
-    threading.Event().wait()
+TRACEBACK_FRAMES = 10
+# Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
+VERDICT_WITHIN = 4.0
+LEAVE_WITHIN = 70.0
+Options = Mapping[str, tuple[Any, str]]
 
 
-def work(session: Session, start: Mapping[str, Any]) -> None:
-    """Train, or check, as one rank; what came of it goes to the agent."""
-    config = TrainConfig(**start["config"], sources=start["config_sources"]) if "config" in start else None
-    session.get_ready(check_own_code(config, session.spec.rank) if config is not None else {})
-    world = session.meet()
-    done: dict[str, Any] = {"done": None}
-    with session.afterwards:
-        try:
-            if config is None:
-                done["done"] = check(world, session.steps)
-            else:
-                go_on = f"go on, with any number of ranks:\n{start['go_on']}"
-                done["done"] = train_as_agreed(
-                    world, config, lambda paths: go_on.replace("{run_dir}", shlex.quote(str(paths.run_dir)))
+class Rank:
+    """One rank of a run, in the process that has torch.
+
+    Args:
+        start: what the agent has told: ``alone``, ``started``, and on rank 0 ``store_address``.
+    """
+
+    def __init__(self, reporter: Reporter, spec: WorldSpec, start: Mapping[str, Any]) -> None:
+        self.reporter = reporter
+        self.spec = spec
+        self.steps = Steps()
+        self.result: Any = None
+        """What the agent is told that came of the run."""
+        self.stopped: Stopped | None = None
+        """Set where all ranks stopped after the same step. That is not a failure: they leave in order."""
+        self._alone = bool(start.get("alone"))
+        self._start = start
+
+    @contextmanager
+    def live(self, own_code: Options) -> Iterator[World]:
+        """Meet the other ranks, run the body as one of them, and leave in order.
+
+        An exception is told to all other ranks before anything is closed, which may take long.
+
+        Args:
+            own_code: option -> (value, source), for what the ranks must have in common of the user's own code.
+
+        Raises:
+            DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here. PeerGone: the body failed because
+                another rank did. DdpManualError: the ranks do not come together.
+        """
+        with ExitStack() as closing:
+            try:
+                device, backend, store = self._get_ready(own_code)
+                placed = self.reporter.wait("place")
+                place = Place(**placed["place"])
+                address, port = ("", 0) if self._alone else placed["store"]
+                closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+                closing.enter_context(
+                    launchers.of_a_rank(
+                        self.spec.world_size, self.spec.rank, place, address, port, placed.get("interface")
+                    )
                 )
-        except Stopped as agreed:  # by all ranks, after the same step: they leave in order
-            done["stopped"] = last_words(agreed)
-        except BaseException as error:
-            session.tell(error)  # before anything is closed, which may take its time
-            raise
-        session.leave()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    session.reporter.send(done)
+                pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
+                if not self._alone:
+                    with self.steps.step("process group") as step:
+                        store = store or process_group.open_store(address, port)
+                        process_group.open_process_group(store, self.spec.rank, self.spec.world_size, backend, pinned)
+                        step.detail = f"{backend} on {pinned}"
+                    if self.spec.rank == 0:
+                        store.set("ddp_manual/roster", json.dumps(placed["roster"]))
+                yield self._world(place, placed, pinned, backend, store, closing)
+                self._leave(pinned)
+            except BaseException as error:
+                cause = self._conclude(error)
+                if cause is error:
+                    raise
+                raise cause from error
+
+    def _get_ready(self, own_code: Options) -> tuple[str, str, TCPStore | None]:
+        """Choose device and backend, host torch's store on rank 0, and tell the agent; return all three."""
+        with self.steps.step("device") as step:
+            device, backend, gpus = devices.choose(self.spec)
+            chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
+            step.detail = f"{chosen}, {gpus} GPU(s)"
+        with self.steps.step("shared memory") as step:
+            devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
+        process_group.check_none_open()
+        store, where = None, []
+        if address := self._start.get("store_address"):
+            listener = process_group.listen_for_store(address)
+            where = [address, listener.getsockname()[1]]
+            store = process_group.open_store(address, where[1], listener)
+        ready = Ready(
+            pid=os.getpid(),
+            device=device,
+            backend=backend,
+            gpus=devices.gpu_uuids() if device == "cuda" else [],
+            versions=devices.versions(),
+            # Lists, since other agents compare them with what JSON brought.
+            options={
+                "device": [device, self.spec.source("device")],
+                "backend": [backend, self.spec.source("backend")],
+                **{name: list(option) for name, option in own_code.items()},
+            },
+            store=where,
+        )
+        self.reporter.send({"ready": vars(ready), "steps": self.steps.as_dicts()})
+        self.steps.clear()
+        return device, backend, store
+
+    def _world(
+        self,
+        place: Place,
+        placed: Mapping[str, Any],
+        device: torch.device,
+        backend: str,
+        store: TCPStore | None,
+        closing: ExitStack,
+    ) -> World:
+        run = placed["run"]
+        path = Path(run["run_dir"]) if run["run_dir"] else None
+        world = World(
+            spec=self.spec,
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            device=device,
+            backend="none" if self._alone else backend,
+            host=launchers.host_name(),
+            run_id=run["run_id"],
+            rendezvous_seconds=0.0 if self._alone else time.monotonic() - self._start["started"],
+            progress=self.reporter.progress,
+            _folder=RunFolder(path, path),
+            _store=store,
+            _roster=placed["roster"] or [_roster_line(device)],
+            _requests=self.reporter.requests,
+            _tell=self.reporter.send,
+            _own_process=self.reporter.own_process,
+            _closing=closing,
+            **vars(place),
+        )
+        self.reporter.progress.phase = RUNNING  # a person's own script may leave it at that
+        if not self._alone:
+            logger.info(
+                "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
+                *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
+            )
+        return world
+
+    def _leave(self, device: torch.device) -> None:
+        """Close the process group, together with the other ranks if they have finished too."""
+        self.reporter.progress.phase = LEAVING
+        self.reporter.send_beat()  # the number of collectives it has begun is final
+        self.reporter.send({"finished": True})
+        answer = self.reporter.wait("close")
+        if not process_group.close_process_group(device, all_finished=bool(answer["close"])):
+            within = process_group.CLOSE_WITHIN
+            logger.warning("the process group does not close within %d s, and is left as it is", within)
+        self.reporter.send({"left": True})
+        if not self.reporter.own_process:
+            with suppress(TimeoutError):
+                self.reporter.wait("over", LEAVE_WITHIN)
+
+    def send_result(self) -> None:
+        """Tell the agent that this rank has left, which ends its part."""
+        stopped = {"stopped": last_words(self.stopped)} if self.stopped is not None else {}
+        self.reporter.send({"done": self.result, **stopped})
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the agent, once, that ``error`` ends this rank."""
+        if self.reporter.unwinding:
+            return
+        self.reporter.unwinding = True
+        self.reporter.send_beat()
+        said = last_words(as_ours(self.spec.rank, error))
+        self.reporter.send({"failed": said, "broken": is_broken_collective(error), "place": raised_at(error)})
+
+    def _conclude(self, error: BaseException) -> BaseException:
+        """Tell the agent that ``error`` ends this rank; return that, or in a person's script the failure behind it."""
+        if self.reporter.verdict is None:
+            self.tell(error)
+        if self.reporter.own_process:
+            return error
+        with suppress(TimeoutError, DdpManualError):
+            self.reporter.wait("verdict", VERDICT_WITHIN)
+        self.reporter.send({"noticed": True})
+        verdict = self.reporter.verdict
+        if verdict is None or verdict["own"]:
+            return error
+        cause = from_dict(verdict, verdict["exit_code"])
+        return cause if isinstance(cause, PeerGone) else error
+
+
+def _roster_line(device: torch.device) -> dict[str, Any]:
+    """Describe the only rank of a run, which has no coordinator to do so."""
+    versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
+    host, pid = launchers.host_name(), os.getpid()
+    return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}
+
+
+def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> DdpManualError:
+    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
+
+    Args:
+        after_a_signal: what to do next if a signal ended the rank; None: what Stopped says.
+    """
+    if isinstance(error, DdpManualError):
+        return error
+    if isinstance(error, (StopSignal, KeyboardInterrupt)):
+        return stopped_by(error, next=after_a_signal)
+    where = f"rank {rank} on {launchers.host_name()}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemory(
+            f"{where} ran out of GPU memory",
+            why=first_line(error),
+            next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
+        )
+    if is_broken_collective(error):
+        return PeerLost(
+            f"rank {rank} lost its connection to another rank",
+            why=f"a collective broke: {first_line(error)}",
+            next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
+        )
+    failed = TrainingFailed(
+        f"{where}: {first_line(error)}",
+        why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
+        next="leave init_process_group out: the process group is open, and is closed at the end"
+        if is_opened_twice(error)
+        else "mend the code or the data that raised it, then start all ranks again",
+    )
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code & 0xFF:
+        failed.exit_code = error.code & 0xFF  # type: ignore[misc]
+    return failed

@@ -1,4 +1,4 @@
-"""How fast the process group is: latency of a barrier, bandwidth of an all-reduce, round trips between pairs."""
+"""How fast the process group is: latency of a barrier, bandwidth of an all-reduce, round trips between ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddp_manual.steps import Steps
+from ddp_manual.messages import Steps
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
 
-# All pairs of ranks are tried up to this many ranks; beyond it, rank 0 with each other.
+# Up to this many ranks all pairs are measured; with more ranks, only rank 0 with each other rank.
 ALL_PAIRS_UP_TO = 16
 SIZES = {1 << 10: 20, 1 << 20: 10, 64 << 20: 3}
 """Bytes of an all-reduce -> repetitions."""
@@ -25,7 +25,7 @@ ROUND_TRIPS = 10
 
 
 def check(world: World, steps: Steps) -> dict[str, Any]:
-    """What ``ddp-manual check`` measures, and on rank 0 what the other ranks have seen."""
+    """Return what ``ddp-manual check`` measures, and on rank 0 also the steps of all ranks."""
     world.progress.phase = "measuring"
     measured = measure(world.device, steps)
     seen = steps.as_dicts()
@@ -35,7 +35,7 @@ def check(world: World, steps: Steps) -> dict[str, Any]:
 
 
 def measure(device: torch.device, steps: Steps) -> dict[str, Any]:
-    """All of it, each as a step: ``barrier_seconds``, ``all_reduce`` and ``round_trips``."""
+    """Return ``barrier_seconds``, ``all_reduce`` and ``round_trips``, each measured as a step."""
     with steps.step("barrier"):
         barrier = statistics.median(_timed(dist.barrier, device, BARRIERS))
     with steps.step("all-reduce"):
@@ -46,7 +46,7 @@ def measure(device: torch.device, steps: Steps) -> dict[str, Any]:
 
 
 def _all_reduce(size: int, repetitions: int, device: torch.device) -> dict[str, float]:
-    """The median over repetitions, of float32; all ranks see the time of the slowest.
+    """Return the median time of an all-reduce of float32, on the slowest rank.
 
     ``bus_bandwidth`` is in bytes per second, as nccl-tests defines it: size / time * 2 (n - 1) / n, which is the speed
     of the slowest link whatever the number of ranks
@@ -61,7 +61,7 @@ def _all_reduce(size: int, repetitions: int, device: torch.device) -> dict[str, 
 
 
 def _round_trips(device: torch.device) -> list[dict[str, float]]:
-    """The seconds of one small message there and back: the median of several, one pair of ranks at a time."""
+    """Return the median seconds of a small message there and back, one pair of ranks at a time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pairs = [(first, second) for first in range(ranks) for second in range(first + 1, ranks)]
     if ranks > ALL_PAIRS_UP_TO:
@@ -91,7 +91,7 @@ def _round_trips(device: torch.device) -> list[dict[str, float]]:
 
 
 def _timed(action: Callable[[], object], device: torch.device, repetitions: int) -> list[float]:
-    """Seconds of each repetition, after one that warms up."""
+    """Return the seconds of each repetition, without the first one, which warms up."""
     times = []
     for _ in range(repetitions + 1):
         started = time.perf_counter()

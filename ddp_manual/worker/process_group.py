@@ -1,62 +1,65 @@
-"""torch's store and process group: made once all ranks are known to be here, and tried before they are used."""
+"""torch's store and process group: open them once all ranks are here, try them, close them, and read their errors.
+
+At the end of the file are the private names of torch and Python that this package uses.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from ddp_manual import launchers
 from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, DeviceTaken, MasterLost, PeerUnreachable
-from ddp_manual.worker.whereabouts import OWN_THREADS
 
-# Everybody is here, so connecting is a matter of seconds; a pair that cannot connect should not take 30 minutes.
+# All ranks are here, so connecting takes seconds; ranks that cannot connect should not take 30 minutes to say so.
 FIRST_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # torch's own default: a rank may be this much slower than another between two collectives.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-# For a store whose address rank 0 has told a moment ago.
+# Rank 0 announced the address of its store a moment ago.
 CONNECT_TIMEOUT = timedelta(seconds=10)
-
-# Seconds, after which a process group that does not close is left as it is.
+# Seconds, after which a process group that does not close is left open.
 CLOSE_WITHIN = 20.0
 
-# How gloo words a collective that broke because a peer did; its other errors are mistakes in the call.
+# How gloo says that a collective broke because another rank is gone; its other errors are mistakes in the call.
 _BROKEN = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.IGNORECASE)
 
 
 def check_none_open() -> None:
-    """Raises BadOption where this process has a process group already: it can be a rank of one run at a time."""
+    """Raise BadOption if this process has a process group already: it can be a rank of one run at a time."""
     if dist.is_initialized():
         raise BadOption(
             "this process has a process group already",
             why="another join of this script is still open, or it has called init_process_group",
             next="leave init_process_group out, since join opens the group\n"
-            "or end the one before the next begins; after one that has failed, begin in a new process",
+            "or end one join before the next begins; after a join that failed, start a new process",
         )
 
 
 def listen_for_store(address: str) -> socket.socket:
-    """As rank 0: where torch's store will be, at this IP address only."""
+    """Listen for torch's store on rank 0, at this IP address only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=4096)
 
 
 def open_store(address: str, port: int, listener: socket.socket | None = None) -> TCPStore:
-    """torch's store, at rank 0's address; rank 0 hosts it on its ``listener``, which it takes over.
+    """Connect to torch's store at rank 0's address; with a ``listener``, which it takes over, host the store.
 
-    torch looks up the name of every peer of a store, for its log alone, and a name server that does not answer would
-    hold up all ranks. The first look-up that fails makes torch ask no more in that process
-    (https://github.com/pytorch/pytorch/pull/159596): here it fails at once, in a thread whose resolver makes no
-    attempt, so that other look-ups of the process are left alone.
+    torch looks up the name of every peer of a store, only for its log, and a name server that does not answer would
+    delay all ranks. After the first look-up that fails, torch asks no more in that process
+    (https://github.com/pytorch/pytorch/pull/159596). Here it fails at once, in a thread whose resolver makes no
+    attempt, so that the other look-ups of the process are not affected.
 
     Raises:
         MasterLost: nothing answers there. BackendUnavailable: USE_LIBUV=0 is set.
@@ -64,7 +67,7 @@ def open_store(address: str, port: int, listener: socket.socket | None = None) -
     if launchers.legacy_store_requested():
         raise BackendUnavailable(
             "the store must be torch's libuv one",
-            why="USE_LIBUV=0 is set; the legacy store it asks for cannot be kept to one address",
+            why="USE_LIBUV=0 is set; it asks for the legacy store, which listens on all addresses",
             next="unset USE_LIBUV",
         )
     listening = listener.detach() if listener is not None else None
@@ -82,10 +85,11 @@ def open_store(address: str, port: int, listener: socket.socket | None = None) -
 
 
 def open_process_group(store: TCPStore, rank: int, world_size: int, backend: str, device: torch.device) -> None:
-    """``init_process_group`` and a first all-reduce.
+    """Call ``init_process_group``, and try it with a first all-reduce.
 
     Raises:
-        PeerUnreachable: the ranks have met at rank 0, but cannot connect to one another.
+        PeerUnreachable: the ranks have met at rank 0, but cannot connect to each other. DeviceTaken: NCCL found two
+            ranks on one GPU.
     """
     try:
         dist.init_process_group(
@@ -115,28 +119,26 @@ def open_process_group(store: TCPStore, rank: int, world_size: int, backend: str
             f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME=<interface>",
         ) from error
     assert counted == world_size, f"{counted} ranks answered the first all-reduce, not {world_size}"
-    # Public since torch 2.15; before that it has the same signature under a private name.
-    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(COLLECTIVE_TIMEOUT)
 
 
 def close_process_group(device: torch.device, *, all_finished: bool) -> bool:
-    """Destroy the process group; whether that was done in time. Where a driver or a network hangs it may take for ever.
+    """Destroy the process group; return False if that takes too long, as when a driver or the network hangs.
 
     Args:
-        all_finished: every rank is about to do the same, so a last collective has somebody to meet.
+        all_finished: whether all ranks close it now, so that a last collective can succeed.
     """
     failed: list[BaseException] = []
 
     def close() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # which is each thread's own
+                torch.cuda.set_device(device)  # each thread has its own
             _close(all_finished=all_finished)
         except BaseException as error:
             failed.append(error)
 
-    closing = threading.Thread(target=close, name=f"{OWN_THREADS}closing", daemon=True)
+    closing = threading.Thread(target=close, name="ddp_manual closing", daemon=True)
     closing.start()
     closing.join(CLOSE_WITHIN)
     if failed:
@@ -149,29 +151,16 @@ def _close(*, all_finished: bool) -> None:
         return
     if all_finished and dist.get_backend() == "gloo":
         # gloo's two threads may still hold the last all-reduce that DDP began inside a backward pass, and with it a
-        # Python object. If they let go of it while the interpreter ends, the process aborts (seen in 3 of 80 runs under
-        # load). A thread that has taken up a barrier has let go.
+        # Python object. If they release it while the interpreter ends, the process aborts (seen in 3 of 80 runs under
+        # load). A thread that has begun a barrier has released it.
         with suppress(RuntimeError):
             for _ in range(2):
                 dist.barrier()
     dist.destroy_process_group()
 
 
-def collectives_begun() -> dict[str, int]:
-    """By process group of this rank: how many collectives it has begun. Any thread may ask.
-
-    torch numbers them itself, to name the one that a rank is missing from in its own reports.
-    """
-    begun = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
-        # A group that this rank is no member of has no such number; nor has one that is being destroyed.
-        with suppress(AttributeError, RuntimeError):
-            begun[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return begun
-
-
 def is_broken_collective(error: BaseException | None) -> bool:
-    """Whether this is how torch says that a peer is gone, or what the user's code made of it, rather than a mistake."""
+    """Return whether torch raised this, or what the user's code made of it, because another rank is gone."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _BROKEN.search(str(error))):
             return True
@@ -180,12 +169,44 @@ def is_broken_collective(error: BaseException | None) -> bool:
 
 
 def is_opened_twice(error: BaseException) -> bool:
-    """Whether this is how torch says that a process group was to be opened where one is open."""
+    """Return whether torch raised this because a process group is open already."""
     return isinstance(error, ValueError) and "default process group twice" in str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """The gist of any exception on one line of at most 300 characters, without gloo's source file in front."""
+    """Return the first line of an exception, at most 300 characters, without the name of gloo's source file."""
     text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
     line = text.strip().splitlines()[0]
     return re.sub(r"\[/[^\]]*\] ", "", line).split(". This is typically")[0][:300]
+
+
+# Private names of torch and Python, each here because no public name does the same.
+
+
+def import_dynamo() -> None:
+    """Import ``torch._dynamo``, as DDP's constructor and the first step of an optimizer do: 2 to 4 s."""
+    importlib.import_module("torch._dynamo")
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set the time-out of the default process group: public since torch 2.15, private before."""
+    (getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)
+
+
+def collectives_begun() -> dict[str, int]:
+    """Return process group -> how many collectives this rank has begun in it; any thread may ask.
+
+    torch numbers the collectives, and its own reports name the one that a rank is missing from. Neither the numbers
+    nor the list of process groups has a public name.
+    """
+    begun = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        # A group that this rank does not belong to has no number, nor has a group that is being destroyed.
+        with suppress(AttributeError, RuntimeError):
+            begun[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return begun
+
+
+def innermost_frame(thread: int) -> FrameType | None:
+    """Return the frame a thread is in, by ``threading.get_ident()``: documented, but with a private name."""
+    return sys._current_frames().get(thread)

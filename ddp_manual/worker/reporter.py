@@ -1,11 +1,13 @@
-"""The thread through which a worker speaks with its agent: what it does now goes out, what it is asked for comes in.
+"""Reporter: tells the agent what the worker is doing, and takes the agent's messages, in a thread of its own.
 
-While a C call keeps the interpreter's lock this thread stands still; the agent does not.
+While a C call holds the GIL this thread stands still, but the agent does not.
 """
 
 from __future__ import annotations
 
 import collections
+import dis
+import functools
 import math
 import os
 import selectors
@@ -13,30 +15,39 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 from ddp_manual import terminal
 from ddp_manual.errors import from_dict
 from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
 from ddp_manual.signals import Requests
-from ddp_manual.worker import birth
-from ddp_manual.worker.process_group import collectives_begun
-from ddp_manual.worker.whereabouts import OWN_THREADS, whereabouts
+from ddp_manual.worker import process
+from ddp_manual.worker.process_group import collectives_begun, innermost_frame
 
+# Seconds.
 LOOK_EVERY = 0.25
-# While a checkpoint is being written and the agent waits for its end.
+# While the agent waits for the end of a checkpoint.
 LOOK_WHILE_SAVING = 0.02
-# Seconds, for what is being sent when the channel is closed.
+# For a message that is being sent when the channel is closed.
 SENT_WITHIN = 1.0
+
+# What the place of a thread is read from: a wait in a collective, a debugger's prompt (pdb's, IPython's or that of
+# code.interact()), and files of libraries, which are not the user's program.
+_IN_TORCH = [os.path.join("torch", *parts, "") for parts in (("distributed",), ("autograd",), ("nn", "parallel"))]
+_PROMPTS = {("cmd.py", "cmdloop"), ("debugger.py", "cmdloop"), ("code.py", "interact"), ("embed.py", "interact")}
+_DEBUGGERS = ("cmd.py", "pdb.py", "bdb.py", "debugger.py", "code.py", "embed.py")
+_LIBRARIES = (os.path.join("torch", ""), os.path.join("torchvision", ""), "threading.py", "contextlib.py")
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A process that a DataLoader forks would keep its parent's channel open after the parent's death."""
+    """Close the channel in a fork, such as a DataLoader's: it would stay open after the parent's death."""
     for channel in list(_open):
         channel.close()
 
@@ -45,26 +56,25 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Reporter:
-    """Speaks for one rank. Once the agent is gone it ends this process, since nobody would explain or end it any more.
+    """Speaks for one rank. When the agent is gone, it kills this process, since nothing else would explain or end it.
 
     Args:
         channel: the worker's end of a socket pair.
-        first: what is said before anything else.
-        own_process: whether the process is ours; else it is a person's script.
+        first: the first message.
+        own_process: False in a person's own script.
     """
 
     def __init__(self, channel: socket.socket, first: Mapping[str, Any], *, own_process: bool) -> None:
         self.progress = Progress()
         self.requests = Requests()
         self.thread = threading.get_ident()
-        """Of the thread that trains."""
+        """The id of the thread that trains."""
         self.unwinding = False
-        """Whether the thread that trains is on its way out of a failure, and closes what is open."""
+        """Whether the training thread has failed and is closing what is open."""
         self.over = False
-        """Whether this rank has left the run: the agent may go."""
+        """Whether this rank has left the run, so that the agent may end."""
         self.on_exit: Callable[[int], None] = lambda status: None
-        """Called in the reporter's thread with the exit code, where the agent asks for the end of a process that is not
-        its own."""
+        """Called in the reporter's thread with an exit code when the agent asks a person's own script to end."""
         self._channel = channel
         self.own_process = own_process
         _open.add(channel)
@@ -76,37 +86,37 @@ class Reporter:
         self._ending = False
         self._sent_beat: Beat | None = None
         self.send(first)
-        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}reporter", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ddp_manual reporter", daemon=True)
         self._thread.start()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """From any thread, and from a signal's handler: whoever is sending already then sends this too."""
+        """Send a message from any thread or signal handler; a thread that is sending already sends this one too."""
         self._unsent.append(encode(message))
         while self._unsent and self._turn.acquire(blocking=False):
             try:
                 while self._unsent:
                     self._channel.sendall(self._unsent.popleft())
-            except OSError:  # the agent is gone; the thread sees that too
+            except OSError:  # the agent is gone, as the reporter's thread also sees
                 self._unsent.clear()
             finally:
                 self._turn.release()
 
     def send_beat(self) -> None:
-        """What this rank does now, if that has changed."""
+        """Send a heartbeat, which says what this rank is doing if that has changed."""
         beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
         self.send({"beat": vars(beat) if beat != self._sent_beat else None})
         self._sent_beat = beat
 
     @property
     def verdict(self) -> dict[str, Any] | None:
-        """Why the run ends, once the agent has said so; only in a person's own script."""
+        """Why the run ends, once the agent has said so, which it does only in a person's own script."""
         return self._said.get("verdict", {}).get("verdict")
 
     def wait(self, kind: str, timeout: float = math.inf) -> dict[str, Any]:
-        """The message of a kind that comes once: start, place, close, over or verdict.
+        """Wait for a message that comes once: start, place, close, over or verdict.
 
         Raises:
-            TimeoutError: none has come within ``timeout`` seconds. DdpManualError: the run has ended meanwhile.
+            TimeoutError: it has not come within ``timeout`` seconds. DdpManualError: the run has ended.
         """
         deadline = time.monotonic() + timeout
         while kind not in self._said or (self.verdict is not None and kind != "verdict"):
@@ -114,7 +124,7 @@ class Reporter:
                 raise from_dict(self.verdict, int(self.verdict["exit_code"]))
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the agent did not say {kind}")
-            self._agent_spoke.wait(0.2)  # Python hears of no signal in a long wait
+            self._agent_spoke.wait(0.2)  # short, since Python handles no signal while it waits
             self._agent_spoke.clear()
         return self._said[kind]
 
@@ -128,7 +138,6 @@ class Reporter:
         self._channel.close()
 
     def _run(self) -> None:
-        """The thread."""
         next_beat = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
@@ -147,11 +156,11 @@ class Reporter:
 
     @property
     def _busy(self) -> bool:
-        """Whether it would lose something that is ended now."""
+        """Whether this process would lose something if it were ended now."""
         return self.progress.saving or self.unwinding
 
     def _read(self) -> bool:
-        """What the agent says; False: it is gone."""
+        """Take the agent's messages; return False if the agent is gone."""
         try:
             data = self._channel.recv(1 << 16)
         except OSError:
@@ -161,10 +170,10 @@ class Reporter:
         return bool(data)
 
     def _fall_silent(self) -> None:
-        """What this process has said so far is written out; then its agent has the last word."""
+        """Write out what this process has printed so far, then print no more: the agent has the last word."""
         terminal.LOGGER.disabled = True
-        if self.own_process:  # also before what the user's own threads, or torch, would still write
-            birth.flush_briefly()
+        if self.own_process:  # the user's own threads, or torch, may still print
+            process.flush_briefly()
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
@@ -184,3 +193,70 @@ class Reporter:
             self.send({"may_end": not self._ending})
         if "exit" in message:
             self.on_exit(int(message["exit"]))
+
+
+class Whereabouts(NamedTuple):
+    """Where a thread is in its Python code."""
+
+    inside: bool = False
+    """Whether it waits in a collective, or is in a backward pass of torch, which may contain one."""
+    place: str = ""
+    """``file.py:12 in function`` of the innermost frame that is not a library's; "" without such a frame."""
+    debugging: bool = False
+    """Whether a debugger waits for input."""
+
+
+def whereabouts(thread: int) -> Whereabouts:
+    """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends."""
+    frame = innermost_frame(thread)
+    if frame is None:
+        return Whereabouts()
+    called: FrameType | None = frame
+    while called is not None:
+        name = (os.path.basename(called.f_code.co_filename), called.f_code.co_name)
+        if name in _PROMPTS:
+            return Whereabouts(place=_below_the_debugger(called), debugging=True)
+        called = called.f_back
+    inside = any(part in frame.f_code.co_filename for part in _IN_TORCH) or _waits(frame.f_code, frame.f_lasti)
+    return Whereabouts(inside, _own_line(frame))
+
+
+def _below_the_debugger(frame: FrameType) -> str:
+    while frame.f_back is not None and os.path.basename(frame.f_code.co_filename) in _DEBUGGERS:
+        frame = frame.f_back
+    return _own_line(frame)
+
+
+def _own_line(frame: FrameType) -> str:
+    while frame.f_back is not None and _is_library(frame):
+        frame = frame.f_back
+    return _line(frame, frame.f_lineno)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the line of the user's program that raised it, as in ``whereabouts``."""
+    own = [_line(*called) for called in traceback.walk_tb(error.__traceback__) if not _is_library(called[0])]
+    return own[-1] if own else ""
+
+
+def _line(frame: FrameType, number: int) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
+
+
+@functools.lru_cache(maxsize=64)
+def _waits(code: CodeType, instruction: int) -> bool:
+    """Return whether a method ``wait`` is called there; one in C is that of a collective begun with async_op."""
+    if "wait" not in code.co_names:
+        return False
+    called = ""
+    for step in dis.get_instructions(code):
+        if step.offset >= instruction:
+            break
+        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "CALL")):
+            called = "" if step.opname.startswith("CALL") else step.argval
+    return called == "wait"
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return "site-packages" in name or any(part in name for part in _LIBRARIES)

@@ -1,8 +1,7 @@
-"""``spawn(train_fn, nprocs)``: a function of a script, run in N ranks that the script itself starts.
+"""``spawn(train_fn, nprocs)``: call a function of a script in N ranks that the script itself starts.
 
-Each rank is a new Python that imports the script, joins the others, and calls the function with its world. Its own
-agent sees to it that it leaves; what ends it comes back in a file, and the parent raises the error of the rank
-that began it.
+Each rank is a new Python that imports the script, joins the others and calls the function with its world. Its own agent
+ends it. The error that ends a rank comes back in a file, and the parent raises that of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -10,13 +9,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, ModuleType
+from typing import Any
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.errors import (
@@ -30,46 +35,54 @@ from ddp_manual.errors import (
     signal_name,
 )
 from ddp_manual.options import option_fields
-from ddp_manual.training import user_code
-from ddp_manual.worker.spawned import BEGAN, CAUSE, ERROR, HELD_BACK, START_AGAIN, Words, become
+from ddp_manual.training import own_code
+from ddp_manual.worker.join import joined
+from ddp_manual.worker.main import as_ours
+from ddp_manual.worker.process import end_process
 from ddp_manual.world_spec import WorldSpec
 
-if TYPE_CHECKING:
-    from multiprocessing.context import SpawnProcess
-
-# What spawn decides: every rank is on this machine, and its number follows from the order in which they are started.
+# The options that spawn decides: every rank is on this machine, and they are numbered in the order they are started.
 DECIDED = ("world_size", "rank", "local_rank", "master_addr", "master_port")
-# Seconds. A rank that loses a peer leaves by itself, after it has finished a checkpoint that it is writing.
+# Seconds. A rank that loses another one leaves by itself, after it has finished the checkpoint it is writing.
 LEAVE_WITHIN = 45.0
 TERM_GRACE = 3.0
 # Ranks that are asked to stop agree on a step, save a checkpoint and leave in order.
-STOP_IN_ORDER = 60.0
+STOP_WITHIN = 60.0
+# Once the parent is gone, for a rank to stop in order.
+WITHOUT_PARENT = 10.0
 LOOK_EVERY = 0.02
-# How a rank ends that was about to start ranks of its own, while it imported the script.
+# The exit code of a rank that called spawn while it imported the script.
 UNGUARDED = 77
+# A rank starts with these blocked, until it has set a handler.
+BLOCKED_AT_START = (signal.SIGINT, signals.SAVE)
+# What ranks are told to do about a missing rank, and to do next after a signal that did not stop ``train``.
+COMMAND = "(spawn has started rank {rank} too: look at what it does)"
+START_AGAIN = "start the script again"
+# What a rank leaves for its parent.
+BEGAN, ERROR, CAUSE = "began", "error", "cause"
 
 
 def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = (), **world_options: Any) -> None:
     """Call ``train_fn(world, *args)`` in ``nprocs`` new processes on this machine, and wait until all have ended.
 
-    The ranks meet as if they had been started by hand, and ``train_fn`` may do what the body of ``join`` may.
-    Ctrl-C and SIGTERM are passed on to them, and SIGUSR1 to rank 0.
+    The ranks meet as if they had been started by hand, and ``train_fn`` may do what the body of ``join`` may do.
+    Ctrl-C and SIGTERM are passed on to all ranks, and SIGUSR1 to rank 0.
 
     Args:
         train_fn: at the top level of a module or of the script, so that each rank finds it by its name.
-        args: what it takes besides the world; copied to each rank.
-        world_options: of WorldSpec, such as ``join_timeout=60`` or ``device="cpu"``; not those that spawn decides.
+        args: its arguments after the world; copied to each rank.
+        world_options: of WorldSpec, such as ``join_timeout=60`` or ``device="cpu"``, except those that spawn decides.
 
     Raises:
-        BadOption: nothing was started, since the ranks could not have called this, or a launcher has started this
-            process as one of several; or the ranks would start ranks again.
-        DdpManualError: why the first rank has failed, with its own exception as ``__cause__`` if that can be copied.
-            A rank that only lost another one is not the first.
-        Stopped: by a signal, after all ranks have ended.
+        BadOption: the ranks could not call the function, a launcher has started this process as one of several, or
+            the ranks would start ranks again.
+        DdpManualError: why the first rank failed, with its own exception as ``__cause__`` if that can be copied. A
+            rank that only lost another one is not the first.
+        Stopped: a signal stopped the ranks, and all have ended.
     """
-    user_code.refuse_while_importing("spawn")
+    own_code.refuse_while_importing("spawn")
     _check(train_fn, nprocs, args)
-    with signals.as_errors(), launchers.reserved_port() as port, tempfile.TemporaryDirectory() as folder:
+    with signals.raise_on_stop(), launchers.reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         specs = [_spec(rank, nprocs, port, world_options) for rank in range(nprocs)]
         _run(specs, train_fn, tuple(args), Path(folder))
 
@@ -87,28 +100,53 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
 
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
-    """Whether a new Python could find the function, and call it in as many ranks; what else keeps ``args`` from being
-    copied shows when they are."""
-    user_code.check_function(train_fn)
+    """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
+    _check_function(train_fn)
     if type(nprocs) is not int or nprocs < 1:
-        what = f"nprocs {nprocs!r} is no number of ranks"
-        why = "it is how many processes are started, each of them one rank"
-        next = "give a whole number of at least 1; torch.cuda.device_count() is one per GPU"
+        what = f"nprocs {nprocs!r} is not a number of ranks"
+        why = "spawn starts that many processes, each of them one rank"
+        next = "give a whole number of at least 1; torch.cuda.device_count() starts a rank per GPU"
     elif (launched := launchers.launched_as()) is not None:
-        what = f"spawn was called where a launcher has started this script, as one of several ranks: {launched}"
+        what = f"spawn was called in a script that a launcher has started as one of several ranks: {launched}"
         why = f"each of them would start {nprocs} ranks of its own, and they would not train together"
         next = (
             "start the script once, with python alone\n"
             "or have the launcher's ranks meet: with ddp_manual.join() as world\n"
-            "or, where those variables are left over: unset RANK WORLD_SIZE"
+            "or, if those variables are left over: unset RANK WORLD_SIZE"
         )
     elif isinstance(args, str) or not isinstance(args, Sequence):
-        what = f"args is {type(args).__name__}, which is no sequence of arguments"
+        what = f"args is {type(args).__name__}, not a sequence of arguments"
         why = f"each rank calls {_name(train_fn)}(world, *args)"
         next = "give a tuple: args=(value,)"
     else:
         return
     raise BadOption(what, why=why, next=next)
+
+
+def _check_function(train_fn: Callable[..., object]) -> None:
+    """Raise BadOption where a new Python could not find the function that each rank is to call."""
+    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    name = function.__qualname__ if isinstance(function, FunctionType) else ""
+    if not callable(train_fn):
+        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
+        why = "each rank calls train_fn(world, *args)"
+        next = "give a function, by its name and without calling it"
+    elif "<" in name:
+        what = f"spawn cannot start {name}"
+        why = "each rank is a new Python, which finds a function by the name it has in its module; this one has none"
+        next = "write it as a def at the top level of a module, and give what it needs by args"
+    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
+        why = "each rank is a new Python, which finds a function in a file, and cannot see what was typed here"
+        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
+    else:
+        return
+    raise BadOption(what, why=why, next=next)
+
+
+def _is_importable(main: ModuleType) -> bool:
+    """Tell whether the program that runs is a file or a module, which a new Python can import too."""
+    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _name(train_fn: Callable[..., object]) -> str:
@@ -118,27 +156,27 @@ def _name(train_fn: Callable[..., object]) -> str:
 def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tuple[Any, ...], folder: Path) -> None:
     ranks: list[_Rank] = []
     try:
-        with signals.deferred(), launchers.of_children(len(specs)):  # one that is being started is in no list yet
+        with signals.defer_stop(), launchers.of_children(len(specs)):  # so that each rank started is listed
             for spec in specs:
                 ranks.append(_start(spec, train_fn, args, Words(folder, spec.rank)))
-        with signals.without_saving(instead=ranks[0].ask):  # which tells the others
+        with signals.ignore_save(instead=ranks[0].signal):  # which tells the others
             failed = _wait(ranks)
     except StopSignal as stop:
-        with suppress(StopSignal):  # a second one: they are ended below
+        with suppress(StopSignal):  # a second signal: they are ended below
             _stop_in_order(ranks, stop.number)
         raise _stopped(ranks, stop.number) from None
     finally:
-        with signals.deferred():
+        with signals.defer_stop():
             _end(ranks)
     if failed is not None:
         raise _conclude(failed, ranks, _name(train_fn)) from failed.words.said(CAUSE)
 
 
 def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
-    """Until all have ended, or one has failed and the others have had the time to leave.
+    """Wait until all have ended, or one has failed and the others have had the time to leave.
 
     Returns:
-        The one that began it: the first that lost no peer, since a rank that lost one may be reaped before that.
+        The rank that failed first: one that did not lose another rank, since a rank that did may be reaped earlier.
     """
     failed: list[_Rank] = []
     deadline = float("inf")
@@ -157,14 +195,14 @@ def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
 
 
 def _stop_in_order(ranks: Sequence[_Rank], number: int) -> None:
-    """Pass a signal on, once, and let the ranks end by themselves; a second signal comes out of here as it came in."""
+    """Pass a signal on, once, and let the ranks end by themselves; a second signal is raised again."""
     running = [rank for rank in ranks if rank.status is None]
     if running:
-        terminal.say("stopping; once more ends it at once")
+        terminal.say("stopping; a second signal ends all ranks at once")
     for rank in running:
-        rank.ask(number)
+        rank.signal(number)
     began = time.monotonic()
-    while any(rank.status is None for rank in ranks) and time.monotonic() < began + STOP_IN_ORDER:
+    while any(rank.status is None for rank in ranks) and time.monotonic() < began + STOP_WITHIN:
         try:
             time.sleep(LOOK_EVERY)
         except StopSignal:
@@ -173,7 +211,7 @@ def _stop_in_order(ranks: Sequence[_Rank], number: int) -> None:
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Leave no process: SIGTERM, then SIGKILL."""
+    """End all processes: SIGTERM, then SIGKILL."""
     for number, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, float("inf"))):
         for rank in ranks:
             rank.end(number)
@@ -183,22 +221,49 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], words: Words) -> _Rank:
-    """One rank. It is to hear of no signal before it can heed it: what comes meanwhile waits until then."""
+    """Start one rank, which receives signals only once it can handle them."""
     process = multiprocessing.get_context("spawn").Process(
         target=become, args=(spec, train_fn, args, words), name=f"rank {spec.rank}"
     )
     try:
-        with signals.held_back(HELD_BACK):
+        with signals.block_in_children(BLOCKED_AT_START):
             process.start()
     except Exception as error:  # whatever the copying of an argument raises
         if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
-            raise SystemExit(UNGUARDED) from None  # this is a rank, which imports the script that has started it
+            raise SystemExit(UNGUARDED) from None  # this is a rank that is importing the script
         raise BadOption(
             f"{_name(train_fn)} and its args cannot be copied to the ranks",
             why=f"{type(error).__name__}: {error}",
-            next="give what can be copied, such as numbers, texts and paths, and open files or make locks in each rank",
+            next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
         ) from error
     return _Rank(process, words)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a rank leaves for its parent, each kind in its own file, which the parent reads when the rank has ended."""
+
+    folder: Path
+    rank: int
+
+    def say(self, kind: str, said: object) -> None:
+        with suppress(Exception):  # of the user's own class, when it is copied
+            self._file(kind).write_bytes(ForkingPickler.dumps(said))
+
+    def said(self, kind: str) -> Any:
+        """Return what was said; None if nothing was, or if the user's own class cannot be rebuilt."""
+        with suppress(Exception):
+            return ForkingPickler.loads(self._file(kind).read_bytes())
+
+    def leave(self, error: DdpManualError, cause: BaseException | None = None) -> None:
+        """Say why this rank ends, and the user's own exception if that is the reason."""
+        # For the case that the error cannot be copied, such as a subclass in the user's code.
+        self.say(ERROR, TrainingFailed(error.what, why=error.why, next=error.next))
+        self.say(ERROR, error)
+        self.say(CAUSE, cause)
+
+    def _file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-rank{self.rank}"
 
 
 @dataclass(frozen=True)
@@ -215,10 +280,10 @@ class _Rank:
 
     @property
     def status(self) -> int | None:
-        """Its exit code. Not by its sentinel, which what it has forked holds open too."""
+        """Its exit code. Its sentinel cannot tell, since processes that it has forked hold it open."""
         return self.process.exitcode
 
-    def ask(self, number: int) -> None:
+    def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -226,44 +291,73 @@ class _Rank:
         if self.status is None:
             try:
                 os.killpg(self.pid, number)
-            except ProcessLookupError:  # it has not got as far as to lead a group
-                self.ask(number)
+            except ProcessLookupError:  # it does not lead a group yet
+                self.signal(number)
 
 
 def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
-    """What the ranks say of how far they were; else that they were stopped."""
+    """Return how far the ranks say they were, otherwise that they were stopped."""
     said = [error for rank in ranks if isinstance(error := rank.words.said(ERROR), Stopped)]
-    why = "the signal came to spawn, which has passed it on to all ranks"
+    why = "spawn got the signal, and passed it on to all ranks"
     return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
 
 
 def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
-    """Why the rank that failed first has."""
+    """Return why the rank that failed first has failed."""
     status = rank.status
     assert status is not None
     who = f"rank {rank.words.rank} (pid {rank.pid})"
-    errors = {one.words.rank: error for one in ranks if (error := one.words.said(ERROR)) is not None}
+    errors = {other.words.rank: error for other in ranks if (error := other.words.said(ERROR)) is not None}
     if status < 0:
         return PeerLost(
             f"{who} was killed by {signal_name(-status)}",
             why="\n".join(f"rank {number} said: {error.what}" for number, error in errors.items())
-            or "it left no last words",
-            next="if nobody has killed it, look at the last lines of its agent\nthen start the script again",
+            or "it reported no error",
+            next="if nobody killed it, look at the last lines of its agent\nthen start the script again",
         )
     began = rank.words.said(BEGAN)
     if status == UNGUARDED and not began and rank.words.rank not in errors:
         return BadOption(
-            "spawn was called by a rank, which was importing the script that had started it",
+            "spawn was called by a rank while it imported the script",
             why="each rank is a new Python that imports the script, and so comes to the call of spawn itself",
-            next='put the call below a line: if __name__ == "__main__":',
+            next='put the call of spawn below a line: if __name__ == "__main__":',
         )
     return (
         errors.get(rank.words.rank)
         or next(iter(errors.values()), None)
         or TrainingFailed(
             f"{who} ended with exit code {status} "
-            + ("without last words" if began else f"before it could call {name}"),
-            why="its last lines on stderr say why" if began else "it imports the script first, and that failed there",
-            next="mend what they say, then start the script again",
+            + ("and reported no error" if began else f"before it could call {name}"),
+            why="its last lines on stderr say why" if began else "it imports the script first, and that failed",
+            next="correct what they say, then start the script again",
         )
     )
+
+
+def become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], words: Words) -> None:
+    """Live as a rank in a new process, as long as the parent lives, and in a session of its own, since the parent
+    passes on the terminal's Ctrl-C."""
+    os.setsid()
+    threading.Thread(target=_end_without_parent, name="ddp_manual parent", daemon=True).start()
+    with signals.raise_on_stop(), signals.ignore_save():
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
+            words.say(BEGAN, True)
+            with joined(spec, command=COMMAND, tell=words.leave) as world:
+                train_fn(world, *args)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return
+            ours = as_ours(spec.rank, error, after_a_signal=START_AGAIN)
+            words.leave(ours, None if ours is error else error)
+            end_process(ours.exit_code)
+
+
+def _end_without_parent() -> None:
+    """Wait until the parent is gone, then stop in order, or after 10 s at once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait_for_any([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(WITHOUT_PARENT)
+    end_process(128 + signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a rank is to the body of ``with ddp_manual.join() as world:``: who it is, and what it does with the others."""
+"""World: what a rank knows once it has met the others, and what it does together with them."""
 
 from __future__ import annotations
 
@@ -9,98 +9,98 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from ddp_manual import signals, terminal
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, from_dict
 from ddp_manual.messages import ENDED, Place, Progress
 from ddp_manual.run_folder import RunFolder
 from ddp_manual.signals import Requests
-from ddp_manual.waiting import Waiting
+from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class World(Place):
-    """A rank that has met all the others, or the only one of a run that needs none."""
+    """A rank that has met all the others, or the only rank of its run."""
 
     spec: WorldSpec
-    """What this rank was told."""
+    """The options of this rank."""
     rank: int
     world_size: int
     device: torch.device
     backend: str
-    """Of torch's default process group; "none" where there is none."""
+    """The backend of torch's default process group; "none" if the run has no process group."""
     host: str
     run_id: str
     rendezvous_seconds: float
-    """From the start of the agent until the first collective was done; 0 where there is nobody to meet."""
+    """Seconds from the start of the agent to the end of the first collective; 0 in a run without other ranks."""
     progress: Progress
-    """What this rank does, for ``ddp-manual status``; the body may keep it up to date."""
+    """What this rank is doing, which ``ddp-manual status`` shows; the body may keep it up to date."""
     _folder: RunFolder = field(repr=False)
     _store: Store | None = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
-    """On rank 0; the others ask the store."""
-    _wishes: Requests = field(repr=False)
+    """Complete on rank 0; the other ranks read it from the store."""
+    _requests: Requests = field(repr=False)
     _tell: Callable[[Mapping[str, Any]], None] = field(repr=False)
-    """Tells the agent."""
+    """Sends a message to the agent."""
     _own_process: bool = field(repr=False)
-    """Whether the process is ours; else it is a person's script, which takes its signals itself."""
-    _afterwards: ExitStack = field(repr=False)
+    """False in a person's own script, which handles its signals itself."""
+    _closing: ExitStack = field(repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def check_open(self, call: str) -> None:
-        """Raises BadOption where ``call`` comes too late: the others are gone."""
+        """Raise BadOption if this rank has left, so that ``call`` comes too late."""
         if self.progress.phase == ENDED:
             raise BadOption(
-                f"{call} was called when this rank had left",
-                why="its world lasts as long as the with block: then the ranks leave, and the process group is closed",
+                f"{call} was called after this rank had left",
+                why="at the end of the with block the ranks leave, and the process group is closed",
                 next=f"call {call} inside: with ddp_manual.join() as world:",
             )
 
     @property
     def run_dir(self) -> Path | None:
-        """The same on every rank; on disk only where rank 0 is, unless the hosts share it. None: the run keeps no
-        files, or the ranks have not agreed where."""
+        """The folder of the run, the same on every rank; on disk only on rank 0's host, unless the hosts share it. None
+        if the run keeps no files, or the ranks have not agreed on a folder."""
         return self._folder.path
 
     @property
     def run_dir_of_join(self) -> Path | None:
-        """What rank 0 gave to ``join``, as opposed to ``agree``."""
+        """The folder that rank 0 gave to ``join``."""
         return self._folder.of_join
 
     def after_leaving(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called once the ranks have left, or this one has failed and told the others: nobody waits for
-        what it does. The one that was asked for last comes first."""
-        self._afterwards.callback(action)
+        """Call ``action`` after this rank has left, or has failed and told the others, so that no rank waits for it.
+
+        Actions are called in reverse order.
+        """
+        self._closing.callback(action)
 
     def take_folder(self, run_dir: str) -> None:
-        """From here on ``run_dir`` is this folder, and what ends a rank is written there."""
+        """Make this folder the ``run_dir``, where the failure of a rank is also written."""
         self._folder.path = Path(run_dir)
         self._tell({"run_dir": run_dir})
 
     def roster(self) -> list[Mapping[str, Any]]:
-        """All ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, a GPU's UUID."""
+        """Describe all ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, UUID."""
         if self._store is None or self.rank == 0:
             return list(self._roster)
         found: list[Mapping[str, Any]] = json.loads(self._store.get("ddp_manual/roster"))
         return found
 
     def gather(self, message: Any) -> list[Any]:
-        """The message of every rank, in rank order and on every rank; a collective.
+        """Return the messages of all ranks in rank order, on every rank; a collective.
 
         Args:
             message: JSON of any length.
         """
         if self._store is None:
             return [json.loads(json.dumps(message))]
-        # bytearray: torch wants memory it could write to.
+        # A bytearray, since torch warns about memory that cannot be written to.
         own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(lengths, torch.tensor([len(own)], device=self.device))
@@ -112,22 +112,22 @@ class World(Place):
         return [json.loads(buffer[: int(length)].cpu().numpy().tobytes()) for buffer, length in pairs]
 
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
-        """Have the first rank of each host do ``action`` while the others of that host wait for it.
+        """Call ``action`` on the first rank of each host, while the other ranks of that host wait for it.
 
-        Every rank of a host calls this for the same jobs in the same order.
+        Every rank of a host must call this for the same jobs in the same order.
 
         Args:
-            job: what is done, for the line that says what is waited for, such as "download mnist".
-            timeout: seconds the others wait.
+            job: what ``action`` does, such as "download mnist", for the line that the other ranks show.
+            timeout: seconds that the others wait.
 
         Raises:
-            DdpManualError: ``action`` raised it, on this rank or on the one waited for.
-            DataMissing: the time is up.
+            DdpManualError: ``action`` raised it, on this rank or on the first rank of the host.
+            DataMissing: the first rank took longer than ``timeout``.
         """
         if self._store is None:
             action()
             return
-        # The same on every rank of the host; a job may be done again, as by a second run.
+        # The same on every rank of the host. The number tells a job from an earlier one of the same name.
         key = f"ddp_manual/once/{self.node}/{next(self._job_numbers)}"
         if self.rank == self.host_leader:
             try:
@@ -142,13 +142,13 @@ class World(Place):
     def _awaited(self, store: Store, key: str, job: str, timeout: float) -> bytes:
         leader = f"rank {self.host_leader} on {self.host}"
         waiting = Waiting(timeout, terminal.log)
-        # In short looks: Python hears of no signal inside torch's own wait.
+        # Polls, because Python handles no signal inside torch's own wait.
         while not store.check([key]):
             if waiting.over:
                 raise DataMissing(
                     f"{leader} did not {job} within {timeout:.0f} s",
                     why=f"rank {self.rank} waited for it, so that one rank per host writes the files",
-                    next=f"look at what that rank says, or {job} beforehand",
+                    next=f"look at the output of that rank, or {job} beforehand",
                 )
             waiting.about(f"waiting for {leader} to {terminal.escaped(job)}")
             time.sleep(0.02)
@@ -156,17 +156,17 @@ class World(Place):
 
     @contextmanager
     def noting_signals(self) -> Iterator[Requests]:
-        """While the body runs, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are requests that the ranks agree on."""
+        """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them."""
         self._tell({"notes": True, "heeds": True})
         if self._own_process:
-            yield self._wishes
+            yield self._requests
             return
         try:
-            with signals.noted(self._wishes, lambda number: self._tell({"signalled": number})):
-                yield self._wishes
+            with signals.collect_requests(self._requests, lambda number: self._tell({"signalled": number})):
+                yield self._requests
         finally:
             self._tell({"notes": False, "heeds": False})
 
     def no_longer_heeds(self) -> None:
-        """The ranks have agreed to stop, or are done: who asks now is told that this rank is leaving."""
+        """Say that the ranks have agreed to stop or are done: a later signal is told that this rank is leaving."""
         self._tell({"notes": True, "heeds": False})

@@ -20,7 +20,7 @@ from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
 from ddp_manual.messages import RankInfo
-from ddp_manual.waiting import Waiting
+from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
 from tests.runs import run_info
 

@@ -23,10 +23,7 @@ BOTTOM_ROW = (
     "errors",
     "signals",
     "messages",
-    "steps",
-    "waiting",
     "launchers",
-    "processes",
     "run_folder",
     "options",
     "world_spec",
@@ -35,13 +32,10 @@ BOTTOM_ROW = (
 BOTTOM = set(BOTTOM_ROW)
 # The modules of train/ that know nothing of torch: what is said of a training before it begins.
 TRAINING_WITHOUT_TORCH = {
-    "training.checkpoint_file",
-    "training.checkpoints",
+    "training.checkpoint_files",
     "training.config",
     "training.config_file",
-    "training.extras",
-    "training.resume_option",
-    "training.user_code",
+    "training.own_code",
 }
 MAY_IMPORT = {
     "agent": {"agent", *TRAINING_WITHOUT_TORCH, *BOTTOM},
@@ -117,7 +111,7 @@ def test_imports_point_down_only(path: Path) -> None:
     [
         (r"os\.environ|os\.getenv", {"launchers.py"}),
         (r"sys\.exit\(", {"cli.py"}),
-        (r"os\._exit\(", {"worker/birth.py"}),
+        (r"os\._exit\(", {"worker/process.py"}),
         (r"\bpickle\b|weights_only=False", set()),
     ],
 )

@@ -31,8 +31,8 @@ from ddp_manual.errors import (
 )
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
-from ddp_manual.training import checkpoint, checkpoint_file, checkpoints, models, resume_option, resuming
-from ddp_manual.training.checkpoint import History, Saved, Unreadable
+from ddp_manual.training import checkpoint, checkpoint_files, models
+from ddp_manual.training.checkpoint import History, Saved
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
@@ -83,8 +83,8 @@ def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> Non
     drawn = random.random()
 
     again, its_optimizer = trained(1, seed=5)
-    read = checkpoint.unpack(content)
-    checkpoint.restore(read, again, its_optimizer)
+    read = checkpoint.unpack(Path("step.pt"), content)
+    checkpoint.restore(Path("step.pt"), read, again, its_optimizer)
     train(again, its_optimizer, 3)
     assert random.random() == drawn
     assert (read.position, read.history, read.options, read.world_size) == (
@@ -99,22 +99,22 @@ def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> Non
 def test_a_checkpoint_cut_off_at_any_tenth_is_named_and_the_one_before_is_taken(
     content: bytes, tmp_path: Path, tenths: int
 ) -> None:
-    whole = checkpoint_file.write(tmp_path, 20, content, {})
+    whole = checkpoint_files.write(tmp_path, 20, content, {})
     other = checkpoint.pack(taken(*trained(4)))
-    cut = checkpoint_file.write(tmp_path, 40, other, {})
+    cut = checkpoint_files.write(tmp_path, 40, other, {})
     cut.write_bytes(other[: len(other) * tenths // 10])
     with pytest.raises(CheckpointCorrupt) as caught:
-        checkpoints.named(cut)
+        checkpoint_files.named(cut)
     assert cut.name in caught.value.what and "bytes instead of" in caught.value.why
-    found = checkpoints.newest_whole(tmp_path)
+    found = checkpoint_files.newest_whole(tmp_path)
     assert found and (found[0].path, found[1]) == (whole, content)
-    with pytest.raises(Unreadable):
-        checkpoint.unpack(other[: len(other) * tenths // 10])
+    with pytest.raises(CheckpointCorrupt):
+        checkpoint.unpack(cut, other[: len(other) * tenths // 10])
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
 def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path, suffix: str) -> None:
-    path = checkpoint_file.write(tmp_path, 20, content, {"test_accuracy": 0.5}).with_suffix(suffix)
+    path = checkpoint_files.write(tmp_path, 20, content, {"test_accuracy": 0.5}).with_suffix(suffix)
     before = path.read_bytes()
     order = random.Random(0)
     for place in sorted({0, len(before) - 2, *(order.randrange(len(before)) for _ in range(100))}):
@@ -122,42 +122,43 @@ def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path,
         damaged[place] ^= 1 << order.randrange(8)
         path.write_bytes(damaged)
         try:
-            found = checkpoints.named(tmp_path)
+            found = checkpoint_files.named(tmp_path)
         except CheckpointCorrupt:
             continue
         # White space in the description is nobody's loss.
         assert suffix == ".json" and found[1] == content and found[0].test_accuracy == 0.5
 
 
-def test_any_bytes_end_in_an_error_of_ours(content: bytes) -> None:
+def test_any_damaged_bytes_end_in_checkpoint_corrupt(content: bytes) -> None:
     order = random.Random(0)
     network, optimizer = trained(1)
+    path = Path("step.pt")
     for _ in range(200):
         damaged = bytearray(content)
         for _ in range(order.choice((1, 10, 1000))):
             damaged[order.randrange(len(damaged))] = order.randrange(256)
         try:
-            checkpoint.restore(checkpoint.unpack(bytes(damaged)), network, optimizer)
-        except Unreadable:
+            checkpoint.restore(path, checkpoint.unpack(path, bytes(damaged)), network, optimizer)
+        except CheckpointCorrupt:
             continue
     for wrong in (b"", b"\x80", b"PK\x03\x04", os.urandom(1000)):
-        with pytest.raises(Unreadable):
-            checkpoint.unpack(wrong)
+        with pytest.raises(CheckpointCorrupt):
+            checkpoint.unpack(path, wrong)
 
 
 def test_a_state_of_another_network_does_not_fit() -> None:
     saved = taken(*trained())
     other = models.build("mlp", device=torch.device("cpu"), seed=0)
-    with pytest.raises(Unreadable):
-        checkpoint.restore(saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written"):
+        checkpoint.restore(Path("step.pt"), saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
     network, optimizer = trained()
     momentum = {0: {"momentum_buffer": torch.zeros(3)}}
-    with pytest.raises(Unreadable, match="another shape"):
-        checkpoint.restore(Saved(**{**vars(saved), "optimizer": momentum}), network, optimizer)
+    with pytest.raises(CheckpointCorrupt, match="another shape"):
+        checkpoint.restore(Path("step.pt"), Saved(**{**vars(saved), "optimizer": momentum}), network, optimizer)
 
 
 def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
-    with signals.without_saving():
+    with signals.ignore_save():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
@@ -167,7 +168,7 @@ def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
     requests = signals.Requests()
     before = signal.getsignal(signal.SIGTERM)
     threads = threading.active_count()
-    with signals.noted(requests, told.append):
+    with signals.collect_requests(requests, told.append):
         assert threading.active_count() == threads
         assert (requests.stop, requests.take_save()) == (0, False)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
@@ -179,43 +180,43 @@ def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
-def test_a_description_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
-    path = checkpoint_file.write(tmp_path, 20, b"content", {})
+def test_a_checkpoint_with_an_unusable_description_counts_as_damaged(tmp_path: Path, text: str) -> None:
+    path = checkpoint_files.write(tmp_path, 20, b"content", {})
     path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointCorrupt):
-        checkpoints.named(path)
+        checkpoint_files.named(path)
     assert [one["verdict"] != "ok" for one in list_checkpoints(tmp_path)] == [True]
 
 
 def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere_is_missing(tmp_path: Path) -> None:
-    path = checkpoint_file.write(tmp_path, 20, b"content", {})
-    assert checkpoints.named(path.with_suffix(".json"))[1] == b"content"
+    path = checkpoint_files.write(tmp_path, 20, b"content", {})
+    assert checkpoint_files.named(path.with_suffix(".json"))[1] == b"content"
     path.with_suffix(".json").unlink()
     with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
-        checkpoints.named(path)
+        checkpoint_files.named(path)
     empty = tmp_path / "empty"
     empty.mkdir()
     for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", empty):
         with pytest.raises(CheckpointMissing):
-            checkpoints.named(nowhere)
+            checkpoint_files.named(nowhere)
 
 
-def test_the_newest_stay_and_the_best_and_nothing_of_anybody_else_goes(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_best_and_removes_no_other_file(tmp_path: Path) -> None:
     mine = tmp_path / "step-mine.pt"
     mine.touch()
     accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: None, 50: 0.1, 60: None}
     for step, accuracy in accuracies.items():
-        checkpoint_file.write(tmp_path, step, b"%d" % step, {"test_accuracy": accuracy})
-        checkpoints.prune(tmp_path, 2)
-    assert [found.step for found in checkpoints.find(tmp_path)] == [60, 50, 30]
+        checkpoint_files.write(tmp_path, step, b"%d" % step, {"test_accuracy": accuracy})
+        checkpoint_files.prune(tmp_path, 2)
+    assert [found.step for found in checkpoint_files.find(tmp_path)] == [60, 50, 30]
     assert mine.exists()
 
 
-def test_what_comes_after_the_step_a_run_goes_on_from_is_removed_and_so_is_what_a_kill_has_left(
+def test_a_rewind_removes_later_checkpoints_and_what_a_killed_process_left_half_written(
     tmp_path: Path,
 ) -> None:
     for step in (10, 20, 30):
-        checkpoint_file.write(tmp_path, step, b"%d" % step, {})
+        checkpoint_files.write(tmp_path, step, b"%d" % step, {})
     left = [
         tmp_path / ".step-00000040-0123abcd.pt.123.tmp",
         *(tmp_path / "step-00000050-0123abcd.pt", tmp_path / ".step-00000050-0123abcd.json.123.tmp"),
@@ -223,64 +224,64 @@ def test_what_comes_after_the_step_a_run_goes_on_from_is_removed_and_so_is_what_
     others = [tmp_path / ".notes.123.tmp", tmp_path / "notes.pt"]
     for path in (*left, *others):
         path.touch()
-    assert [found.step for found in checkpoints.find(tmp_path)] == [30, 20, 10]
-    checkpoints.rewind(tmp_path, 20)
-    assert [found.step for found in checkpoints.find(tmp_path)] == [20, 10]
+    assert [found.step for found in checkpoint_files.find(tmp_path)] == [30, 20, 10]
+    checkpoint_files.rewind(tmp_path, 20)
+    assert [found.step for found in checkpoint_files.find(tmp_path)] == [20, 10]
     assert not any(path.exists() for path in left) and all(path.exists() for path in others)
 
 
 def test_a_checkpoint_that_has_lost_its_description_is_named_and_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept, newer = (checkpoint_file.write(tmp_path, step, b"%d" % step, {}) for step in (10, 20))
+    kept, newer = (checkpoint_files.write(tmp_path, step, b"%d" % step, {}) for step in (10, 20))
     newer.with_suffix(".json").unlink()
     assert [one["state"] for one in list_checkpoints(tmp_path)] == ["corrupt", "ok"]
-    found = checkpoints.newest_whole(tmp_path)
+    found = checkpoint_files.newest_whole(tmp_path)
     assert found and found[0].path == kept
     assert f"{newer} is not the checkpoint that was written" in caplog.text
     assert f"{newer.stem}.json, which has its digest, is not there" in caplog.text
     for _ in range(2):  # another of the same name does not take its place
-        checkpoints.rewind(tmp_path, 10)
+        checkpoint_files.rewind(tmp_path, 10)
         newer.write_bytes(b"20")
-    checkpoints.rewind(tmp_path, 10)
+    checkpoint_files.rewind(tmp_path, 10)
     assert sorted(path.name for path in (tmp_path / "set-aside").iterdir()) == [
         *(newer.name, f"{newer.name}.1", f"{newer.name}.2")
     ]
 
     kept.with_suffix(".json").unlink()
     with pytest.raises(CheckpointCorrupt, match="none of the 1 checkpoints"):
-        checkpoints.newest_whole(tmp_path)
-    checkpoint_file.write(tmp_path, 30, b"30", {})
-    checkpoints.prune(tmp_path, 1)
+        checkpoint_files.newest_whole(tmp_path)
+    checkpoint_files.write(tmp_path, 30, b"30", {})
+    checkpoint_files.prune(tmp_path, 1)
     assert kept.exists()
 
 
 @pytest.mark.parametrize("trouble", [".pt", ".json", "format"])
-def test_what_cannot_be_read_here_is_not_taken_for_damaged_and_never_removed(
+def test_an_unreadable_checkpoint_does_not_count_as_damaged_and_is_set_aside_instead_of_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    checkpoint_file.write(tmp_path, 10, b"10", {})
+    checkpoint_files.write(tmp_path, 10, b"10", {})
     with monkeypatch.context() as later:
-        later.setattr(checkpoint_file, "FORMAT", 2)
-        newer = checkpoint_file.write(tmp_path, 20, b"20", {})
+        later.setattr(checkpoint_files, "FORMAT", 2)
+        newer = checkpoint_files.write(tmp_path, 20, b"20", {})
     if trouble != "format":
-        newer = checkpoint_file.write(tmp_path, 20, b"20", {})
+        newer = checkpoint_files.write(tmp_path, 20, b"20", {})
         newer.with_suffix(trouble).unlink()
         newer.with_suffix(trouble).mkdir()  # a file that gives an error, also to root
     with pytest.raises(BadOption, match="may be whole, but cannot be read here") as caught:
-        checkpoints.named(tmp_path)
+        checkpoint_files.named(tmp_path)
     assert ("format 2" if trouble == "format" else "Is a directory") in caught.value.why
     assert [one["state"] for one in list_checkpoints(tmp_path)] == ["unreadable", "ok"]
-    checkpoints.rewind(tmp_path, 10)
+    checkpoint_files.rewind(tmp_path, 10)
     assert {path.name for path in (tmp_path / "set-aside").iterdir()} == {newer.name, f"{newer.stem}.json"}
-    assert [found.step for found in checkpoints.find(tmp_path)] == [10]
+    assert [found.step for found in checkpoint_files.find(tmp_path)] == [10]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_disk_that_is_full_before_both_files_have_their_names_leaves_no_half_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    checkpoint_file.write(tmp_path, 10, b"ten", {})
+    checkpoint_files.write(tmp_path, 10, b"ten", {})
     works, calls = getattr(os, call), []
 
     def full(*arguments: Any) -> None:
@@ -291,16 +292,16 @@ def test_a_disk_that_is_full_before_both_files_have_their_names_leaves_no_half_c
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(DiskFull):
-        checkpoint_file.write(tmp_path, 20, b"twenty", {})
+        checkpoint_files.write(tmp_path, 20, b"twenty", {})
     assert [path.name[:13] for path in tmp_path.iterdir()] == ["step-00000010"] * 2
 
 
 def test_the_list_has_step_accuracy_size_verdict_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunPaths(tmp_path).checkpoints
     about = {"epochs": 1.0, "test_accuracy": 0.9876}
-    checkpoint_file.write(folder, 10, bytes(3 << 20), about)
-    checkpoint_file.write(folder, 20, b"twenty", {"epochs": 1.5, "test_accuracy": None})
-    checkpoint_file.write(folder, 30, b"thirty", {**about, "epochs": 2.0}).write_bytes(b"thirsty")
+    checkpoint_files.write(folder, 10, bytes(3 << 20), about)
+    checkpoint_files.write(folder, 20, b"twenty", {"epochs": 1.5, "test_accuracy": None})
+    checkpoint_files.write(folder, 30, b"thirty", {**about, "epochs": 2.0}).write_bytes(b"thirsty")
     assert cli.run(["checkpoints", str(tmp_path)]) == 0
     header, *rows, damaged = capsys.readouterr().out.splitlines()
     assert header.split() == ["step", "epochs", "test", "accuracy", "size", "written", "verdict", "file"]
@@ -321,7 +322,7 @@ def test_a_folder_without_checkpoints_exits_15_and_no_folder_2(
 
 
 def test_listing_needs_no_torch(tmp_path: Path) -> None:
-    checkpoint_file.write(tmp_path, 10, b"ten", {"epochs": 1.0})
+    checkpoint_files.write(tmp_path, 10, b"ten", {"epochs": 1.0})
     script = (
         "import sys; from ddp_manual import cli; status = cli.run(['checkpoints', sys.argv[1]]);"
         "sys.exit(99 if 'torch' in sys.modules else status)"
@@ -337,63 +338,65 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BadOption, match="--resume auto needs a --run_dir"):
-        resume_option.check_run_dir(TrainConfig(resume="auto"))
+        checkpoint_files.check_run_dir(TrainConfig(resume="auto"))
     paths = RunPaths(tmp_path)
-    path = checkpoint_file.write(paths.checkpoints, 10, b"ten", {})
+    path = checkpoint_files.write(paths.checkpoints, 10, b"ten", {})
     other = tmp_path.parent / f"{tmp_path.name}-other" / path.name
     other.parent.mkdir()
     other.touch()
     for resume in (None, str(other)):
         with pytest.raises(BadOption, match="already holds a run"):
-            resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+            checkpoint_files.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
     with pytest.raises(CheckpointMissing, match=r"no checkpoint at .*nowhere"):
-        resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path / "new"), resume=str(tmp_path / "nowhere")))
+        checkpoint_files.check_run_dir(TrainConfig(run_dir=str(tmp_path / "new"), resume=str(tmp_path / "nowhere")))
     assert not (tmp_path / "new").exists()
     aside = path.parent / "set-aside" / path.name
     aside.parent.mkdir()
     aside.touch()
     for resume in ("auto", str(path), str(path.parent), str(tmp_path), str(aside)):
-        resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+        checkpoint_files.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
     monkeypatch.chdir(aside.parent)
-    resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=aside.name))
+    checkpoint_files.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=aside.name))
     (tmp_path / "another").mkdir()
-    within = checkpoint_file.write(RunPaths(tmp_path / "another").checkpoints, 10, b"ten", {})
+    within = checkpoint_files.write(RunPaths(tmp_path / "another").checkpoints, 10, b"ten", {})
     for resume in (str(tmp_path / "another"), str(within)):
         with pytest.raises(BadOption, match="already holds a run"):
-            resume_option.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
+            checkpoint_files.check_run_dir(TrainConfig(run_dir=str(tmp_path), resume=resume))
 
 
 @pytest.mark.parametrize(("name", "why"), [("model.pt", "the parameters alone"), ("best.json", "step-<number>")])
-def test_another_file_of_a_run_is_no_checkpoint_and_the_run_is_named(tmp_path: Path, name: str, why: str) -> None:
+def test_another_file_of_a_run_is_not_a_checkpoint_and_the_answer_names_the_run(
+    tmp_path: Path, name: str, why: str
+) -> None:
     (tmp_path / "int").mkdir()
-    checkpoint_file.write(RunPaths(tmp_path / "int").checkpoints, 10, b"ten", {})
+    checkpoint_files.write(RunPaths(tmp_path / "int").checkpoints, 10, b"ten", {})
     file = tmp_path / "int" / name
     file.touch()
-    with pytest.raises(CheckpointMissing, match="is no checkpoint") as caught:
-        resume_option.check_run_dir(TrainConfig(resume=str(file)))
+    with pytest.raises(CheckpointMissing, match="no checkpoint at") as caught:
+        checkpoint_files.check_run_dir(TrainConfig(resume=str(file)))
     assert why in caught.value.why
     assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
 
 
-def test_starting_from_the_beginning_overwrites_no_other_run_and_none_that_is_complete(tmp_path: Path) -> None:
+def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_complete_one(tmp_path: Path) -> None:
     paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
-    assert resuming.find(config, paths) is None
-    run_folder.write_json(paths.config, TrainConfig().as_dict())
-    assert resuming.find(config, paths) is None
-    run_folder.write_json(paths.config, TrainConfig(seed=1, model="mlp").as_dict())
+    assert checkpoint.find_resumed(config, paths) is None
+    run_folder.write_json(paths.config, TrainConfig().values())
+    assert checkpoint.find_resumed(config, paths) is None
+    run_folder.write_json(paths.config, TrainConfig(seed=1, model="mlp").values())
     with pytest.raises(BadOption, match="holds another run") as caught:
-        resuming.find(config, paths)
+        checkpoint.find_resumed(config, paths)
     assert "differs in model, seed" in caught.value.why
     paths.config.write_text("[]")
     with pytest.raises(BadOption, match="holds another run"):
-        resuming.find(config, paths)
-    run_folder.write_json(paths.config, TrainConfig().as_dict())
+        checkpoint.find_resumed(config, paths)
+    run_folder.write_json(paths.config, TrainConfig().values())
     run_folder.write_json(paths.summary, {})
     with pytest.raises(BadOption, match="holds a complete run"):
-        resuming.find(config, paths)
+        checkpoint.find_resumed(config, paths)
 
 
-def test_metrics_after_a_step_and_a_line_that_was_cut_off_go(tmp_path: Path) -> None:
+def test_metrics_after_a_step_and_a_line_that_was_cut_off_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_folder.keep_json_lines(path, lambda line: True)
     assert not path.exists()
@@ -414,7 +417,7 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pyte
         pass
 
 
-def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_resumes_a_run_has_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--seed", "3"])
     monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--seed", "3"])
     config = TrainConfig(seed=3, resume="old.pt", sources={"seed": "flag", "resume": "flag"})
@@ -425,10 +428,10 @@ def test_the_command_that_goes_on_has_the_options_of_the_run(monkeypatch: pytest
     )
 
 
-def going_on(
+def resume(
     folder: Path, saved: Saved, network: nn.Module, train: Split, test: Split | None = None, **options: Any
 ) -> None:
-    path = checkpoint_file.write(folder, saved.position.step, checkpoint.pack(saved), {})
+    path = checkpoint_files.write(folder, saved.position.step, checkpoint.pack(saved), {})
     trainer: Any = SimpleNamespace(
         rank=0,
         world_size=1,
@@ -438,91 +441,88 @@ def going_on(
         optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
     )
     config = TrainConfig(resume=str(path), **{"epochs": 9, **options})
-    resuming.go_on(config, RunPaths(folder), trainer, network, resuming.options_of(config, train, test or train))
+    checkpoint.resume(config, RunPaths(folder), trainer, network, checkpoint.options_of(config, train, test or train))
 
 
 def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Path) -> None:
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     config = TrainConfig(dataset="folder:here", image_size=28)
     network, optimizer = trained()
-    saved = replace(taken(network, optimizer), options=resuming.options_of(config, train, train))
+    saved = replace(taken(network, optimizer), options=checkpoint.options_of(config, train, train))
     larger = replace(train, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
     with pytest.raises(CheckpointMismatch) as caught:
-        going_on(tmp_path, saved, network, larger, dataset="folder:here", image_size=32)
+        resume(tmp_path, saved, network, larger, dataset="folder:here", image_size=32)
     assert caught.value.why.splitlines() == [
         "image_size: 28 in the checkpoint / 32 here (argument)",
         "shape: [1, 28, 28] in the checkpoint / [1, 32, 32] here",
         "class_count: 2 in the checkpoint / 3 here",
     ]
-    assert "--dataset folder:here --image_size 28" in caught.value.next
+    (file,) = tmp_path.glob("*.json")
+    assert caught.value.next.splitlines()[0] == f"give the options it was saved with, which are in {file}"
 
 
-def test_images_normalised_in_another_way_are_another_runs_unless_the_checkpoint_does_not_say(tmp_path: Path) -> None:
+def test_images_that_are_normalised_in_another_way_make_another_run(tmp_path: Path) -> None:
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
-    options = resuming.options_of(TrainConfig(epochs=9), train, train)
+    options = checkpoint.options_of(TrainConfig(epochs=9), train, train)
     then = replace(taken(network, optimizer), options=options)
     with pytest.raises(CheckpointMismatch, match="another run") as caught:
-        going_on(tmp_path, then, network, train, normalization="none")
+        resume(tmp_path, then, network, train, normalization="none")
     assert caught.value.why == "normalization: dataset in the checkpoint / none here (argument)"
-    older = {name: value for name, value in options.items() if name != "normalization"}
-    going_on(tmp_path, replace(then, options=older), network, train, normalization="none")
 
 
-def test_other_images_to_test_on_are_said_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_test_images_are_a_warning_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     images, labels = torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
     train, test, other = (Split(images, labels, ("a", "b"), digest=digest) for digest in ("one", "two", "three"))
     network, optimizer = trained()
-    then = replace(taken(network, optimizer), options=resuming.options_of(TrainConfig(epochs=9), train, test))
-    going_on(tmp_path, then, network, train, test)
+    then = replace(taken(network, optimizer), options=checkpoint.options_of(TrainConfig(epochs=9), train, test))
+    resume(tmp_path, then, network, train, test)
     assert "test images" not in caplog.text
-    going_on(tmp_path, then, network, train, other)
+    resume(tmp_path, then, network, train, other)
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning.startswith("the test images of mnist have changed since the checkpoint")
 
 
-def test_the_way_back_to_a_run_is_its_own_file_of_options(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_with_other_options_is_answered_with_its_own_file_of_options(tmp_path: Path) -> None:
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
-    options = resuming.options_of(TrainConfig(momentum=0.5, epochs=4), train, train)
+    options = checkpoint.options_of(TrainConfig(momentum=0.5, epochs=4), train, train)
     saved = replace(taken(network, optimizer), options=options)
     paths = RunPaths(tmp_path / "a run")
     paths.checkpoints.mkdir(parents=True)
 
     def told(**options: Any) -> str:
         with pytest.raises(CheckpointMismatch) as caught:
-            going_on(paths.checkpoints, saved, network, train, **options)
+            resume(paths.checkpoints, saved, network, train, **options)
         return caught.value.next.splitlines()[0].partition("saved with: ")[2]
 
-    from_the_checkpoint = "--model convnet --epochs 4 --momentum 0.5 --normalization dataset --seed 0 --dataset mnist"
-    assert told(seed=1) == from_the_checkpoint
     run_folder.write_json(paths.config, {})
     again = f"--config '{paths.config}' --run_dir '{paths.run_dir}' --resume auto"
     assert told(seed=1) == again
     assert told(epochs=1) == f"{again} --epochs 4"
 
 
-def test_a_checkpoint_that_does_not_say_its_images_is_known_by_its_parameters(tmp_path: Path) -> None:
-    train = Split(torch.zeros(8, 1, 32, 32, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a",))
-    network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=train.shape, classes=10)
+def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(tmp_path: Path) -> None:
+    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a",))
+    options = checkpoint.options_of(TrainConfig(epochs=9), train, train)
+    network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=(1, 32, 32), classes=10)
     with pytest.raises(CheckpointMismatch) as caught:
-        going_on(tmp_path, taken(*trained()), network, train)
+        resume(tmp_path, replace(taken(*trained()), options=options), network, train)
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"
 
 
-def test_code_that_has_changed_since_the_checkpoint_is_said_and_not_refused(
+def test_code_that_has_changed_since_the_checkpoint_is_a_warning_and_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_resumed.py").write_text("one = 1")
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
-    options = resuming.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train, train)
+    options = checkpoint.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train, train)
     then = replace(taken(network, optimizer), options=options)
-    going_on(tmp_path, then, network, train, model="mine_resumed:net")
-    (tmp_path / "mine_resumed.py").write_text("two = 2")
-    older = {name: value for name, value in options.items() if name != "model_source"}
-    going_on(tmp_path, replace(then, options=older), network, train, model="mine_resumed:net")
+    resume(tmp_path, then, network, train, model="mine_resumed:net")
+    (tmp_path / "mine_resumed.py").write_text("two = 2  # another")
+    monkeypatch.delitem(sys.modules, "mine_resumed")
     assert "has changed" not in caplog.text
-    going_on(tmp_path, then, network, train, model="mine_resumed:net")
+    resume(tmp_path, then, network, train, model="mine_resumed:net")
     assert "the source of mine_resumed:net has changed since the checkpoint" in caplog.messages

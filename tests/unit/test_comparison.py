@@ -15,7 +15,7 @@ from ddp_manual import cli
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools import compare, compare_plot
-from ddp_manual.training import extras
+from ddp_manual.training import config as train_config
 from ddp_manual.training.config import TrainConfig
 
 
@@ -39,7 +39,7 @@ def leave_run(folder: Path, *, ranks: int = 1, rate: float = 1000.0, finished: b
     folder.mkdir(parents=True)
     paths = RunPaths(folder)
     run = {"world_size": ranks, "device": "cpu", "batch_size_per_rank": 50, "peak_lr": 0.04 * ranks}
-    paths.config.write_text(json.dumps({**TrainConfig(**options).as_dict(), "run": run}))
+    paths.config.write_text(json.dumps({**TrainConfig(**options).values(), "run": run}))
     lines = metrics((5, 10, 15, 20), rate=rate, batch=50 * ranks, per_epoch=10)
     paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     paths.accuracies.write_text("[0.91, 0.97]")
@@ -314,7 +314,7 @@ def test_a_plot_that_cannot_be_written_is_a_bad_option(
 def test_without_matplotlib_the_table_is_printed_and_the_plot_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(train_config, "find_spec", lambda name: None)
     runs = [str(leave_run(tmp_path / name)) for name in ("one", "two")]
     assert cli.run(["compare", *runs]) == 0
     assert cli.run(["compare", *runs, "--plot", str(tmp_path / "runs.png")]) == 2

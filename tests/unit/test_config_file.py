@@ -14,7 +14,6 @@ from ddp_manual.agent.commands import command_template
 from ddp_manual.errors import BadOption
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
-from tests.unit.test_evaluating import write_old_config
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_file_need_not_give_all_options_and_each_value_remembers_where_it_is_f
 @pytest.mark.parametrize(
     ("in_the_file", "flag"), [("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")]
 )
-def test_one_batch_size_that_is_typed_takes_the_place_of_the_other_in_the_file(
+def test_a_batch_size_that_is_typed_replaces_the_other_kind_in_the_file(
     file: Path, in_the_file: str, flag: str
 ) -> None:
     file.write_text(json.dumps({in_the_file: 60}))
@@ -77,13 +76,8 @@ def test_both_batch_sizes_in_one_file_are_refused(file: Path) -> None:
 
 def test_the_config_json_of_a_run_repeats_it_in_a_new_folder(file: Path) -> None:
     config = TrainConfig(epochs=3, run_dir="runs/first", resume="auto")
-    file.write_text(json.dumps({**config.as_dict(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
+    file.write_text(json.dumps({**config.values(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
     assert TrainConfig.from_file(str(file)) == TrainConfig(epochs=3)
-
-
-def test_the_config_json_of_a_run_from_before_it_had_the_key_run_repeats_it_too(file: Path) -> None:
-    write_old_config(file.parent, epochs=3)
-    assert TrainConfig.from_file(str(file.parent / "config.json")) == TrainConfig(epochs=3)
 
 
 def test_a_flag_switches_off_what_the_file_has_switched_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +123,10 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
         ('{"epochs": 3, "epochs": 4}', '"epochs" is there twice'),
         ('{"epochs": ' + "9" * 5000 + "}", "digits"),
         (b"\xff\xfe{\x00}\x00", "no UTF-8 text"),
-        (b" " * (2**20 + 1), "longer than 1048576 bytes"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
-def test_what_is_no_json_object_is_refused_with_the_file_and_the_place(
+def test_a_file_without_a_json_object_is_refused_with_its_name_and_the_place(
     file: Path, text: str | bytes, told: str
 ) -> None:
     file.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -162,8 +155,7 @@ def test_what_is_no_json_object_is_refused_with_the_file_and_the_place(
         ({"lr": False}, "lr is false", "change lr there"),
         ({"sync_bn": 1}, "sync_bn is 1", "change sync_bn there"),
         ({"model": None}, "model is null", "change model there"),
-        ({"data_dir": "a\0b"}, 'data_dir is "a\\u0000b"', "change data_dir there"),
-        ({"data_dir": "\ud800"}, 'data_dir is "\\ud800"', "change data_dir there"),
+        ({"lr": 10**400}, f"lr is 1{'0' * 56}...", "change lr there"),
     ],
     ids=str,
 )
@@ -183,7 +175,6 @@ def test_a_key_or_a_value_that_cannot_be_used_is_named_with_the_file(
         ('{"epochs": 0}', "--epochs 0 is below 1"),
         ('{"lr": NaN}', "--lr nan is not a finite number"),
         ('{"lr": 1e999}', "--lr inf is not a finite number"),
-        ('{"lr": 1' + "0" * 400 + "}", "--lr inf is not a finite number"),
         ('{"model": "resnet"}', "--model resnet is not known"),
         ('{"lr_scaling": ""}', "--lr_scaling  is not known"),
     ],

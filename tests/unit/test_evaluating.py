@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 
 from ddp_manual import cli
 from ddp_manual.run_folder import in_a_file_name
-from ddp_manual.training import checkpoint_file, models, own_code
+from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.config import TrainConfig
 
 FILES = ["confusion.csv", "confusion.png", "predictions.csv", "predictions.png"]
@@ -44,7 +45,7 @@ def run(tmp_path: Path, pets: Path) -> Path:
     run = tmp_path / "run"
     run.mkdir()
     facts = {"mean": MEAN, "std": STD, "shape": [3, 8, 8], "classes": ["ant", "bee", "cat"]}
-    described = {**TrainConfig(model="mlp", dataset=f"folder:{pets}").as_dict(), "run": facts}
+    described = {**TrainConfig(model="mlp", dataset=f"folder:{pets}").values(), "run": facts}
     (run / "config.json").write_text(json.dumps(described))
     torch.save(untrained().state_dict(), run / "model.pt")
     return run
@@ -103,7 +104,7 @@ def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
     state = {"position": {}, "model": untrained().state_dict()}
     content = io.BytesIO()
     torch.save(state, content)
-    saved = checkpoint_file.write(run / "checkpoints", 7, content.getvalue(), {})
+    saved = checkpoint_files.write(run / "checkpoints", 7, content.getvalue(), {})
     folders = [
         Path(evaluated(capsys, "--checkpoint", *arguments)["files"][0]).parent
         for arguments in ([run], [run, "--dataset", f"folder:{other}"], [saved], [saved.with_suffix(".json")])
@@ -163,6 +164,7 @@ def test_code_that_has_changed_since_the_run_is_a_warning(
     arguments = ["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]
     assert cli.run(arguments) == 0 and "changed" not in capsys.readouterr().err
     (tmp_path / "mine_evaluated.py").write_text(body + "# more")
+    monkeypatch.delitem(sys.modules, "mine_evaluated")
     assert cli.run(arguments) == 0
     assert "the source of mine_evaluated:net has changed since the run" in capsys.readouterr().err
 
@@ -179,7 +181,7 @@ def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_
 ) -> None:
     content = io.BytesIO()
     torch.save({"position": {}, "model": untrained().state_dict()}, content)
-    whole, damaged = (checkpoint_file.write(run / "checkpoints", step, content.getvalue(), {}) for step in (7, 8))
+    whole, damaged = (checkpoint_files.write(run / "checkpoints", step, content.getvalue(), {}) for step in (7, 8))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with_model = evaluated(capsys, "--checkpoint", run)
     (run / "model.pt").unlink()
@@ -194,7 +196,7 @@ def test_a_checkpoint_that_was_set_aside_is_evaluated_with_its_runs_options(
 ) -> None:
     content = io.BytesIO()
     torch.save({"position": {}, "model": untrained().state_dict()}, content)
-    aside = checkpoint_file.write(run / "checkpoints", 7, content.getvalue(), {}).parent / "set-aside"
+    aside = checkpoint_files.write(run / "checkpoints", 7, content.getvalue(), {}).parent / "set-aside"
     (run / "checkpoints").rename(run / "elsewhere")
     (run / "checkpoints").mkdir()
     (run / "elsewhere").rename(aside)
@@ -209,7 +211,7 @@ def test_a_checkpoint_can_be_named_from_within_its_folder(
 ) -> None:
     content = io.BytesIO()
     torch.save({"position": {}, "model": untrained().state_dict()}, content)
-    saved = checkpoint_file.write(run / "checkpoints", 7, content.getvalue(), {})
+    saved = checkpoint_files.write(run / "checkpoints", 7, content.getvalue(), {})
     monkeypatch.chdir(run / "checkpoints")
     (first, *_) = evaluated(capsys, "--checkpoint", saved.name)["files"]
     assert Path(first).resolve().parent.parent == run
@@ -293,9 +295,7 @@ def test_images_of_another_shape_or_number_of_classes_are_refused(
     assert set(run.iterdir()) == before
 
 
-def test_other_names_for_the_same_number_of_classes_are_a_warning(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_names_for_as_many_classes_are_a_warning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["evaluate", "--checkpoint", str(run), "--classes", "ant,wasp,cat"]) == 0
     said = capsys.readouterr()
     assert "the classes have other names than those the model was trained on: wasp instead of bee" in said.err

@@ -18,7 +18,7 @@ from ddp_manual.errors import PeerLost, Stopped
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import RankOutput
-from ddp_manual.training import checkpoint_file
+from ddp_manual.training import checkpoint_files
 
 
 def failed(code: int) -> Failed:
@@ -75,7 +75,7 @@ def test_a_run_that_began_with_anothers_checkpoint_goes_on_with_its_own_once_it_
     assert launch._to_go_on(began).resume == "auto"
     assert launch._to_go_on(another) is another
     paths.checkpoints.mkdir()
-    checkpoint_file.write(paths.checkpoints, 8, b"", {})
+    checkpoint_files.write(paths.checkpoints, 8, b"", {})
     assert launch._to_go_on(another).resume == "auto"
     assert from_the_newest([*given, "--epochs", "2"]) == ["--epochs", "2", "--resume", "auto"]
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddp_manual import TrainConfig
 from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.signals import Requests
-from ddp_manual.terminal import Progress as Bar
+from ddp_manual.terminal import ProgressLines as Bar
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
@@ -76,7 +76,7 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_ones_own_network_may_view_what_comes_out_of_a_convolution(monkeypatch: object, channels: int) -> None:
+def test_a_users_network_may_call_view_after_a_convolution(monkeypatch: object, channels: int) -> None:
     monkeypatch.setattr(own_code, "factory", lambda *_: lambda: Convolved(channels))  # type: ignore[attr-defined]
     network = models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
     moved = torch.zeros(5, 8, 8, channels).permute(0, 3, 1, 2)
@@ -84,7 +84,7 @@ def test_ones_own_network_may_view_what_comes_out_of_a_convolution(monkeypatch: 
     assert set(network.state_dict()) == set(Convolved(channels).state_dict())
 
 
-def test_a_network_that_cannot_be_trained_on_one_sample_is_known_before(build: Build) -> None:
+def test_a_network_that_cannot_be_trained_on_one_sample_is_found_before_training(build: Build) -> None:
     network = build(Linear(nn.BatchNorm1d(6), nn.Dropout()))
     state = {name: value.clone() for name, value in network.state_dict().items()}
     random = torch.get_rng_state()
@@ -95,7 +95,7 @@ def test_a_network_that_cannot_be_trained_on_one_sample_is_known_before(build: B
     assert network.training and all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_what_fails_only_while_training_is_told_before_training(build: Build) -> None:
+def test_a_network_that_fails_only_in_training_mode_is_refused_before_training(build: Build) -> None:
     class Auxiliary(Linear):
         def forward(self, images: Tensor) -> Tensor:
             scores = super().forward(images)
@@ -105,7 +105,7 @@ def test_what_fails_only_while_training_is_told_before_training(build: Build) ->
         fewest_samples(build(Auxiliary()))
 
 
-def test_a_network_that_ends_in_a_softmax_is_warned_of(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_network_that_ends_in_a_softmax_is_a_warning(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     for network in (Linear(), nn.Sequential(Linear(), nn.LogSoftmax(dim=1))):
         fewest_samples(build(network))
@@ -235,7 +235,7 @@ def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) 
     assert fewest_samples(other) == 2
 
 
-def test_scores_of_half_precision_have_a_loss_of_single() -> None:
+def test_the_loss_of_half_precision_scores_has_single_precision() -> None:
     class Half(Linear):
         def forward(self, images: Tensor) -> Tensor:
             return super().forward(images).bfloat16()
@@ -282,7 +282,7 @@ def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
     assert "in eval() mode only" in caught.value.why
 
 
-def test_a_runs_last_checkpoint_is_saved_before_what_can_be_made_anew_from_it() -> None:
+def test_a_runs_last_checkpoint_is_saved_before_the_files_that_can_be_rebuilt_from_it() -> None:
     told: list[str] = []
 
     class Told(Tracker):

@@ -19,8 +19,7 @@ from ddp_manual import train as train_here
 from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
 from ddp_manual.messages import Place
 from ddp_manual.worker import spawn as spawning
-from ddp_manual.worker import spawned
-from ddp_manual.worker.session import as_ours
+from ddp_manual.worker.main import as_ours
 from tests.conftest import REPOSITORY
 
 
@@ -41,20 +40,20 @@ def local() -> Any:
         (lambda: spawn(local(), 2), "spawn cannot start local.<locals>.train_here"),
         (lambda: spawn(functools.partial(local(), x=1), 2), "spawn cannot start local.<locals>.train_here"),
         (lambda: spawn(train(None), 2), "train_fn is NoneType, which cannot be called"),
-        (lambda: spawn(train, 0), "nprocs 0 is no number of ranks"),
-        (lambda: spawn(train, 2.0), "nprocs 2.0 is no number of ranks"),
-        (lambda: spawn(train, True), "nprocs True is no number of ranks"),
-        (lambda: spawn(train, "2"), "nprocs '2' is no number of ranks"),
-        (lambda: spawn(train, 2, 5), "args is int, which is no sequence of arguments"),
-        (lambda: spawn(train, 2, "data"), "args is str, which is no sequence of arguments"),
+        (lambda: spawn(train, 0), "nprocs 0 is not a number of ranks"),
+        (lambda: spawn(train, 2.0), "nprocs 2.0 is not a number of ranks"),
+        (lambda: spawn(train, True), "nprocs True is not a number of ranks"),
+        (lambda: spawn(train, "2"), "nprocs '2' is not a number of ranks"),
+        (lambda: spawn(train, 2, 5), "args is int, not a sequence of arguments"),
+        (lambda: spawn(train, 2, "data"), "args is str, not a sequence of arguments"),
         (lambda: spawn(train, 2, (threading.Lock(),)), "train and its args cannot be copied to the ranks"),
         (lambda: spawn(train, 2, rank=1), "spawn takes no rank"),
         (lambda: spawn(train, 2, world_size=2), "spawn takes no world_size"),
         (lambda: spawn(train, 2, patience=3), "spawn takes no patience"),
         (lambda: spawn(train, 2, join_timeout=0), "--join_timeout 0 is not above 0"),
-        (lambda: spawn(train, 2, join_timeout="soon"), "--join_timeout 'soon' is no number"),
-        (lambda: WorldSpec(world_size=True), "--world_size True is no whole number"),
-        (lambda: WorldSpec(master_addr=7), "--master_addr 7 is no text"),
+        (lambda: spawn(train, 2, join_timeout="soon"), "--join_timeout 'soon' is not a number"),
+        (lambda: WorldSpec(world_size=True), "--world_size True is not a whole number"),
+        (lambda: WorldSpec(master_addr=7), "--master_addr 7 is not text"),
     ],
 )
 def test_what_cannot_be_called_in_another_process_is_refused_before_one_is_started(call: Any, named: str) -> None:
@@ -81,7 +80,7 @@ def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
 def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in launchers.IDENTITY_VARIABLES.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
-    monkeypatch.setattr(launchers, "_of_ours", {})
+    monkeypatch.setattr(launchers, "_set_by_us", {})
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launchers.launched_as() is None
     monkeypatch.setenv("RANK", "1")
@@ -100,7 +99,7 @@ def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None
     stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
     assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
-        assert as_ours(0, error, spawned.START_AGAIN).next == "start the script again"
+        assert as_ours(0, error, spawning.START_AGAIN).next == "start the script again"
     assert spawning._stopped([], signal.SIGINT).next == "start the script again"
 
 
@@ -119,5 +118,5 @@ def test_a_process_group_that_is_opened_twice_is_to_be_left_to_join() -> None:
 def test_a_world_is_not_trained_in_once_its_rank_has_left() -> None:
     with join(world_size=1, rank=0, device="cpu") as world:
         world.check_open("train")
-    with pytest.raises(BadOption, match="train was called when this rank had left"):
+    with pytest.raises(BadOption, match="train was called after this rank had left"):
         train_here(world, TrainConfig())

@@ -22,7 +22,8 @@ import torch
 from ddp_manual import cli, join, launchers
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import extras, trackers
+from ddp_manual.training import config as train_config
+from ddp_manual.training import trackers
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.metrics import Metrics
@@ -316,7 +317,7 @@ def test_names_that_are_not_utf_8_reach_a_tracker_with_escapes(tmp_path: Path) -
     name = b"caf\xe9".decode("utf-8", "surrogateescape")
     config = TrainConfig(dataset=f"folder:{name}", track="jsonl")
     split = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), (name, "dog"))
-    described = {**config.as_dict(), "run": {"world_size": 1, "classes": split.classes}}
+    described = {**config.values(), "run": {"world_size": 1, "classes": split.classes}}
     paths = RunPaths(tmp_path)
     tracker = trackers.of_rank_0(config, paths, described, "0123abcd", over=False, afterwards=at_once)
     tracker.predicted(Predictions(torch.eye(2), split))
@@ -359,7 +360,7 @@ def test_a_tracker_that_cannot_be_is_a_bad_option(track: str, named: str) -> Non
 def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything_starts(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda package: None)
+    monkeypatch.setattr(train_config, "find_spec", lambda package: None)
     assert cli.run(["train", "--track", f"jsonl,{name}", "--run_dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert f"error[bad-option]: --track {name} needs {name}, which this Python does not have" in said
@@ -370,9 +371,9 @@ def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything
 def test_a_folder_that_has_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flytekit_of_another_name").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(extras.PACKAGES, "flyte", ("flytekit_of_another_name",))
+    monkeypatch.setitem(train_config.PACKAGES, "flyte", ("flytekit_of_another_name",))
     with pytest.raises(BadOption, match=r"examples/flyte_workflow\.py needs flytekit_of_another_name"):
-        extras.require("flyte", "examples/flyte_workflow.py")
+        train_config.require("flyte", "examples/flyte_workflow.py")
 
 
 def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> None:
@@ -381,7 +382,7 @@ def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> N
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).resolve().parents[2] / "setup.cfg")
     named = setup["options.extras_require"]
-    assert set(named) == {*extras.PACKAGES, "dev"}
-    for extra, packages in extras.PACKAGES.items():
+    assert set(named) == {*train_config.PACKAGES, "dev"}
+    for extra, packages in train_config.PACKAGES.items():
         assert {line.split(">")[0] for line in named[extra].split()} == set(packages)
-    assert f"ddp_manual[{','.join(sorted(extras.PACKAGES))}]" in named["dev"]
+    assert f"ddp_manual[{','.join(sorted(train_config.PACKAGES))}]" in named["dev"]

@@ -119,7 +119,7 @@ def test_synchronised_batch_normalisation_is_refused_where_torch_has_none() -> N
         models.build("convnet", device=torch.device("cpu"), seed=0, sync_bn=True)
 
 
-def test_every_name_an_option_accepts_is_there() -> None:
+def test_every_name_that_an_option_accepts_exists() -> None:
     assert set(config.MODELS) == set(models.MODELS)
     assert [source(name).name for name in config.DATASETS] == list(config.DATASETS)
 

@@ -17,7 +17,7 @@ import torch
 
 from ddp_manual.agent.worker_process import readable_stack
 from ddp_manual.worker import reporter
-from ddp_manual.worker.whereabouts import Whereabouts, raised_at, whereabouts
+from ddp_manual.worker.reporter import Whereabouts, raised_at, whereabouts
 
 
 @contextmanager

@@ -252,7 +252,7 @@ def test_a_rank_with_other_options_is_told_which_and_where_they_came_from(
     error = last_error(other.err)
     assert error.startswith("error[config-mismatch]")
     assert "was started with other options than rank 0: batch_size, lr, momentum\n" in error
-    assert "batch_size: rank 0 has 200 (flag), rank 1 has 50 (flag)" in error
+    assert "batch_size: rank 0 has 100 (flag), rank 1 has 50 (flag)" in error
     assert "lr: rank 0 has 0.25 (flag), rank 1 has 0.04 (default)" in error
     assert f"momentum: rank 0 has 0.9 (default), rank 1 has 0.5 (from {options})" in error
     command = error.partition("next: ")[2].splitlines()[0]

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from ddp_manual import signals
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from tests.conftest import DRAWN, REPOSITORY, RankProcess, Start, free_port
 
 KILLS = int(os.environ.get("DDP_MANUAL_SOAK_KILLS", "2"))
 # 300 steps of two ranks, a line of metrics every 10.
-LONG = ("--batch_size", 40, "--epochs", 2, "--log_every", 10)
+LONG = ("--batch_size", 20, "--epochs", 2, "--log_every", 10)
 RECORDING = "tests/world/recording_rank.py"
 SIGNALLED_WHILE_LEAVING = "tests/world/signalled_rank.py"
 
@@ -110,7 +110,7 @@ def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_pa
     assert time.monotonic() - told < 5
     assert "SIGTERM: stopping after the next step all ranks agree on; once more leaves at once" in ranks[1].err
     (step,) = {re.findall(r"error\[stopped\]: stopped by SIGTERM after step (\d+)", rank.err)[0] for rank in ranks}
-    newest, *_ = checkpoints.find(run / "checkpoints")
+    newest, *_ = checkpoint_files.find(run / "checkpoints")
     assert newest.step == int(step)
     assert "--resume auto --run_dir" in ranks[1].err
     assert json.loads((run / "failure-rank1.json").read_text())["identifier"] == "stopped"
@@ -163,11 +163,11 @@ def test_a_signal_to_a_rank_that_is_leaving_changes_nothing(start_world: StartWo
     assert said in ranks[0].err and (tmp_path / "whole" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("batch", "number"), [(120, signal.SIGTERM), (204, signal.SIGHUP)])
+@pytest.mark.parametrize(("batch", "number"), [(60, signal.SIGTERM), (102, signal.SIGHUP)])
 def test_stopped_at_2_ranks_and_resumed_at_1_and_at_4_each_image_is_seen_once(
     start: Start, port: int, small_data: Path, tmp_path: Path, batch: int, number: int
 ) -> None:
-    """A global batch of 1020 does not divide the 60,000 images: the last step is a small one."""
+    """102 images per step do not divide 6,000: the last step is a small one."""
 
     def start_recording(name: str, world_size: int, run: Path, *options: object) -> list[RankProcess]:
         return [
@@ -210,12 +210,12 @@ def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(start: S
     assert train(3, port) == pytest.approx(train(1, port + 1), rel=1e-5, abs=1e-6)
 
 
-def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
+def test_three_ranks_sum_their_gradients_in_the_same_order_after_a_resume(
     start_world: StartWorld, tmp_path: Path
 ) -> None:
     """Of two ranks the order makes no difference; of three, DDP's buckets decide, which it lays out anew on its way."""
     run, other = tmp_path / "run", tmp_path / "other"
-    options = ("--epochs", 1, "--batch_size", 400)
+    options = ("--epochs", 1, "--batch_size", 200)
     ranks = start_world(3, run, *options, "--checkpoint_steps", 4)
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
     (early,) = (run / "checkpoints").glob("step-00000004-*.pt")
@@ -225,7 +225,7 @@ def test_three_ranks_sum_their_gradients_in_the_same_order_after_going_on(
     assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(run).items())
 
 
-def test_what_rank_0_cannot_go_on_from_ends_every_rank_with_what_differs(
+def test_a_checkpoint_that_rank_0_cannot_resume_from_ends_every_rank_with_the_reason(
     start_world: StartWorld, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
-    newest, *_ = checkpoints.find(run / "checkpoints")
+    newest, *_ = checkpoint_files.find(run / "checkpoints")
     newest.path.write_bytes(newest.path.read_bytes()[:-1])
     ranks = start_world(2, run, *LONG, "--resume", "auto")
     assert [rank.wait() for rank in ranks] == [0, 0]
@@ -285,10 +285,10 @@ def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_dat
     train = f"{sys.executable} run_multi_gpu_train.py {options}"
     script = f"""
         mount -t tmpfs -o size=20m none {full}
-        {train} --run_dir {full}/run --batch_size 20 --checkpoint_steps 5 --keep 100 2>&1; echo "first: $?"
+        {train} --run_dir {full}/run --batch_size 10 --checkpoint_steps 5 --keep 100 2>&1; echo "first: $?"
         ls -A {full}/run/checkpoints
         {sys.executable} -m ddp_manual checkpoints {full}/run --json > {tmp_path}/list.json; echo "list: $?"
-        {train} --resume {full}/run --run_dir {tmp_path}/run --batch_size 200 2>&1; echo "second: $?"
+        {train} --resume {full}/run --run_dir {tmp_path}/run --batch_size 100 2>&1; echo "second: $?"
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -310,7 +310,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_parameters_of_one_th
     """Each kill costs at most the 20 steps between two checkpoints."""
     order = random.Random(KILLS)
     epochs = 1 + KILLS // 4
-    options = ("--batch_size", 40, "--epochs", epochs, "--log_every", 1, "--checkpoint_steps", 20)
+    options = ("--batch_size", 20, "--epochs", epochs, "--log_every", 1, "--checkpoint_steps", 20)
     run = tmp_path / "run"
     reached = 0
     for _ in range(KILLS):

@@ -34,7 +34,7 @@ def test_a_run_is_compared_while_it_trains_and_after_it_was_stopped(start_rank: 
     assert after[0]["samples_per_second"] == summary["samples_per_second"]
     assert after[0]["train_seconds"] == pytest.approx(summary["train_seconds"])
     assert (after[0]["world_size"], after[1]["world_size"]) == (1, 2)
-    assert (after[0]["global_batch_size"], after[1]["global_batch_size"]) == (200, 40)
+    assert (after[0]["global_batch_size"], after[1]["global_batch_size"]) == (100, 20)
     assert after[0]["efficiency"] == 1 and after[1]["efficiency"] > 0
     assert after[1]["train_seconds"] > before[1]["train_seconds"] > 0
     assert set(compared.differing_options()) == {"batch_size"}

@@ -16,7 +16,7 @@ from tests import tracked
 from tests.conftest import RankProcess, Start
 
 # 600 steps for one rank.
-STEPS = ("--epochs", 4, "--batch_size", 80, "--log_every", 5, "--checkpoint_steps", 50)
+STEPS = ("--epochs", 4, "--batch_size", 40, "--log_every", 5, "--checkpoint_steps", 50)
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_and_went_on_is_one_run_in_every_tracker(start_ran
     assert json.loads((run / "wandb.json").read_text())["id"] == tracked.wandb_run(files[1])["run_id"]
     about = tracked.wandb_run(files[0])
     assert re.fullmatch(r"mlp-synthetic-1ranks-[0-9a-f]{8}", about["display_name"])
-    assert about["config"]["update"]["world_size"] == 1 and about["config"]["update"]["batch_size_per_rank"] == 80
+    assert about["config"]["update"]["world_size"] == 1 and about["config"]["update"]["batch_size_per_rank"] == 40
     curves = tracked.wandb_curves(*files)
     # What it had not been told of yet when it was killed, is lost.
     (gone_on,) = numbers(resumed, r"going on after step (\d+)")

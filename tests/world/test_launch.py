@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start
 
 
@@ -250,13 +250,13 @@ def saves_slowly(folder: Path) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(
         "import time\n"
         "from pathlib import Path\n"
-        "from ddp_manual import checkpoint_file\n"
-        "write = checkpoint_file.write\n"
+        "from ddp_manual.training import checkpoint_files\n"
+        "write = checkpoint_files.write\n"
         "def slowly(*arguments):\n"
         f"    Path({str(folder / 'saving')!r}).touch()\n"
         "    time.sleep(3)\n"
         "    return write(*arguments)\n"
-        "checkpoint_file.write = slowly\n"
+        "checkpoint_files.write = slowly\n"
     )
     return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(launch:
     ranks[1].kill()
     assert launcher.wait(20) == 137
     assert gone(ranks, 1)
-    (written,) = checkpoints.find(tmp_path / "run" / "checkpoints")
+    (written,) = checkpoint_files.find(tmp_path / "run" / "checkpoints")
     assert written.step == 20
     assert "to go on from the newest checkpoint:" in launcher.err
 

@@ -18,9 +18,9 @@ EVERY_MODEL = """
 
     if os.path.basename(sys.orig_argv[1]) in ("worker", "forker.py"):
         from ddp_manual.training.config import MODELS
-        from ddp_manual.worker import main
+        from ddp_manual.worker import task
 
-        train = main.train_as_agreed
+        train = task.train_as_agreed
 
         def train_every_model(world, config, go_on):
             run_dir = world.run_dir
@@ -29,7 +29,7 @@ EVERY_MODEL = """
                 summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), go_on)
             return summary
 
-        main.train_as_agreed = train_every_model
+        task.train_as_agreed = train_every_model
 """
 
 SPAWNING = """

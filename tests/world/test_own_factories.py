@@ -38,14 +38,14 @@ def start_own(start: Start, port: int, tmp_path: Path) -> Start:
     return start_own
 
 
-def test_a_model_and_data_of_ones_own_are_trained_from_the_current_folder(start_own: Start, tmp_path: Path) -> None:
+def test_a_users_model_and_data_are_trained_from_the_current_folder(start_own: Start, tmp_path: Path) -> None:
     ranks = [start_own(rank, "--epochs", 4) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["final_test_accuracy"] > 0.95
     run = json.loads((tmp_path / "run" / "config.json").read_text())["run"]
     assert len(run["model_source"]) == len(run["dataset_source"]) == 16
-    assert run["classes"] == ["upright", "lying"] and run["shape"] == [1, 16, 16]
+    assert run["classes"] == ["vertical", "horizontal"] and run["shape"] == [1, 16, 16]
     assert "0.weight" in torch.load(tmp_path / "run" / "model.pt", weights_only=True)
 
 
@@ -62,9 +62,7 @@ def test_a_rank_whose_module_differs_is_turned_away_with_both_digests(start_own:
     assert "bring that on" in rank_1.err
 
 
-def test_what_a_factory_draws_is_the_same_on_every_rank_and_when_the_run_goes_on(
-    start_own: Start, tmp_path: Path
-) -> None:
+def test_what_a_factory_draws_is_the_same_on_every_rank_and_after_a_resume(start_own: Start, tmp_path: Path) -> None:
     drawn = "import random, my_shapes\ndef shapes():\n    parts = my_shapes.shapes()\n"
     drawn += "    random.shuffle(parts[0].places)\n    return parts\n"
     for rank in range(2):
@@ -81,7 +79,7 @@ def test_what_a_factory_draws_is_the_same_on_every_rank_and_when_the_run_goes_on
     assert same.wait() == 0, same.err
 
 
-def test_what_the_users_own_code_has_said_is_shown_before_the_error_and_nothing_after_it(
+def test_the_output_of_the_users_code_is_shown_before_the_error_and_nothing_after_it(
     start_own: Start, tmp_path: Path
 ) -> None:
     """Also what Python still holds back, since stdout is a file, and what a thread goes on to say."""
@@ -156,7 +154,7 @@ def test_what_a_factory_raises_is_shown_on_every_rank(start_own: Start, tmp_path
         assert "no disk of mine" in rank.err and "my_shapes.py" in rank.err
 
 
-def test_a_module_that_is_not_there_is_told_though_the_others_have_not_come(start_own: Start) -> None:
+def test_a_missing_module_is_told_before_the_other_ranks_have_come(start_own: Start) -> None:
     rank = start_own(0, "--model", "nowhere:network")
     assert rank.wait(10) == 2
     assert "there is no module nowhere" in rank.err

@@ -16,7 +16,7 @@ from tests.conftest import RankProcess, Start
 SERIAL = ("--world_size", 1, "--no_ddp")
 
 
-def test_it_has_nothing_of_a_rank_and_learns_the_same_parameters_bit_for_bit(
+def test_no_ddp_needs_no_process_group_and_learns_the_same_parameters_bit_for_bit(
     start: Start, few_images: Path, tmp_path: Path, port: int
 ) -> None:
     """No other thread than the one that speaks with its agent, no connection, no process group; with batch statistics,
@@ -36,7 +36,7 @@ def test_it_has_nothing_of_a_rank_and_learns_the_same_parameters_bit_for_bit(
     assert (summary["world_size"], summary["backend"], summary["roster"][0]["rank"]) == (1, "none", 0)
 
 
-def test_a_signal_stops_it_with_a_checkpoint_from_which_it_goes_on_to_the_same_parameters(
+def test_a_signal_stops_a_run_without_ddp_and_it_resumes_to_the_same_parameters(
     start_rank: Start, few_images: Path, tmp_path: Path
 ) -> None:
     options = (
@@ -68,7 +68,7 @@ def test_a_signal_stops_it_with_a_checkpoint_from_which_it_goes_on_to_the_same_p
     assert (run / "model.pt").read_bytes() == (tmp_path / "undisturbed" / "model.pt").read_bytes()
 
 
-def test_several_processes_without_ddp_are_refused_with_where_their_number_came_from(
+def test_no_ddp_in_several_processes_is_refused_with_the_source_of_their_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

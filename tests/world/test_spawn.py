@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual.training import checkpoints
+from ddp_manual.training import checkpoint_files
 from tests.conftest import RankProcess, Start
 from tests.world.test_launch import gone, wait_until
 
@@ -33,16 +33,16 @@ SCRIPT = """
         print(world.rank, summary["run_dir"], flush=True)
 
     def train_and_save_slowly(world, options):
-        from ddp_manual.training import checkpoint_file
+        from ddp_manual.training import checkpoint_files
 
-        write = checkpoint_file.write
+        write = checkpoint_files.write
 
         def slowly(*arguments):
             open("saving", "w").close()
             time.sleep(3)
             return write(*arguments)
 
-        checkpoint_file.write = slowly
+        checkpoint_files.write = slowly
         train(world, options)
 
     def sleep(world, options):
@@ -112,14 +112,14 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(spawn: Start) -> None:
 
 
 def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(spawn: Start, tmp_path: Path) -> None:
-    script = spawn("train_and_save_slowly", 2, epochs=200, batch_size=200, checkpoint_steps=20)
+    script = spawn("train_and_save_slowly", 2, epochs=200, batch_size=100, checkpoint_steps=20)
     wait_until((tmp_path / "saving").exists)
     own = psutil.Process(script.process.pid).children()
     ranks = [process for process in own if "resource_tracker" not in " ".join(process.cmdline())]
     max(ranks, key=lambda rank: rank.pid).kill()
     assert script.wait(20) == 14
     assert "error[peer-lost]: rank 1 (pid " in script.err
-    (written,) = checkpoints.find(tmp_path / "run" / "checkpoints")
+    (written,) = checkpoint_files.find(tmp_path / "run" / "checkpoints")
     assert written.step == 20
     assert gone(ranks, 0.5)
 
@@ -151,5 +151,5 @@ def test_a_script_whose_ranks_would_start_ranks_is_told_what_it_lacks(start: Sta
     script.write_text("import ddp_manual\ndef train(world): pass\nddp_manual.spawn(train, 1)\n")
     unguarded = start(sys.executable, script)
     assert unguarded.wait(20) == 1
-    assert unguarded.err.count("spawn was called by a rank, which was importing the script") == 1
+    assert unguarded.err.count("spawn was called by a rank while it imported the script") == 1
     assert 'put the call below a line: if __name__ == "__main__":' in unguarded.err

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 
+from ddp_manual.training import data
+from ddp_manual.training.data import Split
 from ddp_manual.training.sources import source
+from ddp_manual.training.sources.synthetic import draw_digits
 from tests.conftest import ALL_DIGITS, DRAWN, REPOSITORY, Start
 
 SUMMARY_KEYS = {
@@ -58,6 +60,8 @@ def textbook_network() -> nn.Module:
 @torch.inference_mode()
 def independent_accuracy(model_file: Path, mnist: Path) -> float:
     """model.pt on the real test set through torchvision's own reader, one image after the other."""
+    import torchvision  # not by every test process: it takes 3 s of a core
+
     network = textbook_network()
     network.load_state_dict(torch.load(model_file, weights_only=True))
     network.eval()
@@ -71,6 +75,8 @@ def independent_accuracy(model_file: Path, mnist: Path) -> float:
 @pytest.fixture(scope="session")
 def unpacked_mnist(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """torchvision reads only unpacked files: let it unpack a copy."""
+    import torchvision
+
     folder = tmp_path_factory.mktemp("unpacked")
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -110,11 +116,10 @@ def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epoc
         assert all(line.startswith(f"[rank {number}] ") for line in rank.err.splitlines())
 
 
-def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(
-    small_data: Path, unpacked_mnist: Path, tmp_path: Path
-) -> None:
+def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(unpacked_mnist: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    drawn = source("synthetic").load(small_data, "train")
+    images, labels = draw_digits(12_000, seed=1)
+    drawn = Split(images.unsqueeze(1), labels, data.DIGITS)
     normalise = source("synthetic").normalise(drawn)
     network = textbook_network()
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
@@ -187,9 +192,9 @@ def test_parameters_that_blow_up_in_the_last_step_are_not_saved(start_rank: Star
 
 
 def test_a_batch_larger_than_a_ranks_share_is_refused_on_every_rank(start_rank: Start) -> None:
-    ranks = [start_rank(rank, 2, "--batch_size", 6_001) for rank in range(2)]
+    ranks = [start_rank(rank, 2, "--batch_size", 3_001) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [2, 2]
-    assert all("error[bad-option]: a batch of 6001 per rank" in rank.err for rank in ranks)
+    assert all("error[bad-option]: a batch of 3001 per rank" in rank.err for rank in ranks)
 
 
 def test_without_files_and_without_a_network_every_rank_says_what_it_looked_for(
@@ -247,7 +252,7 @@ def test_the_default_run_dir_is_named_after_the_time_and_the_run(
 
 def test_torchrun_starts_the_same_training(start: Start, small_data: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--global_batch_size", 40]
+    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--global_batch_size", 200]
     run = start(*torchrun, "run_multi_gpu_train.py", *options, "--epochs", 1, "--run_dir", tmp_path / "run")
     assert run.wait() == 0
     summary = read(tmp_path / "run" / "summary.json")
@@ -281,7 +286,7 @@ def test_a_full_disk_is_named_and_the_previous_model_stays(tmp_path: Path) -> No
         "from pathlib import Path; from ddp_manual import run_folder, errors\n"
         f"path = Path({str(tmp_path)!r}) / 'model.pt'\n"
         "run_folder.write_bytes(path, b'old')\n"
-        "try: rundir.write_bytes(path, bytes(1 << 20))\n"
+        "try: run_folder.write_bytes(path, bytes(1 << 20))\n"
         "except errors.DiskFull as error: print(error.exit_code, path.read_bytes(), len(list(path.parent.iterdir())))\n"
     )
     mounted = f'mount -t tmpfs -o size=256k none {tmp_path} && exec {sys.executable} -c "$0"'

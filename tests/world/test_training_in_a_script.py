@@ -31,7 +31,7 @@ SCRIPT = """
     with join() as world:
         assert world.run_dir is None
         options = json.loads(sys.argv[1 + world.rank % (len(sys.argv) - 1)])
-        config = TrainConfig(dataset="synthetic", model="mlp", batch_size=200, **options)
+        config = TrainConfig(dataset="synthetic", model="mlp", batch_size=100, **options)
         for _ in range(2):
             summary = train(world, config)
             assert str(world.run_dir) == summary["run_dir"]

@@ -16,7 +16,7 @@ from ddp_manual import TrainConfig, train
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import result_text
-from ddp_manual.training import checkpoint_file, checkpoints, metrics
+from ddp_manual.training import checkpoint_files, metrics
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
@@ -93,7 +93,7 @@ def accuracies(folder: Path) -> list[float]:
     return found
 
 
-def test_what_began_with_another_run_goes_on_even_where_it_died_before_its_first_checkpoint(
+def test_a_run_that_began_from_another_runs_checkpoint_resumes_even_if_it_died_before_its_own_first(
     tmp_path: Path, dies_at: Callable[[int], None]
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -101,7 +101,7 @@ def test_what_began_with_another_run_goes_on_even_where_it_died_before_its_first
     dies_at(1)
     with pytest.raises(Died):
         run(two, resume=str(one))
-    assert [found.step for found in checkpoints.find(RunPaths(two).checkpoints)] == [STEPS_PER_EPOCH]
+    assert [found.step for found in checkpoint_files.find(RunPaths(two).checkpoints)] == [STEPS_PER_EPOCH]
     dies_at(0)
     run(two, resume="auto")
     assert len(accuracies(two)) == 2 and accuracies(two)[0] == accuracies(one)[0]
@@ -122,7 +122,7 @@ def test_the_predictions_of_a_complete_run_are_made_anew_only_where_one_is_missi
 
 
 @pytest.mark.parametrize("damaged", ["[1]", '{"final_test_accuracy": 1}', "{", '{"epochs": 1}'])
-def test_a_summary_that_is_none_is_written_anew(tmp_path: Path, damaged: str) -> None:
+def test_a_damaged_summary_is_written_again(tmp_path: Path, damaged: str) -> None:
     whole = run(tmp_path, epochs=1)
     RunPaths(tmp_path).summary.write_text(damaged)
     again = run(tmp_path, epochs=1, resume="auto")
@@ -132,7 +132,7 @@ def test_a_summary_that_is_none_is_written_anew(tmp_path: Path, damaged: str) ->
 
 def test_a_run_that_goes_back_to_an_earlier_end_has_the_summary_of_that_one(tmp_path: Path) -> None:
     run(tmp_path)
-    first = checkpoints.find(RunPaths(tmp_path).checkpoints)[-1]
+    first = checkpoint_files.find(RunPaths(tmp_path).checkpoints)[-1]
     assert run(tmp_path, epochs=1, resume=str(first.path))["epochs"] == 1
     assert json.loads(RunPaths(tmp_path).summary.read_bytes())["epochs"] == 1
     assert json.loads(RunPaths(tmp_path).config.read_bytes())["epochs"] == 1
@@ -146,7 +146,9 @@ def test_at_its_end_a_run_names_only_files_that_are_there(tmp_path: Path) -> Non
     assert not RunPaths(tmp_path / "two").metrics.exists()
 
 
-def test_the_speed_of_a_run_is_that_since_it_last_went_on(tmp_path: Path, step_takes: Callable[[float], None]) -> None:
+def test_samples_per_second_are_those_since_the_run_was_last_resumed(
+    tmp_path: Path, step_takes: Callable[[float], None]
+) -> None:
     step_takes(1.0)
     assert run(tmp_path, epochs=1)["samples_per_second"] == pytest.approx(10)
     step_takes(0.1)
@@ -160,13 +162,13 @@ def test_the_speed_of_a_run_is_that_since_it_last_went_on(tmp_path: Path, step_t
 def test_the_seconds_of_a_save_within_an_epoch_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, step_takes: Callable[[float], None]
 ) -> None:
-    write = checkpoint_file.write
+    write = checkpoint_files.write
 
     def slow_write(*arguments: Any) -> Path:
         clock.now += 100
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoint_file, "write", slow_write)
+    monkeypatch.setattr(checkpoint_files, "write", slow_write)
     step_takes(1.0)
     summary = run(tmp_path, checkpoint_steps=1)
     assert summary["train_seconds"] == pytest.approx(2 * STEPS_PER_EPOCH)
@@ -200,7 +202,7 @@ def test_a_meter_that_begins_again_keeps_the_seconds_and_the_samples_of_its_wind
         (None, Position(), True),
     ],
 )
-def test_a_model_of_an_epoch_that_is_to_be_trained_again_goes(
+def test_a_model_of_an_epoch_that_is_trained_again_is_removed(
     tmp_path: Path, there: str | None, position: Position, stays: bool
 ) -> None:
     paths = RunPaths(tmp_path)

@@ -1,5 +1,5 @@
-"""How a worker begins, before torch is loaded, and how it ends: signals are left to the agent, crashes leave their
-stack, and the kernel ends it with its agent."""
+"""How a worker's process begins, before torch is loaded, and how it ends: its agent takes the signals, a crash writes
+the Python stacks to a pipe, and the kernel ends the process with its agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 from types import FrameType
 
-from ddp_manual.signals import HELD_BACK, SAVE, STACKS, STOP
+from ddp_manual.signals import BLOCKED_AT_START, SAVE, STACKS, STOP
 
 PR_SET_PDEATHSIG = 1
 # Seconds, for a terminal or a pipe that nobody may read.
@@ -20,12 +20,13 @@ FLUSH_WITHIN = 0.3
 
 
 def leave_signals_to_the_agent() -> None:
-    """The terminal sends Ctrl-C to agent and worker alike; the agent says what is wished."""
+    """Ignore signals: the terminal sends Ctrl-C to agent and worker alike, and the agent tells the worker to stop."""
     for number in (*STOP, SAVE):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _pass_over)  # a handler is not handed on to another program
+    # A handler that does nothing: unlike SIG_IGN, programs that the worker starts do not inherit it.
+    signal.signal(signal.SIGTERM, _do_nothing)
     signal.siginterrupt(signal.SIGTERM, False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
 
 
 def let_children_be_terminated() -> None:
@@ -33,22 +34,22 @@ def let_children_be_terminated() -> None:
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
-        after_in_child=_take_sigterm_as_usual,
+        after_in_child=_restore_sigterm,
     )
 
 
-def _take_sigterm_as_usual() -> None:
-    """In a child, which may have been sent one already, before it ran at all."""
+def _restore_sigterm() -> None:
+    """In a child, which may have been sent a SIGTERM before it ran at all."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def _pass_over(number: int, frame: FrameType | None) -> None:
+def _do_nothing(number: int, frame: FrameType | None) -> None:
     pass
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process with the one that has started it; where it cannot, the channel's end does."""
+    """Have the kernel end this process with its parent; on other systems than Linux the closed channel ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -56,13 +57,13 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave_stacks_in(faults: int) -> None:
-    """From now on a native crash, or ``signals.STACKS``, writes the Python stacks of all threads to this descriptor."""
+    """Write the Python stacks of all threads to this descriptor on a native crash and on ``signals.STACKS``."""
     faulthandler.enable(file=faults)
     faulthandler.register(STACKS, file=faults)
 
 
 def leave_no_stacks(*, was_enabled: bool) -> None:
-    """Undo ``leave_stacks_in``; a faulthandler that was on writes to stderr again."""
+    """Undo ``leave_stacks_in``; a faulthandler that was enabled before writes to stderr again."""
     faulthandler.unregister(STACKS)
     faulthandler.disable()
     if was_enabled:
@@ -70,7 +71,7 @@ def leave_no_stacks(*, was_enabled: bool) -> None:
 
 
 def flush_briefly() -> None:
-    """Write what is still unwritten, unless nobody reads it."""
+    """Write what is still in buffers, but do not wait for a reader that is gone."""
 
     def flush() -> None:
         logging.shutdown()
@@ -83,6 +84,6 @@ def flush_briefly() -> None:
 
 
 def end_process(status: int) -> None:
-    """From any thread, without the interpreter's teardown: the main thread may be blocked for good."""
+    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
     flush_briefly()
     os._exit(status)

@@ -59,21 +59,17 @@ def test_code_in_place_of_its_name_is_answered_with_the_name(script: ModuleType)
     assert refused("dataset", script.Net) == 'write dataset="q3:Net"'
     assert refused("model", nn.Flatten) == 'write model="torch.nn.modules.flatten:Flatten"'
     for model in (script.Outer.Inner, script.unnamed, nn.Flatten(), functools.partial(script.Net, 3)):
-        assert refused("model", model).endswith('write model="own:network"')
-    assert refused("dataset", ([1], [2])).endswith('write dataset="own:data"')
-    assert refused("model", 3) == "give a str"
+        assert refused("model", model).endswith('write model="own:model"')
+    assert refused("dataset", ([1], [2])).endswith('write dataset="own:dataset"')
 
 
-def test_a_name_without_its_module_is_answered_with_both(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    for model in ("Net", "__main__:Net", "__mp_main__:Net"):
+def test_the_name_main_is_answered_with_the_name_of_the_module(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in ("__main__:Net", "__mp_main__:Net"):
         assert refused("model", model) == 'write model="q3:Net"'
-    assert refused("model", "__main__:Nothing").endswith('write model="own:network"')
-    script.mlp = script.Net  # type: ignore[attr-defined]
-    assert TrainConfig(model="mlp").model == "mlp"
-    with pytest.raises(BadOption, match="--model Net is not known"):  # typed: the program is not the user's
-        TrainConfig.from_file(None, model="Net")
-    monkeypatch.setattr(script, "__file__", "/somewhere/my-script.py")
-    assert refused("model", script.Net).endswith('write model="own:network"')
+    monkeypatch.setattr(script, "__file__", "/somewhere/my-script.py")  # no module could be called so
+    assert refused("model", script.Net).endswith('write model="own:model"')
 
 
 def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> None:
@@ -88,13 +84,18 @@ def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> N
     assert "q3" not in sys.modules
 
 
-def test_the_script_has_the_digest_of_its_file(write: Write, script: ModuleType) -> None:
-    ranks = own_code.digest("model", "q3:Net")
-    script.__file__ = "elsewhere.py"
-    assert own_code.digest("model", "q3:Net") == ranks
+def test_the_script_has_the_digest_that_its_file_has_when_it_is_imported(
+    write: Write, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("q3", "class Net: ...")
+    as_a_script = own_code.digest("model", "q3:Net")
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    assert own_code.digest("model", "q3:Net") == as_a_script
+    assert own_code.factory("model", "q3:Net") is sys.modules["q3"].Net
+    monkeypatch.delitem(sys.modules, "q3")
 
 
-def test_a_files_name_does_not_run_the_file(write: Write) -> None:
+def test_the_name_of_a_file_in_place_of_its_module_does_not_run_the_file(write: Write) -> None:
     write("not_imported", "raise AssertionError")
     with pytest.raises(BadOption) as caught:
         own_code.factory("model", "not_imported.py:Net")
@@ -106,7 +107,7 @@ def test_a_module_that_ends_the_program_is_named(ask: Callable[[str, str], objec
     folder = write("leaving", "import sys; sys.exit('please pip install x')").parent
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").write_text("import leaving")
-    module = "package.net" if ask is own_code.digest else "leaving"  # a digest imports no more than packages
+    module = "package.net" if ask is own_code.digest else "leaving"
     with pytest.raises(BadOption, match=f"importing {module} ended the program") as caught:
         ask("model", f"{module}:Net")
     assert caught.value.why == "it called sys.exit: please pip install x"
