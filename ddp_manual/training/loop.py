@@ -29,7 +29,7 @@ from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import evaluate
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
 from ddp_manual.training.metrics import AgreedRequests, Meter, Metrics, diverged
-from ddp_manual.training.predicting import Predictions, evaluate_and_predict, predict
+from ddp_manual.training.predictions import Predictions, evaluate_and_predict, predict
 from ddp_manual.training.results import RunFiles
 
 logger = logging.getLogger(__name__)

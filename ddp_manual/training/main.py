@@ -22,7 +22,6 @@ from ddp_manual.training import (
     collectives,
     models,
     own_code,
-    prediction_files,
     results,
 )
 from ddp_manual.training.agreement import agree_on_options, compare_data
@@ -35,6 +34,7 @@ from ddp_manual.training.learning_rate import peak_lr
 from ddp_manual.training.loop import Run, Trainer
 from ddp_manual.training.metrics import agree_on_requests
 from ddp_manual.training.own_code import is_own_factory
+from ddp_manual.training.predictions import files_of
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.sources import PARTS, prepare, source_of
 from ddp_manual.training.trackers import Trackers
@@ -157,7 +157,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
 
         if was_complete:
             logger.log(_level(world), "the run is complete: all its %d epochs are done", config.epochs)
-            missing = not all(file.exists() for file in prediction_files.of(paths.predictions, classes))
+            missing = not all(file.exists() for file in files_of(paths.predictions, classes))
             if collectives.rank_0_decides(summary is None or missing, world.device):
                 run.write_predictions(run.predict())
         else:

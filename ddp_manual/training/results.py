@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ddp_manual import run_folder, terminal
 from ddp_manual.errors import DdpManualError, writing
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import checkpoint_files, own_code, prediction_files
+from ddp_manual.training import checkpoint_files, own_code
 from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
@@ -26,7 +26,7 @@ from ddp_manual.training.epoch_plan import EpochPlan, Position
 from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.pictures import image_grid
-from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.predictions import Predictions, write_files
 from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class RunFiles:
 
     def write_predictions(self, position: Position, predictions: Predictions) -> None:
         with _not_worth_the_run(self._paths.predictions.table):
-            prediction_files.write(self._paths.predictions, predictions, option="--run_dir")
+            write_files(self._paths.predictions, predictions, option="--run_dir")
         self._trackers.predictions(position.step, predictions)
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from ddp_manual import launchers, run_folder
 from ddp_manual.errors import DdpManualError, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import escaped
-from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.predictions import Predictions
 
 logger = logging.getLogger(__name__)
 

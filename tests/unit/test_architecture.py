@@ -26,7 +26,6 @@ BOTTOM_ROW = (
     "launchers",
     "run_folder",
     "options",
-    "flags",
     "world_spec",
     "terminal",
 )
@@ -149,7 +148,7 @@ def test_agent_and_worker_stay_small() -> None:
 def test_the_command_line_needs_no_torch() -> None:
     script = (
         "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.attached, ddp_manual.agent.tasks\n"
-        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.reports\n"
+        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.checkpoints\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0

@@ -25,7 +25,7 @@ from ddp_manual.training import trackers
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.metrics import Metrics
-from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.predictions import Predictions
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import PredictedImage, TrackedRun, Tracker, Trackers, run_name
 
