@@ -283,13 +283,13 @@ def mnist() -> Path:
 
 @pytest.fixture(scope="session")
 def digits(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data_dir with the first 10,000 and 2,000 images of the real MNIST; under ``./scripts/soak`` with all."""
+    """A data_dir with the first 5,000 and 1,000 images of the real MNIST; under ``./scripts/soak`` with all."""
     if ALL_DIGITS:
         return mnist
     folder = tmp_path_factory.mktemp("digits")
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for part, count in (("train", 10_000), ("t10k", 2_000)):
+    for part, count in (("train", 5_000), ("t10k", 1_000)):
         for name, dimensions in ((f"{part}-images-idx3-ubyte", (28, 28)), (f"{part}-labels-idx1-ubyte", ())):
             content = gzip.decompress((mnist / "MNIST" / "raw" / f"{name}.gz").read_bytes())
             header, size = 8 + 4 * len(dimensions), count * math.prod(dimensions)

@@ -16,16 +16,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from tests.forkserver import READ_BY_THE_FORK, TORCHRUN, would_see
+from tests.forkserver import READ_BY_THE_FORK, would_see
 
 SERVER = Path(__file__).with_name("forkserver.py")
 # Where the server listens.
 VARIABLE = "DDP_MANUAL_TEST_FORK_SERVER"
+TORCHRUN = "torch.distributed.run"
 
 
 class Process(Protocol):
@@ -124,8 +126,11 @@ class Server:
         place: tuple[str, str] | None,
         out: IO[bytes],
         err: IO[bytes],
+        starts_others: bool,
     ) -> Forked:
+        """``starts_others``: the Python programs that this one starts are forks too, whatever threads it has."""
         request = {"words": arguments, "env": dict(env), "cwd": str(cwd), "place": place, "note": str(note)}
+        request["starts_others"] = starts_others
         status, theirs = os.pipe()
         with self._turn:
             message = json.dumps(request).encode()
@@ -174,10 +179,43 @@ def start(
         fresh: start a new Python, not a fork, which ``ps`` shows with the server's command.
     """
     if not fresh and becomes_a_rank(arguments) and server().would_see(env):
-        return server().fork(arguments, note, env, cwd, place, out, err)
+        starts_others = arguments[1:3] == ["-m", TORCHRUN]
+        return server().fork(arguments, note, env, cwd, place, out, err, starts_others)
     if place:
         namespace, host = place
         arguments = ["ip", "netns", "exec", namespace, *named(host), *arguments]
     return subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True
     )
+
+
+def make_commands_forks(folder: Path, names: Sequence[str]) -> Path:
+    """Make a folder for the front of PATH, in which ``python`` and these scripts beside it have their programs run as
+    forks; a process of their own waits for each fork, and hands signals on to it."""
+    folder.mkdir()
+    for name in ("python", *names):
+        command = [sys.executable] if name == "python" else [sys.executable, str(Path(sys.executable).with_name(name))]
+        (folder / name).write_text(
+            f"#!{sys.executable} -S\n"
+            f"import sys\nsys.path[0] = {str(SERVER.parent.parent)!r}\n"
+            f"from tests import forking\nforking.run_as_fork([*{command!r}, *sys.argv[1:]])\n"
+        )
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_as_fork(command: Sequence[str]) -> None:
+    """End this process as a fork ends that has its streams and runs a command."""
+    note = Path(tempfile.gettempdir(), f"ddp-manual-test-{os.getpid()}")
+    streams = {"out": sys.stdout.buffer, "err": sys.stderr.buffer}
+    assert server().would_see(os.environ)
+    fork = server().fork(command, note, os.environ, Path.cwd(), None, **streams, starts_others=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: fork.send_signal(number))
+    code = fork.wait()
+    for file in note.parent.glob(f"{note.name}*"):
+        file.unlink()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

@@ -7,7 +7,7 @@ standard library only, torch, and other installed packages that ranks import.
 
 A rank is two processes: the fork becomes the agent, and forks once more when the agent starts its worker. Processes
 that a script starts by multiprocessing's ``spawn`` are such second forks too, and so are those that torchrun starts,
-by way of a fork that torchrun's process keeps for them. A second fork forgets all that the first has imported, except
+by way of a fork that its process keeps for them. A second fork forgets all that the first has imported, except
 Python's own modules and installed packages. ``ps`` shows all of them with the server's command.
 """
 
@@ -51,7 +51,6 @@ READ_AT_START = (
 # Those of them that a fork reads itself, or that are read later.
 READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 STARTS_PYTHON = "ddp_manual.launchers"
-TORCHRUN = "torch.distributed.run"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
@@ -172,11 +171,11 @@ def spawned_are_forks(path: Sequence[str], started_with: Mapping[str, str]) -> N
     util.spawnv_passfds = spawn  # type: ignore[attr-defined]
 
 
-class ForksForTorchrun:
-    """Lets torchrun's process have forks as children, although it has several threads by the time it starts them.
+class ForksForALauncher:
+    """Lets a launcher such as torchrun have forks as children, although it has several threads when it starts them.
 
     A fork of a process with several threads may inherit a lock that nobody will release. So the forks are made by a
-    process that was forked before torchrun began; each is orphaned at once, and torchrun's process adopts it.
+    process that was forked before the launcher began; each is orphaned at once, and the launcher's process adopts it.
     """
 
     def __init__(self, path: Sequence[str], started_with: Mapping[str, str]) -> None:
@@ -209,7 +208,7 @@ class ForksForTorchrun:
         os._exit(0)
 
     def take_over(self) -> None:
-        """From now on ``subprocess.Popen`` starts Python programs as forks, where only torchrun's options are given."""
+        """From now on have ``subprocess.Popen`` fork to start Python programs, unless it is given other options."""
         forks = self
 
         class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -456,8 +455,8 @@ def become(request: dict[str, Any], path: Sequence[str], started_with: Mapping[s
     hide_packages()
     sys.meta_path.insert(0, WorkersAreForks(path, started_with, Path(request["note"])))
     spawned_are_forks(path, started_with)
-    if request["words"][1:3] == ["-m", TORCHRUN]:
-        ForksForTorchrun(path, started_with).take_over()
+    if request["starts_others"]:
+        ForksForALauncher(path, started_with).take_over()
     run(request["words"], [*python_path(), *path])
 
 

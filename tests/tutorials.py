@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, clean_environment
+from tests.forking import make_commands_forks
 
 PAGE = REPOSITORY / "docs" / "from-tutorials.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,7 +55,8 @@ def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> l
     """Run all commands of a section in ``folder``; returns what each said, and fails with it if one failed."""
     for name, text in scripts(number).items():
         (folder / name).write_text(text, encoding="utf-8")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    forks = make_commands_forks(folder / ".commands", ["torchrun", "ddp-manual", "run_multi_gpu_train", "pyflyte"])
+    path = os.pathsep.join([str(forks), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = clean_environment(PATH=path, **env)
     running: list[tuple[str, subprocess.Popen[str]]] = []
     said = []

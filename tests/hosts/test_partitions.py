@@ -83,7 +83,6 @@ def test_a_cut_between_two_followers_shows_as_a_stall_in_which_nobody_is_behind(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 @pytest.mark.timeout(60 + 30 * CUTS)
 def test_cuts_at_random_moments(hosts: Hosts, tmp_path: Path) -> None:
     """Each is drawn from its number, so it can be had again."""

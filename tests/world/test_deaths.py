@@ -331,7 +331,6 @@ class Trial:
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 @pytest.mark.timeout(60 + 30 * TRIALS)
 def test_deaths_at_random_moments(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
