@@ -26,9 +26,9 @@ from tests.world.test_check_and_status import look, looked
 
 RankCommand = Callable[..., list[object]]
 
-SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_SECONDS", "3"))
 # Of evaluation and of loading, in the run that takes that long.
-BUSY_SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_BUSY_SECONDS", "6"))
+BUSY_SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_BUSY_SECONDS", "4"))
 # Of a C call that keeps the interpreter's lock, longer than a peer may be silent.
 HELD_SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_HELD_SECONDS", "8"))
 PEER_TIMEOUT = 10.0 if BUSY_SECONDS > 10 else 3.0
