@@ -58,10 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where DDP_MANUAL_NO_SKIPS is set, a test that is skipped though no GPU is missing has failed."""
+    """Report all tests of a folder that are skipped for the same reason in one line. Where DDP_MANUAL_NO_SKIPS is set,
+    a test that is skipped fails, unless it needs a GPU."""
     report = yield
-    if report.skipped and os.environ.get("DDP_MANUAL_NO_SKIPS") and not item.get_closest_marker("gpu"):
-        report.outcome = "failed"
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _, _, reason = report.longrepr
+        if os.environ.get("DDP_MANUAL_NO_SKIPS") and not item.get_closest_marker("gpu"):
+            report.outcome, report.longrepr = "failed", reason
+        else:
+            report.longrepr = (str(item.path.parent), None, reason)  # type: ignore[assignment]
     return report
 
 

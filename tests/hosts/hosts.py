@@ -45,12 +45,15 @@ def run(
 
 
 def why_not() -> str | None:
-    """What keeps this process from making hosts, if anything does."""
-    missing = [tool for tool in ("ip", "nft", "unshare") if not shutil.which(tool)]
-    if missing:
-        return f"{' and '.join(missing)} not found; on Debian and Ubuntu: apt-get install iproute2 nftables util-linux"
+    """What keeps this process from making hosts, if anything does, and what to do about it."""
+    reasons = []
+    if missing := [tool for tool in ("ip", "nft", "unshare") if not shutil.which(tool)]:
+        packages = "iproute2 nftables util-linux"
+        reasons.append(f"{' and '.join(missing)} not found (on Debian and Ubuntu: apt-get install {packages})")
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        reasons.append("only root can make network namespaces (run the tests as root)")
+    if reasons:
+        return "; ".join(reasons)
     trial = Namespace(f"{PREFIX}{os.getpid()}-trial")
     try:
         trial.add()

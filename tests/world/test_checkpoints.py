@@ -278,7 +278,7 @@ def test_a_folder_that_a_run_trains_into_is_refused_to_another(start_world: Star
 
 def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_data: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can mount a small file system")
+        pytest.skip("only root can mount a small file system (run the tests as root)")
     full = tmp_path / "full"
     full.mkdir()
     options = f"--dataset synthetic --model mlp --data_dir {small_data} --epochs 1 --master_port 0"

@@ -17,6 +17,7 @@ import pytest
 
 from ddp_manual.training import checkpoint_files
 from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start
+from tests.forking import make_commands_forks
 
 
 @pytest.fixture
@@ -162,7 +163,8 @@ def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(launch: Start) 
 
 def test_a_reader_that_goes_away_does_not_stop_the_ranks(start: Start, small_data: Path, tmp_path: Path) -> None:
     options = shlex.join(map(str, [*SHORT, "--data_dir", small_data, "--log_every", 1]))
-    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
+    python = make_commands_forks(tmp_path / "commands", []) / "python"
+    command = f"{python} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
     assert start("bash", "-c", f"{command} 2>&1 | head -n 3").wait() == 0
     assert (tmp_path / "run" / "summary.json").exists()
 

@@ -34,8 +34,10 @@ HALF_A_REQUEST = VALIDATE + b"\x01" + (9).to_bytes(8, "little") + b"ddp"
 def ssh_server(start: Start, port: int, tmp_path: Path) -> RankProcess:
     """A real sshd on rank 0's port, with a key and a configuration of its own."""
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if program is None or os.geteuid() != 0:
-        pytest.skip("needs openssh-server and root")
+    if program is None:
+        pytest.skip("sshd not found (on Debian and Ubuntu: apt-get install openssh-server)")
+    if os.geteuid() != 0:
+        pytest.skip("only root can run sshd (run the tests as root)")
     Path("/run/sshd").mkdir(exist_ok=True)  # where Debian's sshd is built to lock its children in
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
     (tmp_path / "sshd.conf").write_text(f"ListenAddress 127.0.0.1:{port}\nPidFile none\n")

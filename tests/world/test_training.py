@@ -281,7 +281,7 @@ def test_more_ranks_than_gpus_is_refused_and_names_the_device(start_rank: Start)
 
 def test_a_full_disk_is_named_and_the_previous_model_stays(tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can mount a small file system")
+        pytest.skip("only root can mount a small file system (run the tests as root)")
     script = (
         "from pathlib import Path; from ddp_manual import run_folder, errors\n"
         f"path = Path({str(tmp_path)!r}) / 'model.pt'\n"
