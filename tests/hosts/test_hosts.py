@@ -106,7 +106,7 @@ def test_a_host_without_its_cable_answers_nobody_and_keeps_its_address(hosts: Ho
     assert connect(second, first.address, 5001) == "connected"
 
 
-def test_what_a_killed_test_process_left_is_removed_and_what_a_living_one_has_is_not(
+def test_namespaces_of_a_killed_test_process_are_removed_and_those_of_a_running_one_stay(
     hosts: Hosts, start: Start
 ) -> None:
     (living,) = hosts(1)

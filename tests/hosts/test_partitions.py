@@ -68,7 +68,7 @@ def test_where_an_interface_goes_down_both_sides_end_and_name_the_other(hosts: H
     record(fault, "peer-lost, master-lost", named, seconds=seconds, within=WHERE_SILENT, codes=[14, 14, 14], row=18)
 
 
-def test_a_cut_between_two_followers_shows_as_a_stall_in_which_nobody_is_behind(hosts: Hosts) -> None:
+def test_a_cut_between_two_followers_is_a_stall_in_which_no_rank_is_behind(hosts: Hosts) -> None:
     """Both still reach rank 0, so all of them live; only what they have to tell each other does not arrive."""
     three = hosts(3)
     ranks = start_ranks(three, "--stall_timeout", STALL_TIMEOUT)

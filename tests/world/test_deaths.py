@@ -140,7 +140,7 @@ def test_a_rank_that_freezes_is_named_by_all_others_and_leaves_when_it_thaws(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_stopped_is_named_at_once_and_lost_if_nobody_lets_it_go_on(
+def test_a_worker_that_is_stopped_is_named_at_once_and_lost_if_it_is_not_continued(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
 ) -> None:
     three = start_three(start, rank_command, victim)
@@ -232,7 +232,7 @@ def test_a_rank_in_a_dead_loop_is_named_by_all_with_the_line_it_is_on(
     record(fault, "peer-stalled", named, seconds=seconds, within=WHERE_STUCK, codes=codes, row=19)
 
 
-def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_named_by_all_others(
+def test_a_rank_that_the_oom_killer_ends_is_named_by_all_others(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
 ) -> None:
     group = memory(MEMORY)

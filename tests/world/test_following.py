@@ -45,7 +45,7 @@ def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_that_was_killed_and_went_on_is_one_run_in_every_tracker(start_rank: Start, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_resumed_is_one_run_in_every_tracker(start_rank: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killed = start_rank(0, 1, *STEPS, "--track", "tensorboard,wandb,jsonl", **OFFLINE)
     wait_until_all_have_something_to_keep(killed, run)

@@ -207,7 +207,7 @@ def test_a_run_whose_rank_raises_is_started_again_and_ends_with_the_same_paramet
     assert "going on after step 16, " in logs[0][1]
 
 
-def test_a_rank_that_is_killed_is_started_again_as_often_as_was_said(launch: Start) -> None:
+def test_a_rank_that_is_killed_is_started_again_as_often_as_max_restarts_says(launch: Start) -> None:
     """Also one that was killed with the process that forks."""
     launcher = launch(1, *LONGER, 200, "--checkpoint_steps", 50, max_restarts=1)
     launcher.wait_for("[rank 0] step 100/")
@@ -220,7 +220,7 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_was_said(launch: Sta
     assert shlex.join([*launcher.arguments, "--resume", "auto"]) in last
 
 
-def test_torchrun_starts_a_run_again_which_goes_on_in_the_folder_of_that_torchrun(
+def test_a_run_that_torchrun_restarts_resumes_in_the_same_folder(
     start: Start, small_data: Path, tmp_path: Path, undisturbed: bytes
 ) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]

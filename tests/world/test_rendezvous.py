@@ -59,7 +59,7 @@ def test_a_name_that_does_not_resolve_ends_the_rank_at_once(start_rank: Start) -
     assert last_error(lost.err).startswith("error[master-unresolvable]")
 
 
-def test_a_store_without_our_roll_call_is_not_waited_for(start_rank: Start, start: Start, port: int) -> None:
+def test_a_store_without_a_roll_call_ends_the_wait_at_once(start_rank: Start, start: Start, port: int) -> None:
     store = start(
         sys.executable,
         "-c",

@@ -36,7 +36,7 @@ def test_64_ranks_that_come_at_once_meet_also_with_a_token(start: Start) -> None
     assert len(row.strip("| ").split("|")) == 5
 
 
-def test_what_watching_costs_is_measured_of_coordinator_agents_and_reporters(start: Start, digits: Path) -> None:
+def test_the_watching_benchmark_measures_coordinator_agents_and_reporters(start: Start, digits: Path) -> None:
     sizes = ["--ranks", 64, "--repetitions", 1, "--seconds", 1, "--data_dir", digits]
     benchmark = start(sys.executable, "-m", "benchmarks.watching", *sizes)
     assert benchmark.wait() == 0

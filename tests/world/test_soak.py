@@ -29,9 +29,7 @@ def busy_cores(start: Start) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_cores")
-def test_no_fault_is_seen_in_healthy_starts_under_load(
-    start: Start, port: int, small_data: Path, tmp_path: Path
-) -> None:
+def test_healthy_starts_under_load_report_no_fault(start: Start, port: int, small_data: Path, tmp_path: Path) -> None:
     order = random.Random(0)
     for number in range(HEALTHY_STARTS):
         world_size = order.choice((2, 3))

@@ -99,7 +99,7 @@ def wait_until_it_listens(server: RankProcess, port: int) -> None:
         ("random_bytes_listener", r"something else answers: [^\n]*\\x[^\n]*\n"),
     ],
 )
-def test_what_listens_in_rank_0s_place_is_named_to_rank_1_by_its_first_bytes_and_to_rank_0_by_its_process(
+def test_another_server_on_rank_0s_port_is_named_to_rank_1_by_its_first_bytes_and_to_rank_0_by_its_process(
     request: pytest.FixtureRequest, start_rank: Start, port: int, stranger: str, answer: str
 ) -> None:
     server: RankProcess = request.getfixturevalue(stranger)

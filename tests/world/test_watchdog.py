@@ -99,7 +99,7 @@ def quiet(ranks: list[RankProcess]) -> None:
         assert "error[" not in rank.err and " is slow: " not in rank.err and "Traceback" not in rank.err, rank.err
 
 
-def test_ranks_that_are_long_in_loading_evaluating_and_in_c_are_waited_for(
+def test_the_others_wait_for_ranks_that_are_slow_in_loading_evaluating_and_in_c(
     start: Start, rank_command: RankCommand
 ) -> None:
     """Each for longer than a peer may be silent."""
@@ -118,7 +118,7 @@ def test_ranks_that_are_long_in_loading_evaluating_and_in_c_are_waited_for(
 @pytest.mark.soak
 @pytest.mark.timeout(120 + HELD_SECONDS)
 @pytest.mark.parametrize("holding", [0, 1])
-def test_of_a_c_call_that_keeps_the_interpreters_lock_nothing_is_said_and_status_shows_its_line(
+def test_a_c_call_that_holds_the_gil_is_not_reported_as_a_fault_and_status_shows_its_line(
     start: Start, rank_command: RankCommand, port: int, holding: int
 ) -> None:
     """For longer than a peer may be silent: its agent, another process, speaks for it."""
@@ -150,7 +150,7 @@ def test_of_a_c_call_that_keeps_the_interpreters_lock_nothing_is_said_and_status
     )
 
 
-def test_of_a_rank_in_a_debugger_the_others_are_told_and_nobody_is_ended(
+def test_a_rank_in_a_debugger_is_named_to_the_others_and_no_rank_is_ended(
     start: Start, rank_command: RankCommand
 ) -> None:
     """Of its terminal, a person's, the worker has what the agent has."""
@@ -234,7 +234,7 @@ def test_a_rank_that_is_stopped_for_less_than_peer_timeout_goes_on(
 @pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.timeout(300 + 2 * SECONDS)
-def test_nothing_is_said_of_a_run_on_cores_that_are_four_times_oversubscribed(
+def test_a_run_on_cores_that_are_four_times_oversubscribed_reports_no_fault(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path
 ) -> None:
     """It trains for DDP_MANUAL_SOAK_SECONDS, and each rank is besides held up as long as it may be."""
