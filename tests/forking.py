@@ -31,7 +31,7 @@ TORCHRUN = "torch.distributed.run"
 
 
 class Process(Protocol):
-    """What the tests use of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that the tests use."""
 
     pid: int
     returncode: int | None
@@ -73,13 +73,13 @@ class Forked:
         if self.returncode is None and select.select([self._status], [], [], within)[0]:
             text = os.read(self._status, 16)
             os.close(self._status)
-            # Without a text the server has been killed, and the kernel has killed what it had forked.
+            # No text: the server was killed, and the kernel has killed its forks.
             self.returncode = int(text or -signal.SIGKILL)
         return self.returncode
 
 
 def server_environment() -> dict[str, str]:
-    """The environment that the server is started with."""
+    """Return the environment that the server is started with."""
     environment = {name: value for name, value in os.environ.items() if name not in READ_BY_THE_FORK}
     return {**environment, "OMP_NUM_THREADS": "1"}
 
@@ -114,7 +114,7 @@ class Server:
         self._control.connect(f"\0{os.environ[VARIABLE]}")
 
     def would_see(self, env: Mapping[str, str]) -> bool:
-        """Whether a fork takes notice of all that is in this environment."""
+        """Return whether a fork would behave as this environment says."""
         return would_see(self._environment, env)
 
     def fork(
@@ -147,7 +147,7 @@ def server() -> Server:
 
 
 def becomes_a_rank(arguments: Sequence[str]) -> bool:
-    """Whether a command is a Python program that may need torch, or starts a program that does."""
+    """Return whether a command is a Python program that may need torch, or starts a program that does."""
     if sys.platform != "linux" or arguments[0] != sys.executable or len(arguments) < 2:
         return False
     if arguments[1] == "-m":
@@ -156,7 +156,7 @@ def becomes_a_rank(arguments: Sequence[str]) -> bool:
 
 
 def named(host: str) -> tuple[str, ...]:
-    """What gives the command that follows a host name; sh does it in place, so that the process keeps its id."""
+    """Return the words that give the command after them a host name; sh is replaced, so the process keeps its id."""
     return ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host)
 
 
@@ -171,7 +171,7 @@ def start(
     place: tuple[str, str] | None,
     fresh: bool,
 ) -> Process:
-    """A command in a session of its own, without a terminal.
+    """Start a command in a session of its own, without a terminal.
 
     Args:
         note: where a fork writes the pid of its worker.
@@ -205,7 +205,7 @@ def make_commands_forks(folder: Path, names: Sequence[str]) -> Path:
 
 
 def run_as_fork(command: Sequence[str]) -> None:
-    """End this process as a fork ends that has its streams and runs a command."""
+    """Run a command in a fork that has the streams of this process, and end with its exit code."""
     note = Path(tempfile.gettempdir(), f"ddp-manual-test-{os.getpid()}")
     streams = {"out": sys.stdout.buffer, "err": sys.stderr.buffer}
     assert server().would_see(os.environ)

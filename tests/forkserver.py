@@ -43,7 +43,7 @@ SLOW = (
 )
 # Packages among them that a fork finds not yet imported.
 HIDDEN = ("torch", "torchvision")
-# What Python, its libraries or torch look at once, while they are loaded.
+# Variables that Python, its libraries or torch read once, while they are loaded.
 READ_AT_START = (
     *("FAKETIME", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("PYTORCH_", "TORCH_", "TRITON_"),
@@ -82,7 +82,7 @@ class HiddenUntilImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules.update(self._modules)
             return
         sys.modules.update(self._modules)
-        # Once more what torch does while it is loaded: draw a seed, and read TORCH_CPP_LOG_LEVEL.
+        # torch does this while it is loaded: it draws a seed, and reads TORCH_CPP_LOG_LEVEL.
         module.default_generator.seed()
         library = Path(str(module.__file__)).parent / "lib" / "libc10.so"
         ctypes.CDLL(str(library))._ZN3c1011initLoggingEv()
@@ -96,7 +96,7 @@ def hide_packages() -> None:
 
 
 def would_see(started_with: Mapping[str, str], env: Mapping[str, str]) -> bool:
-    """Whether a fork of a process that was started with one environment takes notice of all that is in another."""
+    """Return whether a fork of a process that was started with one environment would behave as another one says."""
     return all(
         env.get(name) == started_with.get(name)
         for name in {*env, *started_with}
@@ -105,7 +105,7 @@ def would_see(started_with: Mapping[str, str], env: Mapping[str, str]) -> bool:
 
 
 class WorkersAreForks(importlib.abc.MetaPathFinder):
-    """Once an agent imports what starts its worker, that forks the agent in place of starting a new Python.
+    """Have an agent start its worker as a fork of itself, in place of a new Python.
 
     Args:
         path, started_with: of a new Python without a program, and of the fork server.
@@ -229,7 +229,7 @@ class ForksForALauncher:
 
 
 class Fork(subprocess.Popen):  # type: ignore[type-arg]
-    """A fork of this process that runs another program: to its parent what ``Popen`` would be."""
+    """A fork of this process that runs another program; its parent uses it like a ``Popen``."""
 
     def __init__(
         self, path: Sequence[str], words: Sequence[str], descriptors: Sequence[int], options: Mapping[str, Any]
@@ -252,7 +252,7 @@ def as_parent_of_a_fork(process: Any, words: Sequence[str]) -> None:
     process._child_created = True
 
 
-# What the objects of the process that was forked still hold: they close the descriptors that they think are theirs.
+# Keeps the objects of the forked process alive: their destructors would close descriptors that are now others'.
 _kept: list[Any] = []
 
 
@@ -285,11 +285,11 @@ def run_in_fork(
 
 
 def end_with(program: Callable[[], None], *, keep: Callable[[], bool]) -> None:
-    """Run a program to its end, and end the process without taking down an interpreter that has torch, which takes 1 s
-    and which an agent's does not have.
+    """Run a program, and end the process without Python's teardown, which takes 1 s with torch loaded: an agent that is
+    not a fork has no torch.
 
     Args:
-        keep: whether to leave that end to Python after all.
+        keep: whether to leave the end of the process to Python after all.
     """
     code = 1
     try:
@@ -317,7 +317,7 @@ def end_with(program: Callable[[], None], *, keep: Callable[[], bool]) -> None:
 
 
 def forget_handlers() -> None:
-    """What a new program has: it ignores what its parent ignores, and handles nothing."""
+    """Reset signals as a new program does: it ignores the signals that its parent ignores, and handles none."""
     signal.set_wakeup_fd(-1)
     if "asyncio" in sys.modules:
         sys.modules["asyncio"]._set_running_loop(None)
@@ -329,7 +329,7 @@ def forget_handlers() -> None:
 
 
 def take_descriptors(descriptors: Sequence[int], options: Mapping[str, Any]) -> None:
-    """Have the standard streams that ``Popen`` would be told, these ``descriptors`` and no others."""
+    """Keep the standard streams that ``options`` name, and these ``descriptors``; close all others."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         given = options.get(name)
         if given == subprocess.DEVNULL:
@@ -412,7 +412,7 @@ def _begin(client: socket.socket, out: int, err: int) -> None:
 
 
 def enter(namespace: str, host: str) -> None:
-    """What ``ip netns exec NAMESPACE unshare --uts`` does, and ``hostname HOST``."""
+    """Do what ``ip netns exec NAMESPACE unshare --uts`` and ``hostname HOST`` do."""
     file = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     _checked(LIBC.setns(file, CLONE_NEWNET))
     os.close(file)

@@ -1,4 +1,4 @@
-"""Three ranks of which one comes to grief: what every survivor has to say, and how soon it has to be gone.
+"""Three ranks of which one fails: what every survivor has to say, and how soon it has to be gone.
 
 Seconds count from the signal, or from the line in which ``tests/faulty.py`` says that it strikes.
 """

@@ -51,7 +51,7 @@ STOPPED = rf"has been stopped by SIGSTOP for [{PEER_TIMEOUT}-{PEER_TIMEOUT + 1}]
 SILENT = rf"has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n"
 RAISED = r"left with error\[training-failed\]\n"
 STUCK = "is stuck while others wait"
-# Where a rank was seen last, in a run that any of these tests makes.
+# The last progress that errors name, in any of these runs.
 LAST_STEP = r"step [1-9]\d* of epoch [1-9]"
 # Bytes: a rank takes less than half of it.
 MEMORY = 1 << 30
@@ -68,7 +68,7 @@ def check(found: list[str]) -> None:
 
 
 def codes_of(three: Three) -> list[int]:
-    """In rank order; of a signal 128 + its number."""
+    """Return the exit codes in rank order, as a shell shows them: 128 + the number of a signal."""
     codes = [rank.wait(10) for rank in three.ranks]
     return [code if code >= 0 else 128 - code for code in codes]
 
@@ -257,7 +257,7 @@ def test_a_rank_that_the_oom_killer_ends_is_named_by_all_others(
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank comes to grief at one moment."""
+    """One fault of one rank at one moment."""
 
     kind: str
     victim: int
@@ -302,7 +302,7 @@ class Trial:
             struck = f"{self.kind} in {self.moment.replace(':', ' ')}"
             three.process.wait_for(f"faulty: {struck} at ")
             since = said_at(three.process.err, struck)
-            # Eating takes its time.
+            # Filling the memory takes some time.
             return since if self.kind != "eat" else gone_at(three.process.worker, 30)
         three.process.wait_for("process group ready")
         time.sleep(self.seconds)
@@ -335,7 +335,7 @@ class Trial:
 def test_deaths_at_random_moments(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
 ) -> None:
-    """Each trial is drawn from its number, so it can be had again."""
+    """The number of a trial is its seed, so every trial can be repeated."""
     failed = []
     for number in range(TRIALS):
         trial = Trial.draw(random.Random(number))

@@ -1,4 +1,4 @@
-"""The small orchestrator, on real processes."""
+"""``ddp-manual launch``: many ranks from one terminal, as real processes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) ->
 def test_ctrl_c_ends_every_rank_that_is_just_being_started_within_5_seconds(
     launch: Start, number: int, ranks: int
 ) -> None:
-    """While torch is loaded, or the data."""
+    """The signal comes while torch is loaded, or the data."""
     launcher = launch(2, *LONGER, 200, max_restarts=3)
     while len(ranks_of(launcher)) < ranks:
         time.sleep(0.01)
@@ -208,7 +208,7 @@ def test_a_run_whose_rank_raises_is_started_again_and_ends_with_the_same_paramet
 
 
 def test_a_rank_that_is_killed_is_started_again_as_often_as_max_restarts_says(launch: Start) -> None:
-    """Also one that was killed with the process that forks."""
+    """Also if the rank died with the process that forks the workers."""
     launcher = launch(1, *LONGER, 200, "--checkpoint_steps", 50, max_restarts=1)
     launcher.wait_for("[rank 0] step 100/")
     forker_of(launcher).kill()
@@ -283,7 +283,7 @@ def test_eight_ranks_train_together(launch: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_death_of_the_process_that_forks_ends_all_ranks_with_an_error(launch: Start, ranks: int) -> None:
-    """Before it has forked any, and while they train."""
+    """It dies before it has forked a worker, or while the workers train."""
     launcher = launch(2, *LONGER, 200)
     if ranks:
         launcher.wait_for("step 100/")

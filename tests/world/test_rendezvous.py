@@ -24,7 +24,7 @@ HOST = os.uname().nodename
 
 
 def last_error(text: str) -> str:
-    """From the last ``error[`` on."""
+    """Return the text from the last ``error[`` on."""
     return text[text.rindex("error[") :]
 
 

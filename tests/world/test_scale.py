@@ -12,7 +12,7 @@ from tests.conftest import Start
 
 
 def cpu_seconds_of_a_roll_call(ranks: int) -> float:
-    """Of the coordinator, until all ranks have their place; a machine that is busy makes it no longer."""
+    """Return the CPU seconds of the coordinator until all ranks have their place; a busy machine hardly adds any."""
     nonce = secrets.token_hex(16)
     with (
         hosted(ranks, nonce, token=None) as (port, cpu_seconds),
@@ -24,7 +24,7 @@ def cpu_seconds_of_a_roll_call(ranks: int) -> float:
 
 
 def test_four_times_as_many_ranks_take_the_coordinator_about_four_times_as_long() -> None:
-    """Whatever looks at all ranks for each of them made it 19 times."""
+    """A coordinator that looked at all ranks for each rank took 19 times as long."""
     few, many = (min(cpu_seconds_of_a_roll_call(ranks) for _ in range(3)) for ranks in (256, 1024))
     assert many < 8 * few
 

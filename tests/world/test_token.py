@@ -149,7 +149,7 @@ def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
 
 
 def turned_away(port: int, recorded: bytes) -> None:
-    """Whoever plays this back is welcomed by nobody."""
+    """Send recorded bytes to rank 0, which must refuse them."""
     with Stranger(port) as stranger:
         stranger.connection.sendall(recorded)
         answer = stranger.rest(timeout=0.5)
@@ -248,7 +248,7 @@ def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
 def test_two_ranks_with_the_same_token_train_and_nothing_reveals_the_token(
     start_rank: Start, eavesdropper: Eavesdropper, tmp_path: Path, token_file: Path
 ) -> None:
-    """Neither on the wire, nor in torch's store, nor in a file."""
+    """The token is neither on the wire, nor in torch's store, nor in a file."""
     options = [*LONGER, 3, "--token_file", token_file]
     ranks = [start_rank(0, 2, *options)]
     ranks[0].wait_for("listening at")
