@@ -1,4 +1,4 @@
-"""A run as rank 0 describes it, for tests without one."""
+"""A run as rank 0 describes it, for tests without a rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts can do what other tests have them do; tried with plain sockets, without a rank."""
+"""Hosts behave as the other tests expect; tried with plain sockets, without ranks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def listen(host: Host, *ports: int) -> None:
 
 
 def connect(host: Host, address: str, port: int) -> str:
-    """``connected``, or the name of the exception."""
+    """Return ``connected``, or the name of the exception."""
     return host.run(sys.executable, "-c", CONNECT, address, port).stdout.strip()
 
 
 def look_up(host: Host, name: str) -> list[str]:
-    """The IPv4 addresses of a name."""
+    """Return the IPv4 addresses of a name."""
     lines = host.run("env", "RES_OPTIONS=timeout:1 attempts:1", "getent", "ahostsv4", name, check=False).stdout
     return [line.split()[0] for line in lines.splitlines() if "STREAM" in line]
 

@@ -1,4 +1,4 @@
-"""A process that joins is, after it has left, as it was found; and it and its agent do not outlive each other."""
+"""``join`` leaves the process as it was before; and a process and its agent do not outlive each other."""
 
 from __future__ import annotations
 

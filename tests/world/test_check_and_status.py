@@ -1,4 +1,4 @@
-"""``check`` goes the way of a run and measures; ``status`` looks on from outside."""
+"""``check`` meets like a run and measures; ``status`` observes a run from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or out of disk goes on as if nothing had happened: real ranks, real signals."""
+"""A run that was stopped, killed or out of disk space resumes as if nothing had happened: real ranks and signals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def parameters(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    """Bitwise the same parameters, and files as if it had never stopped."""
+    """Assert bitwise equal parameters, and files as if the run had never stopped."""
     expected = parameters(other)
     assert all(torch.equal(value, expected[name]) for name, value in parameters(run).items())
     assert (run / "accuracies.json").read_text() == (other / "accuracies.json").read_text()

@@ -182,7 +182,7 @@ def test_the_agent_of_a_rank_never_loads_torch_and_is_there_within_a_second(star
 def test_when_the_agent_is_killed_the_worker_is_gone_within_2_s_and_the_other_way_round(
     start_rank: Start, killed: str
 ) -> None:
-    """Of a rank that waits for another."""
+    """Both belong to a rank that waits for another rank."""
     rank_0 = start_rank(0, 2)
     rank_0.wait_for("waiting for rank 1; 1 of 2 here")
     worker = psutil.Process(rank_0.worker)

@@ -80,7 +80,7 @@ def listener(start: Start, port: int, then: str) -> RankProcess:
 
 
 def wait_until_it_listens(server: RankProcess, port: int) -> None:
-    """Without connecting to it."""
+    """Wait until a server listens, without connecting to it."""
     deadline = server.started + 20
     while not any(
         one.laddr.port == port and one.status == psutil.CONN_LISTEN
@@ -125,7 +125,7 @@ def test_another_server_on_rank_0s_port_is_named_to_rank_1_by_its_first_bytes_an
 
 
 def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: Start, start: Start, port: int) -> None:
-    """While it waits, while it trains, and with connections that are still open when it ends."""
+    """Strangers come while the run waits and while it trains, and some connections stay open until it has ended."""
     ranks = [start_rank(0, 2, *LONGER, 5)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     with ExitStack() as held:
@@ -143,7 +143,7 @@ def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: St
 
 
 def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:
-    """Each kind once; the connections that say nothing, or half of something, stay open until ``held`` is left."""
+    """Connect once as each kind of stranger; silent and half-finished connections stay open until ``held`` is left."""
     address = ("127.0.0.1", port)
     for first in (b"", VALIDATE):
         with socket.create_connection(address, 5) as connection, suppress(ConnectionError):

@@ -153,7 +153,7 @@ def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_
 
 
 def test_three_ranks_count_every_test_image_once(start_rank: Start, tmp_path: Path, small_data: Path) -> None:
-    """They do not divide by 3."""
+    """The number of test images is not divisible by 3."""
     ranks = [start_rank(rank, 3) for rank in range(3)]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert f"over {DRAWN['test']} images" in ranks[0].err
