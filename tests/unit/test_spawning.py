@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import signal
-import subprocess
 import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
@@ -20,7 +19,7 @@ from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
 from ddp_manual.messages import Place
 from ddp_manual.worker import spawn as spawning
 from ddp_manual.worker.main import as_ours
-from tests.conftest import REPOSITORY
+from tests.conftest import Start
 
 
 def train(world: object, *args: object) -> None:
@@ -62,9 +61,11 @@ def test_spawn_refuses_what_it_cannot_call_before_it_starts_a_process(call: Any,
     assert multiprocessing.active_children() == []
 
 
-def test_a_function_typed_at_a_prompt_is_refused_with_advice_where_to_put_it() -> None:
+def test_a_function_typed_at_a_prompt_is_refused_with_advice_where_to_put_it(start: Start) -> None:
     typed = "import ddp_manual\ndef train(world): pass\nddp_manual.spawn(train, 2)\n"
-    said = subprocess.run([sys.executable, "-"], input=typed, cwd=REPOSITORY, text=True, capture_output=True).stderr
+    script = start(sys.executable, "-c", typed)
+    assert script.wait() == 1
+    said = script.err
     assert "spawn cannot start train, which was typed into a notebook or at a prompt" in said
     assert "then: from training import train" in said
 

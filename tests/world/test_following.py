@@ -28,7 +28,7 @@ def numbers(rank: RankProcess, pattern: str) -> list[int]:
 
 
 def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
-    """And a checkpoint is not the last they have been told of."""
+    """Wait until each tracker has written something, and metrics have followed the last checkpoint."""
     rank.wait_for("wandb: offline")
     (file,) = tracked.wandb_files(run)
     deadline = time.monotonic() + 60
@@ -45,7 +45,7 @@ def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_that_was_killed_and_went_on_is_one_run_in_every_tracker(start_rank: Start, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_resumed_is_one_run_in_every_tracker(start_rank: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killed = start_rank(0, 1, *STEPS, "--track", "tensorboard,wandb,jsonl", **OFFLINE)
     wait_until_all_have_something_to_keep(killed, run)
@@ -88,7 +88,7 @@ def test_a_run_that_was_killed_and_went_on_is_one_run_in_every_tracker(start_ran
     assert re.fullmatch(r"mlp-synthetic-1ranks-[0-9a-f]{8}", about["display_name"])
     assert about["config"]["update"]["world_size"] == 1 and about["config"]["update"]["batch_size_per_rank"] == 40
     curves = tracked.wandb_curves(*files)
-    # What it had not been told of yet when it was killed, is lost.
+    # Metrics that wandb had not received before the kill are lost.
     (gone_on,) = numbers(resumed, r"going on after step (\d+)")
     told = list(tracked.wandb_curves(files[0])["train/loss"])
     expected = {step: loss for step, loss in losses.items() if step <= told[-1] or step > gone_on}
