@@ -116,6 +116,9 @@ class Coordinator:
         if self._server is not None:
             self._server.close()
         for peer in [*self._peers.values(), *self._handshakes.strangers]:
+            if self._watch.failure and peer.rank is None and peer.nonce and peer not in self._handshakes.claims:
+                # An observer, which may look again too late to learn why the run has ended.
+                self._handshakes.send_sealed(peer, "seen", self._describe_run())
             peer.connection.close()
 
     # -- connections --------------------------------------------------------------------------------------------
@@ -336,12 +339,17 @@ class Coordinator:
 
     async def _show(self, peer: Peer, *, stacks: bool) -> None:
         everybody = range(self.run.world_size) if stacks and self.roll_call.complete else ()
-        found = await self._watch.stacks_of(everybody)
+        found = {str(rank): text for rank, text in (await self._watch.stacks_of(everybody)).items()}
+        self._handshakes.send_sealed(peer, "seen", {**self._describe_run(), **({"stacks": found} if stacks else {})})
+
+    def _describe_run(self) -> dict[str, Any]:
+        """Return what observers see of the run at this moment."""
         news = self.roll_call.news()
         del news["named"]
-        seen: dict[str, Any] = {"run": asdict(self.run), **news, "ranks": self.roll_call.roster()}
-        seen["progress"] = self._watch.health.progress(time.monotonic()) if self.roll_call.complete else None
-        seen["failure"] = self._watch.failure
-        if stacks:
-            seen["stacks"] = {str(rank): text for rank, text in found.items()}
-        self._handshakes.send_sealed(peer, "seen", seen)
+        return {
+            "run": asdict(self.run),
+            **news,
+            "ranks": self.roll_call.roster(),
+            "progress": self._watch.health.progress(time.monotonic()) if self.roll_call.complete else None,
+            "failure": self._watch.failure,
+        }

@@ -281,7 +281,7 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
     progress = Progress(phase="a\nb")
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
-    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J")
+    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J", debugging=False)
     assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a?b", place="?[2J")
 
 
