@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddp_manual.training.augment import Normalise
-    from ddp_manual.training.data import Split
+    from ddp_manual.training.data import Source, Split
     from ddp_manual.training.predicting import Predictions
-    from ddp_manual.training.sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +52,12 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     import torch
 
     from ddp_manual.training import prediction_files
+    from ddp_manual.training.datasets import source_of
     from ddp_manual.training.predicting import evaluate_and_predict
-    from ddp_manual.training.sources import prepared
 
-    source = prepared(config)
-    test = _fitting(saved, config, source.load(Path(config.data_dir), "test"), flags)
+    source = source_of(config)
+    source.prepare(["test"])
+    test = _fitting(saved, config, source.load("test"), flags)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = _network(saved, config, test).to(device)
     normalise = _normalise(saved, config, source, test, flags)
@@ -219,7 +219,7 @@ def _normalise(
         return Normalise(saved.trained.mean, saved.trained.std)
     if config.normalization == "none":
         return unit_scale(test.shape[0])
-    return source.normalise(source.load(Path(config.data_dir), "train"))
+    return source.normalise(source.load("train"))
 
 
 def _by_class(predictions: Predictions) -> list[dict[str, Any]]:

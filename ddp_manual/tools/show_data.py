@@ -44,10 +44,12 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
 
     import torch
 
+    from ddp_manual.training.datasets import source_of
     from ddp_manual.training.pictures import image_grid
-    from ddp_manual.training.sources import prepared
 
-    split = prepared(config).load(Path(config.data_dir), part)
+    source = source_of(config)
+    source.prepare([part])
+    split = source.load(part)
     with writing(out, "--out"):
         run_folder.replace_file(out, image_grid(split, count=count))
     if sys.stdout.isatty():

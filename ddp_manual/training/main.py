@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +27,12 @@ from ddp_manual.training.agreement import agree, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
+from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
+from ddp_manual.training.datasets import source_of
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.loop import Trainer
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.run import Run
-from ddp_manual.training.sources import PARTS, prepare, source_of
 from ddp_manual.training.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -121,13 +120,10 @@ def train_as_agreed(world: World, config: TrainConfig, go_on: Callable[[RunPaths
 
 def _load(world: World, config: TrainConfig) -> Data:
     """The training and the test set, on the rank's device."""
-    data_dir = Path(config.data_dir)
     found = source_of(config)
     world.progress.phase = "loading"
-    world.once_per_host(
-        f"{found.preparing} {config.dataset}", lambda: prepare(found, data_dir), timeout=world.spec.join_timeout
-    )
-    train, test = (found.load(data_dir, part) for part in PARTS)
+    world.once_per_host(f"{found.verb} {config.dataset}", found.prepare, timeout=world.spec.join_timeout)
+    train, test = (found.load(part) for part in PARTS)
     parts = {"train": train, "test": test}
     digests = compare_data(
         parts,

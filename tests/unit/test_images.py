@@ -4,7 +4,7 @@ import torch
 
 from ddp_manual.training.augment import Augment, Drawn, Normalise, unit_scale
 from ddp_manual.training.data import Split
-from ddp_manual.training.sources import source
+from tests.conftest import source
 
 
 def varied(images: torch.Tensor, *, shift: int, shifts: list[list[int]], flips: list[bool] | None) -> torch.Tensor:
