@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from ddp_manual.worker.world import World
 
 
-# What to do about data that differ: whether they come from a factory of the user's, and on rank 0's host too.
-NEXT = {
-    (
-        True,
-        True,
-    ): "the factory does not return the same data each time: seed its own generators, and sort what it "
-    "lists\nthose of random, numpy and torch are seeded before it is called",
-    (True, False): "have the factory read the same files on every host, and return the same data each time",
-    (False, True): "start all ranks of a host in the same folder, with the same --data_dir",
-    (False, False): "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again",
-}
+# What to do about data of a user's own factory and about other data that differ: on rank 0's host, and on another one.
+NEXT_OF_OWN_FACTORY = (
+    "the factory does not return the same data each time: seed its own generators, and sort what it lists\n"
+    "those of random, numpy and torch are seeded before it is called",
+    "have the factory read the same files on every host, and return the same data each time",
+)
+NEXT = (
+    "start all ranks of a host in the same folder, with the same --data_dir",
+    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again",
+)
 
 
 def agree(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
@@ -93,7 +92,7 @@ def compare_data(
         f"the data on {where} are not those of rank 0 on {names[0]}: rank{'s'[: len(odd) > 1]} "
         f"{', '.join(map(str, odd))}",
         why="\n".join(lines),
-        next=NEXT[own_factory, any(names[rank] == names[0] for rank in odd)],
+        next=(NEXT_OF_OWN_FACTORY if own_factory else NEXT)[all(names[rank] != names[0] for rank in odd)],
     )
 
 

@@ -140,6 +140,7 @@ class Source(ABC):
         for part in parts:
             cache = self.cache(part)
             if cache is None or cache.load(verify=True) is None:
+                logger.info("%sing the %s images of %s", "draw" if self.verb == "draw" else "read", part, self.name)
                 split = self.read(part)
                 if cache is None or not cache.save(split.images, split.labels, split.classes):
                     self._in_memory[part] = split

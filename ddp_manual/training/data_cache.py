@@ -116,7 +116,7 @@ class DataCache:
                 if path.is_absolute():  # without a home the user's folder is not
                     path.parent.mkdir(parents=path != self._paths[0], exist_ok=True)
                     _write(path, images, labels, classes)
-                    logger.info("kept the %s images for later starts: %s", self._name, path)
+                    logger.debug("kept the %s images for later starts: %s", self._name, path)
                     self._tidy(path)
                     return True
             except OSError as error:

@@ -82,7 +82,6 @@ class Synthetic(Source):
         return DataCache(f"synthetic-{part}", self.folder, drawing)
 
     def read(self, part: str) -> Split:
-        logger.info("drawing the %s images of synthetic", part)
         images, labels = synthetic.draw_digits(DRAWN_COUNTS[part], seed=DRAWN_SEEDS[part])
         return Split(images.unsqueeze(1), labels, DIGITS)
 
@@ -194,21 +193,17 @@ class ImageFolder(Source):
         return digest_of_files(self.folder, (Path(folder, name) for folder, _, names in folders for name in names))
 
     def read(self, part: str) -> Split:
-        logger.info("reading the %s images of %s", part, self.name)
-        classes = self._class_names()
         samples = self._samples(part)
-        empty = set(range(len(classes))) - {label for _, label in samples}
-        if not samples or (empty and part == "train"):
-            folder = self.folder / part / (classes[min(empty)] if part == "train" else "")
+        classes, labels = self._class_names(), [label for _, label in samples]
+        empty = sorted(set(range(len(classes))) - set(labels))
+        if not labels or (empty and part == "train"):
+            folder = self.folder / part / (classes[empty[0]] if part == "train" else "")
             raise DataMissing(
                 f"{folder} has no images",
                 why=f"looked for files that end in {' '.join(IMAGE_ENDINGS)}",
-                next="put images of that class there, or delete the folder"
-                if part == "train"
-                else "put some there, in folders named as the classes",
+                next="put images there, or delete the folder of a class that has none",
             )
-        images = self._pixels([Path(path) for path, _ in samples])
-        return Split(images, torch.tensor([label for _, label in samples]), classes)
+        return Split(self._pixels([Path(path) for path, _ in samples]), torch.tensor(labels), classes)
 
     def _class_names(self) -> tuple[str, ...]:
         """Of the training part, if there is one: a network can be tested without."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import random
 import sys
 from collections import Counter
@@ -147,16 +146,15 @@ class OwnData(Source):
                 raise
             try:
                 image, label = item
-                labels.append(_index(label))
+                labels.append(_number(label))
                 pixels = _pixels(image)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 raise self._wrong(
                     f"a strange {where} ({error})", "pairs (image, label), the label a whole number"
                 ) from error
             if not isinstance(pixels, Tensor):
-                raise self._wrong(
-                    f"a {type(image).__name__} in {where}", "an image of Pillow's, or a uint8 tensor or array"
-                )
+                wanted = "an image of Pillow's, or a uint8 tensor or array"
+                raise self._wrong(f"a {type(image).__name__} in {where}", wanted)
             if images and pixels.shape != images[0].shape:
                 shapes = f"{list(images[0].shape)} and {list(pixels.shape)}"
                 raise self._wrong(f"images of {shapes} in its {part} part", "images of one size")
@@ -203,13 +201,12 @@ def _conversion(images: Tensor) -> str | None:
     return None
 
 
-def _index(label: Any) -> int:
+def _number(label: Any) -> int:
     """Raise TypeError for a label that is not a whole number; ``int`` would truncate 0.5, and accept strings."""
-    if hasattr(label, "dtype"):  # a tensor, an array or a number of numpy's
-        label = _as_tensor(label)
-        if not _is_whole(label):
-            raise TypeError(f"its label is {str(label.dtype).removeprefix('torch.')}")
-    return operator.index(label)
+    label = _as_tensor(label)
+    if not _is_whole(label):
+        raise TypeError(f"its label is {_kind(label)}")
+    return int(label)
 
 
 def _is_whole(labels: Tensor) -> bool:
