@@ -81,12 +81,13 @@ def compare_data(
     names = hosts()
     # No rank leaves before all know why: a rank that still asks for the hosts would name a peer's leaving as its cause.
     collectives.all_gather(mine)
-    lines = [
-        f"{part}: rank {rank} ({names[rank]}) has {_shown(ranks[rank][index])}"
-        for index, part in enumerate(parts)
-        for rank in (0, *odd)
-        if any(found[index] != ranks[0][index] for found in (ranks if rank == 0 else [ranks[rank]]))
-    ]
+    lines = []
+    for index, part in enumerate(parts):
+        differing = [rank for rank in odd if ranks[rank][index] != ranks[0][index]]
+        lines += [
+            f"{part}: rank {rank} ({names[rank]}) has {_shown(ranks[rank][index])}"
+            for rank in ([0, *differing] if differing else [])
+        ]
     where = ", ".join(dict.fromkeys(names[rank] for rank in odd))
     raise DataDiffers(
         f"the data on {where} are not those of rank 0 on {names[0]}: rank{'s'[: len(odd) > 1]} "

@@ -40,15 +40,13 @@ IDX_FILES = {
     for part, prefix in (("train", "train"), ("test", "t10k"))
 }
 CIFAR_FILES = ("batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-# Name -> torchvision's name for it, its folder below data_dir, its files; classes; mean and standard deviation.
-DOWNLOADED: dict[str, tuple[str, str, Sequence[str], tuple[str, ...], tuple[float, ...], tuple[float, ...]]] = {
-    "mnist": ("MNIST", "MNIST/raw", sum(IDX_FILES.values(), ()), DIGITS, (0.1307,), (0.3081,)),
-    "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw", sum(IDX_FILES.values(), ()), FASHION, (0.2860,), (0.3530,)),
-    "kmnist": ("KMNIST", "KMNIST/raw", sum(IDX_FILES.values(), ()), HIRAGANA, (0.1918,), (0.3483,)),
-    "cifar10": (
-        *("CIFAR10", "cifar-10-batches-py", CIFAR_FILES, ()),
-        *((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ),
+# Name -> torchvision's name for it, its folder below data_dir, mean and standard deviation, classes.
+DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tuple[str, ...]]] = {
+    "mnist": ("MNIST", "MNIST/raw", (0.1307,), (0.3081,), DIGITS),
+    "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw", (0.2860,), (0.3530,), FASHION),
+    "kmnist": ("KMNIST", "KMNIST/raw", (0.1918,), (0.3483,), HIRAGANA),
+    # torchvision knows its classes.
+    "cifar10": ("CIFAR10", "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), ()),
 }
 DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
 IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -93,8 +91,9 @@ class Downloaded(Source):
 
     def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None) -> None:
         super().__init__(name, data_dir, classes)
-        self._torchvision, below, self._names, self._own_classes, self.mean, self.std = DOWNLOADED[name]
+        self._torchvision, below, self.mean, self.std, self._own_classes = DOWNLOADED[name]
         self._raw = data_dir / below
+        self._names = CIFAR_FILES if name == "cifar10" else (*IDX_FILES["train"], *IDX_FILES["test"])
 
     def fetch(self) -> None:
         if all(map(self._found, self._names)):
@@ -125,7 +124,7 @@ class Downloaded(Source):
     def _read_idx(self, part: str) -> Split:
         idx = _torchvision().mnist
         images_file, labels_file = (self._found(name) or self._raw for name in IDX_FILES[part])
-        images, labels = _read_idx(images_file, idx.read_image_file), _read_idx(labels_file, idx.read_label_file)
+        images, labels = _unpacked(images_file, idx.read_image_file), _unpacked(labels_file, idx.read_label_file)
         wrong = None
         if len(images) != len(labels) or len(images) == 0:
             wrong = f"{len(images)} images and {len(labels)} labels"
@@ -319,7 +318,7 @@ def _opened(path: Path, action: Callable[[Image], T]) -> T:
         return action(image)
 
 
-def _read_idx(path: Path, read: Callable[[str], Tensor]) -> Tensor:
+def _unpacked(path: Path, read: Callable[[str], Tensor]) -> Tensor:
     with _naming(path, "a data set", DOWNLOAD_AGAIN):
         if path.suffix != ".gz":
             return read(str(path))
