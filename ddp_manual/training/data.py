@@ -108,12 +108,15 @@ class Source(ABC):
     mean: tuple[float, ...] | None = None
     """Of the training set's pixels by channel, on the scale 0 to 1, as everybody rounds it; None: it is computed."""
     std: tuple[float, ...] | None = None
-    verb = "read"
-    """What ``prepare`` does, for the line of a rank that waits for it."""
 
     def __init__(self, name: str, folder: Path, classes: tuple[str, ...] | None) -> None:
         self.name, self.folder, self._classes = name, folder, classes
         self._in_memory: dict[str, Split] = {}
+
+    @property
+    def verb(self) -> str:
+        """What ``prepare`` does, for the line of a rank that waits for it."""
+        return "read"
 
     def check(self) -> None:  # noqa: B027  # most data sets have nothing to check
         """Check what takes no time, before the other ranks are waited for; raises what ``prepare`` would."""
@@ -137,13 +140,14 @@ class Source(ABC):
             BadOption: a folder cannot be written, or the images do not fit together or into memory.
         """
         self.fetch()
-        for part in parts:
-            cache = self.cache(part)
-            if cache is None or cache.load(verify=True) is None:
-                logger.info("%sing the %s images of %s", "draw" if self.verb == "draw" else "read", part, self.name)
-                split = self.read(part)
-                if cache is None or not cache.save(split.images, split.labels, split.classes):
-                    self._in_memory[part] = split
+        caches = {part: self.cache(part) for part in parts}
+        missing = [part for part, cache in caches.items() if cache is None or cache.load(verify=True) is None]
+        if missing:
+            logger.info("%sing %s", self.verb, self.name)
+        for part in missing:
+            split, cache = self.read(part), caches[part]
+            if cache is None or not cache.save(split.images, split.labels, split.classes):
+                self._in_memory[part] = split
 
     def load(self, part: str) -> Split:
         """Return ``train`` or ``test``, on the CPU; fast once it is prepared. Raises what ``prepare`` raises."""

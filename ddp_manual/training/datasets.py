@@ -70,7 +70,10 @@ class Synthetic(Source):
     """Digits drawn in code, so much like MNIST's that they share its mean and std: a network reads both."""
 
     mean, std = (0.1307,), (0.3081,)
-    verb = "draw"
+
+    @property
+    def verb(self) -> str:
+        return "draw"
 
     def fetch(self) -> None:
         _make_data_dir(self.folder)
@@ -87,13 +90,15 @@ class Synthetic(Source):
 class Downloaded(Source):
     """MNIST and its relatives, or CIFAR-10, in the files and folders that torchvision keeps them in."""
 
-    verb = "download"
-
     def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None) -> None:
         super().__init__(name, data_dir, classes)
         self._torchvision, below, self.mean, self.std, self._own_classes = DOWNLOADED[name]
         self._raw = data_dir / below
         self._names = CIFAR_FILES if name == "cifar10" else (*IDX_FILES["train"], *IDX_FILES["test"])
+
+    @property
+    def verb(self) -> str:
+        return "read" if all(map(self._found, self._names)) else "download"
 
     def fetch(self) -> None:
         if all(map(self._found, self._names)):
