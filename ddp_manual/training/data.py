@@ -108,15 +108,12 @@ class Source(ABC):
     mean: tuple[float, ...] | None = None
     """Of the training set's pixels by channel, on the scale 0 to 1, as everybody rounds it; None: it is computed."""
     std: tuple[float, ...] | None = None
+    verb = "read"
+    """What ``prepare`` does, for the line of a rank that waits for it."""
 
     def __init__(self, name: str, folder: Path, classes: tuple[str, ...] | None) -> None:
         self.name, self.folder, self._classes = name, folder, classes
         self._in_memory: dict[str, Split] = {}
-
-    @property
-    def verb(self) -> str:
-        """What ``prepare`` does, for the line of a rank that waits for it."""
-        return "read"
 
     def check(self) -> None:  # noqa: B027  # most data sets have nothing to check
         """Check what takes no time, before the other ranks are waited for; raises what ``prepare`` would."""

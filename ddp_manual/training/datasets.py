@@ -70,10 +70,7 @@ class Synthetic(Source):
     """Digits drawn in code, so much like MNIST's that they share its mean and std: a network reads both."""
 
     mean, std = (0.1307,), (0.3081,)
-
-    @property
-    def verb(self) -> str:
-        return "draw"
+    verb = "draw"
 
     def fetch(self) -> None:
         _make_data_dir(self.folder)
@@ -95,13 +92,10 @@ class Downloaded(Source):
         self._torchvision, below, self.mean, self.std, self._own_classes = DOWNLOADED[name]
         self._raw = data_dir / below
         self._names = CIFAR_FILES if name == "cifar10" else (*IDX_FILES["train"], *IDX_FILES["test"])
-
-    @property
-    def verb(self) -> str:
-        return "read" if all(map(self._found, self._names)) else "download"
+        self.verb = "read" if all(map(self._found, self._names)) else "download"
 
     def fetch(self) -> None:
-        if all(map(self._found, self._names)):
+        if self.verb == "read":
             return
         new = [path for path in (self._raw, self._raw.parent, self.folder) if not path.exists()]
         _make_data_dir(self.folder)
@@ -116,6 +110,7 @@ class Downloaded(Source):
                     path.rmdir()
             said = "\n".join(line for line in str(error).splitlines() if line.strip())
             raise self._missing(f"it could not be downloaded:\n{said}") from error
+        self.verb = "read"
 
     def cache(self, part: str) -> DataCache:
         files = digest_of_files(self.folder, filter(None, map(self._found, self._names)))

@@ -40,14 +40,12 @@ class OwnData(Source):
             the same data.
     """
 
+    verb = "load"
+
     def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None, seed: int) -> None:
         super().__init__(name, data_dir, classes)
         self._seed = seed
         self._parts: dict[str, Split] = {}
-
-    @property
-    def verb(self) -> str:
-        return "load"
 
     def read(self, part: str) -> Split:
         if not self._parts:
