@@ -212,7 +212,7 @@ class ImageFolder(Source):
         classes = self._class_folders("train")
         if strange := sorted(set(self._class_folders("test")) - set(classes)) if test.is_dir() else []:
             raise DataCorrupt(
-                f"{test} has a class that {train} has not: {', '.join(strange)}",
+                f"{test} has a class that {train} does not have: {', '.join(strange)}",
                 why=f"the classes to learn are {', '.join(classes)}",
                 next="give both the same class folders",
             )

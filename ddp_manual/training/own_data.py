@@ -106,7 +106,9 @@ class OwnData(Source):
             try:
                 images, labels = map(_as_tensor, value)
             except (TypeError, ValueError, RuntimeError) as error:  # strings, objects, lists of different lengths
-                raise self._wrong(f"what is no tensor in its {part} part ({error})", "numbers") from error
+                raise self._wrong(
+                    f"a {part} part that is not tensors ({error})", "images and labels as numbers"
+                ) from error
         elif hasattr(value, "__getitem__") and hasattr(value, "__len__"):
             images, labels = self._gathered(part, value)
         else:
@@ -164,7 +166,7 @@ class OwnData(Source):
     def _wrong(self, returned: str, wanted: str, then: str | None = None) -> BadOption:
         return BadOption(
             f"--{OPTION} {self.name} returned {returned}",
-            why=f"wanted is {wanted}",
+            why=f"expected: {wanted}",
             next=then or "mend the factory; docs/own-model-and-data.md has its signature and an example",
         )
 
