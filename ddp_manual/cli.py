@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,21 +29,65 @@ from ddp_manual.errors import (
     TrainingFailed,
     stopped_by,
 )
-from ddp_manual.flags import GroupedCommand, given, options_of
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.options import help_text, option_fields, spelling, value_types
+from ddp_manual.training.config import TrainConfig, require
 from ddp_manual.world_spec import WorldSpec
 
 FOUND_A_PROBLEM = 3
-# Those that can be started again, to meet the others or to go on.
-WITH_RANKS = ("train", "check", "launch")
-NOBODY_READS = 128 + signal.SIGPIPE
-
+BROKEN_PIPE = 128 + signal.SIGPIPE
+# The commands that can be started again, to meet the other ranks or to go on with a run.
+OF_RANKS = ("train", "check", "launch")
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("-", "_"),
     "max_content_width": 100,
 }
+PATH: Any = click.Path(path_type=Path)
+
+
+# The headings of a command's help, and the options below them.
+GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints", "other")
+GROUP_OF = {field.name: field.metadata["group"] for kind in (WorldSpec, TrainConfig) for field in option_fields(kind)}
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options below headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group in GROUPS:
+            parameters = [one for one in self.get_params(ctx) if GROUP_OF.get(one.name or "", "other") == group]
+            if records := [*filter(None, (parameter.get_help_record(ctx) for parameter in parameters))]:
+                with formatter.section(group.capitalize()):
+                    formatter.write_dl(records)
+
+
+def options_of(kind: type, only: Sequence[str] | None = None, default: str | None = None) -> Callable[[Any], Any]:
+    """Give a command an option for each field of WorldSpec or TrainConfig, or for some of them.
+
+    An option that is not typed arrives as None.
+
+    Args:
+        default: what the help calls the default of each option, where it is not the field's.
+    """
+
+    def decorate(function: Any) -> Any:
+        for field, value_type in reversed([*zip(option_fields(kind), value_types(kind).values(), strict=True)]):
+            if only is None or field.name in only:
+                names = (field.name, spelling(field.name, value_type))
+                help = help_text(field, value_type, default)
+                function = click.option(*names, type=value_type, default=None, help=help)(function)
+        return function
+
+    return decorate
+
+
+def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
+    """Pick the options of a dataclass that were typed."""
+    return {field.name: flags[field.name] for field in option_fields(kind) if flags.get(field.name) is not None}
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
 @click.group(context_settings=CONTEXT)
@@ -57,15 +101,15 @@ def ddp_manual() -> None:
     "--config",
     "config_file",
     metavar="FILE",
-    help="A JSON file with training options, such as a run's config.json, or a run's folder; flags come before it.",
+    help="A JSON file with training options, such as a run's config.json, or a run's folder; flags override it.",
 )
 @options_of(TrainConfig)
 @options_of(WorldSpec)
 def train(config_file: str | None, **flags: Any) -> None:
     """Run ONE rank: wait for the others, then train together with them.
 
-    A value comes from its flag, else from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-    MASTER_PORT) or from the file that --config names, else from the default.
+    A value comes from its flag; otherwise from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, MASTER_PORT) or from the file that --config names; otherwise it is the default.
     """
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     config = TrainConfig.from_file(config_file, **given(TrainConfig, flags))
@@ -76,16 +120,16 @@ def train(config_file: str | None, **flags: Any) -> None:
     if ended.error is None and spec.rank == 0:
         try:
             _say(terminal.result_text(ended.result))
-        except (DdpManualError, click.exceptions.Exit) as error:  # the run is complete, whether anybody reads so or not
-            if isinstance(error, DdpManualError):
-                result = ended.result["run_dir"]
-                terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, result)
-    if ended.exit_code:
-        raise click.exceptions.Exit(ended.exit_code)
+        except DdpManualError as error:  # the run is complete, whether its result can be printed or not
+            where = ended.result["run_dir"]
+            terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, where)
+        except click.exceptions.Exit:
+            pass
+    _exit(ended.exit_code)
 
 
 @ddp_manual.command(cls=GroupedCommand)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@json_option
 @options_of(WorldSpec)
 def check(as_json: bool, **flags: Any) -> None:
     """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
@@ -93,134 +137,130 @@ def check(as_json: bool, **flags: Any) -> None:
     Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
     own line. The exit code is 0, or 3 with the findings first.
     """
-    from ddp_manual.tools import reports
-    from ddp_manual.tools.check import check as check_rank
+    from ddp_manual.tools import check
 
-    report = check_rank(WorldSpec.from_environment(**given(WorldSpec, flags)))
-    _say(json.dumps(report) if as_json else reports.check_text(report))
-    if report["findings"]:
-        raise click.exceptions.Exit(FOUND_A_PROBLEM)
+    report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
+    _say(json.dumps(report) if as_json else check.text(report))
+    _exit(FOUND_A_PROBLEM if report["findings"] else 0)
 
 
 @ddp_manual.command(cls=GroupedCommand)
 @click.option("--watch", is_flag=True, help="Look again every second, until the run ends or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; with --watch one a line.")
-@click.option("--stacks", is_flag=True, help="Ask every rank for its Python stacks: where a run that hangs, hangs.")
+@click.option("--stacks", is_flag=True, help="Ask every rank for its Python stacks, to see where a run hangs.")
 @options_of(WorldSpec, only=("master_addr", "master_port", "token_file"))
 def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
-    """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing."""
-    import asyncio  # of 0.05 s, which --help does without
+    """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing.
 
-    from ddp_manual.tools import reports
-    from ddp_manual.tools.status import look
+    With --watch, the exit code is that of the failure that has ended the run.
+    """
+    from ddp_manual.tools import status
 
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
-    write = json.dumps if as_json else reports.status_text
-
-    async def show() -> None:
-        with terminal.redrawing(watch and not as_json and sys.stdout.isatty()) as redraw:
-            async for seen in look(spec, again=watch, stacks=stacks):
-                (redraw or _say)(write(seen))
-
     try:
-        asyncio.run(show())
+        with terminal.redrawing(watch and not as_json and sys.stdout.isatty()) as redraw:
+            show = redraw or _say
+            status.watch(
+                spec,
+                lambda seen: show(json.dumps(seen) if as_json else status.text(seen)),
+                again=watch,
+                stacks=stacks,
+            )
     except DdpManualError as error:
         if as_json:
             _say(json.dumps({"error": error.as_dict()}))
         raise
-    except StopSignal as stop:  # the usual way to end --watch: nothing has gone wrong
-        raise click.exceptions.Exit(128 + stop.number) from None
+    except StopSignal as stop:  # the usual way to end --watch, and no failure
+        _exit(128 + stop.number)
     if watch and not as_json:
         _say("the run has ended: rank 0 is gone")
 
 
 @ddp_manual.command("checkpoints")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of text.")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
 def list_checkpoints(as_json: bool, folder: Path) -> None:
     """List the checkpoints of the run in DIR, newest first, and whether each is what was written.
 
     The exit code is 0, also where one is damaged; 15 if there is none.
     """
-    from ddp_manual.tools import checkpoints, reports
+    from ddp_manual.tools import checkpoints
 
     found = checkpoints.list_checkpoints(folder)
-    _say(json.dumps(found, indent=2) if as_json else reports.checkpoints_text(found))
+    _say(json.dumps(found, indent=2) if as_json else checkpoints.text(found))
 
 
 @ddp_manual.command("compare")
-@click.option("--plot", metavar="FILE", type=click.Path(path_type=Path), help="Also draw them, as .png, .pdf or .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-@click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--plot", metavar="FILE", type=PATH, help="Also draw them, as .png, .pdf or .svg.")
+@json_option
+@click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=PATH)
 def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) -> None:
     """Put runs side by side: speed, efficiency, loss, accuracy, and the options that differ.
 
     Each RUN is the folder of a run, which may still be going on or have been stopped; a start that failed is passed
     over.
     """
-    from ddp_manual.tools import compare, compare_plot
+    from ddp_manual.tools import compare
 
     terminal.log_to_stderr(None)
     compared = compare.compare(folders)
+    lines = [json.dumps(compared.as_dict(), indent=2) if as_json else compared.text()]
     if plot is not None:
+        require("plots", "--plot")
+        from ddp_manual.tools import compare_plot
+
         compare_plot.write_plot(compared, plot)
-    _say(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
+        lines += [] if as_json else ["", f"  {plot}"]
+    _say("\n".join(lines))
 
 
 @ddp_manual.command(cls=GroupedCommand)
 @click.option(
     "--checkpoint",
     metavar="PATH",
-    type=click.Path(path_type=Path),
+    type=PATH,
     required=True,
     help="A run's folder, its model.pt, or one of its checkpoints.",
 )
 @click.option(
     "--out_dir",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Where the prediction files go (default: evaluation-<dataset> in the run's folder).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@json_option
 @options_of(
     TrainConfig,
     only=("model", "normalization", "dataset", "image_size", "classes", "data_dir"),
     default="the run's",
 )
 def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any) -> None:
-    """Test a trained model, in one process: accuracy, loss, accuracy by class, and what it makes of each image.
+    """Test a trained model, in one process: accuracy, loss, accuracy by class, and its guess for each image.
 
-    Model, data and normalisation are those of the config.json beside it; flags come before that.
+    Model, data and normalisation are those of the config.json beside it; flags override them.
     """
-    from ddp_manual.tools import evaluate, reports
+    from ddp_manual.tools import evaluate
 
     terminal.log_to_stderr(None)
     report = evaluate.evaluate(checkpoint, out_dir, given(TrainConfig, flags))
-    _say(json.dumps(report, indent=2) if as_json else reports.evaluation_text(report))
+    _say(json.dumps(report, indent=2) if as_json else evaluate.text(report))
 
 
 @ddp_manual.command("show-data", cls=GroupedCommand)
 @click.option("--part", type=click.Choice(["train", "test"]), default="train", help="Which part (default: train).")
 @click.option("--count", type=click.IntRange(1, 1000), default=40, help="How many images to draw (default: 40).")
-@click.option(
-    "--out",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="The PNG file to write (default: <dataset>-<part>.png).",
-)
+@click.option("--out", metavar="FILE", type=PATH, help="The PNG file to write (default: <dataset>-<part>.png).")
 @options_of(TrainConfig, only=("dataset", "image_size", "classes", "data_dir"))
 def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     """Look at a data set before training on it: some labelled images as a PNG file, and how many each class has.
 
     On a terminal, a few are drawn there too.
     """
-    from ddp_manual.tools import reports, show_data
+    from ddp_manual.tools import show_data
 
     terminal.log_to_stderr(None)
     typed = given(TrainConfig, flags)
-    config = TrainConfig(**typed, sources=dict.fromkeys(typed, "flag"))
-    shown = show_data.show(config, part, count, out)
-    _say(reports.data_text(shown))
+    _say(show_data.text(show_data.show(TrainConfig(**typed, sources=dict.fromkeys(typed, "flag")), part, count, out)))
 
 
 @ddp_manual.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -246,22 +286,28 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
     config = TrainConfig.from_file(flags.pop("config_file"), **given(TrainConfig, flags))
     options = given(WorldSpec, flags)  # and no variables, which another launcher may have left
     spec = WorldSpec(**options, sources=dict.fromkeys(options, "flag"))
-    status = local.launch_ranks(nproc, spec, config, train_options, run_dir, max_restarts)
-    if status:
-        raise click.exceptions.Exit(status)
+    _exit(local.launch_ranks(nproc, spec, config, train_options, run_dir, max_restarts))
 
 
 def _say(text: str) -> None:
-    """Print it.
+    """Print the text on stdout.
 
     Raises:
-        DiskFull, BadOption: stdout cannot take it. Exit: nobody reads it.
+        DiskFull, BadOption: stdout cannot take it. Exit: its reader has gone.
     """
     try:
         click.echo(text)
     except OSError as error:
         failed = terminal.stdout_failed(error)
-        raise (click.exceptions.Exit(NOBODY_READS) if error.errno == errno.EPIPE else failed) from error
+        if error.errno == errno.EPIPE:
+            _exit(BROKEN_PIPE)
+        raise failed from error
+
+
+def _exit(code: int) -> None:
+    """End the command with this exit code, unless it is 0."""
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -303,9 +349,9 @@ def _print(error: DdpManualError) -> int:
 
 
 def _print_stop(stopped: Stopped, arguments: Sequence[str] | None) -> int:
-    """What to start again is of use to a rank alone; whoever stops another command has had what they wanted of it."""
+    """Print what to start again only for a rank; whoever stops another command has seen enough."""
     command = next(iter(sys.argv[1:] if arguments is None else arguments), None)
-    if command in WITH_RANKS:
+    if command in OF_RANKS:
         return _print(stopped)
     with suppress(OSError):
         click.echo(stopped.what, err=True)
@@ -321,7 +367,7 @@ def _as_bad_option(error: click.UsageError) -> BadOption:
 
 
 def _as_failed(error: Exception) -> TrainingFailed:
-    """What a command did not expect, with the end of its traceback."""
+    """Describe an error that no code expected, with the end of its traceback."""
     return TrainingFailed(
         f"{type(error).__name__}: {error}".splitlines()[0],
         why="".join(traceback.format_exception(error, limit=-10)).rstrip(),

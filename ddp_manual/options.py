@@ -157,6 +157,23 @@ def value_types(options: type) -> dict[str, type]:
     return found
 
 
+def spelling(name: str, kind: type) -> str:
+    """Spell an option as click has it; a switch can be switched off too, since a file may have switched it on."""
+    if kind is not bool:
+        return f"--{name}"
+    return f"--{name}/--{name.removeprefix('no_')}" if name.startswith("no_") else f"--{name}/--no_{name}"
+
+
+def help_text(field: dataclasses.Field[Any], kind: type, default: str | None = None) -> str:
+    """Describe an option with its choices and its default; ``default`` says which it is where it is not the field's."""
+    text: str = field.metadata["help"]
+    if field.metadata["choices"]:
+        text += f" [{'|'.join([*field.metadata['choices'], *field.metadata['forms']])}]"
+    if default is not None:
+        return re.sub(r" \(default: [^)]*\)", "", text) + f" (default: {default})"
+    return text if field.default is None or kind is bool else f"{text} (default: {field.default})"
+
+
 def as_flags(options: Mapping[str, Any]) -> str:
     """Return ``--epochs 2 --sync_bn``, quoted for a shell."""
     words: list[str] = []

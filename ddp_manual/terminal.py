@@ -256,3 +256,20 @@ class Waiting:
             return
         self._advised = True
         self._say("to start what is missing:\n" + "\n".join(f"  {command}" for command in commands))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align rows of texts in columns; returns one line for each row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def byte_size(count: float, unit: int = 1024) -> str:
+    """Format bytes, such as ``64 MB``; ``unit`` is 1000 for bandwidths, which are counted so."""
+    for name in ("B", "KB", "MB"):
+        if count < unit:
+            return f"{count:.3g} {name}"
+        count /= unit
+    return f"{count:.3g} GB"

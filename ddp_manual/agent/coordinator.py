@@ -148,6 +148,9 @@ class Coordinator:
         if self._server is not None:
             self._server.close()
         for peer in [*self._peers.values(), *self._strangers]:
+            if self._failure and peer.rank is None and peer.nonce and peer not in self._claiming:
+                # It has looked at the run, and may look again too late to learn why the run has ended.
+                peer.connection.send({"seen": self._sealed(peer, "seen", self.seen())})
             peer.connection.close()
 
     # -- connections --------------------------------------------------------------------------------------------

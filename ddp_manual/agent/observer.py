@@ -13,14 +13,23 @@ from ddp_manual.errors import MasterLost, TokenMismatch, from_dict
 ANSWER_TIMEOUT = 5.0
 
 
-async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool = False) -> dict[str, Any]:
-    """The run whose coordinator has greeted, as it is now; with ``stacks`` those of every rank, once they have met.
+async def look_at(
+    there: Probe, where: str, token: bytes | None, *, stacks: bool = False, nonce: str | None = None
+) -> dict[str, Any]:
+    """Ask the coordinator that has greeted for its run as it is now.
+
+    Args:
+        where: the coordinator's address, for an error message.
+        stacks: ask for the Python stacks of every rank too, once the ranks have met.
+        nonce: what the answer is bound to; the same for all looks over one connection, because a coordinator whose run
+            fails sends a last answer without being asked.
 
     Raises:
-        MasterLost: it has ended, or does not answer. TokenMismatch: one side has a token, the other not this one.
+        MasterLost: the run has ended, or its coordinator does not answer.
+        TokenMismatch: one side has a token, and the other side does not have this token.
     """
     assert there.connection is not None
-    seal, nonce = Seal(token), secrets.token_hex(8)
+    seal, nonce = Seal(token), nonce or secrets.token_hex(8)
     purpose = f"look {there.greeting['challenge']}"
     there.connection.send({"look": seal.close(purpose, {"stacks": stacks, "nonce": nonce})})
     try:
@@ -46,7 +55,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool
             next="look at rank 0's last lines",
         )
     raise TokenMismatch(
-        f"rank 0 at {where} does not have this process's token, or this one lacks rank 0's",
+        f"rank 0 at {where} does not have this process's token, or this process lacks rank 0's",
         why=f"of its answer: {reason}",
         next="give the run's DDP_MANUAL_TOKEN or --token_file",
     )

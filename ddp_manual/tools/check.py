@@ -1,11 +1,13 @@
-"""``check``: meet the other ranks, probe and measure, do not train."""
+"""``ddp-manual check``: meet the other ranks, probe and measure, do not train."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import socket
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,68 +16,133 @@ from ddp_manual.agent.address import own_address, resolve
 from ddp_manual.agent.commands import command_template
 from ddp_manual.agent.joining import Task
 from ddp_manual.agent.tasks import agent_of
-from ddp_manual.errors import MasterUnresolvable
+from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.messages import Step
+from ddp_manual.terminal import byte_size, columns
+from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
 CHECK_JOIN_TIMEOUT = 30.0
 SLOW_LOOKUP = 0.5
+# Ranks; the matrix of round trips is as wide as it is high.
+WIDEST_MATRIX = 16
 
 
 def check(spec: WorldSpec) -> dict[str, Any]:
     """Meet the other ranks, probe, measure; do not train.
 
     Returns:
-        What was found out: ``findings`` (errors, as in ``failure-rank<k>.json``; none if all is well), ``rank``,
-        ``host``, ``settings`` (name, value, source), ``variables``, ``steps`` (name, seconds, outcome, detail), and on
-        rank 0 of a complete run ``roster``, ``ranks`` (the reports of all) and ``measured``.
+        ``findings`` (errors, as in ``failure-rank<k>.json``; empty if all is well), ``rank``, ``host``, ``settings``
+        (name, value, source), ``variables``, ``steps`` (name, seconds, outcome, detail), and on rank 0 of a complete
+        run ``roster``, ``ranks`` (the reports of all) and ``measured``.
     """
     terminal.log_to_stderr(spec.rank)
-    if spec.source("join_timeout") == "default":
+    sources = {name: spec.source(name) for name in spec.values()}
+    if sources["join_timeout"] == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
-    report: dict[str, Any] = {
-        "rank": spec.rank,
-        "host": launchers.host_name(),
-        "settings": [[name, value, spec.source(name)] for name, value in spec.values().items()],
-        "variables": launchers.network_variables(),
-    }
+        # Only in this report: an option with a source would become a part of the commands that are told to type.
+        sources["join_timeout"] = "check's default"
+    variables = launchers.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
-    agent = agent_of(spec, checking(spec), tell=lambda error: None)
-    # What is raised is found again below, after all that this host can know by itself.
+    # The option has a rank that checks refused by a rank that trains.
+    checking = Task(
+        start={}, options={"command": ("check", "command")}, command=command_template(spec), wait_until_ready=True
+    )
+    agent = agent_of(spec, checking, tell=lambda error: None)
+    # The agent raises the same error below, after all that this host can find out by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:
         look_up_names(spec, step)
     ended = asyncio.run(agent.run())
     result = dict(ended.result or {})
-    report["findings"] = [ended.error.as_dict()] if ended.error is not None else []
-    report["steps"] = [*agent.steps.as_dicts(), *result.pop("steps", [])]
-    return {**report, **result, "seconds": time.monotonic() - started}
-
-
-def checking(spec: WorldSpec) -> Task:
-    """Meet, probe and measure."""
-    # A rank that trains and one that checks must not meet.
-    options = {"command": ("check", "command")}
-    return Task(start={}, options=options, command=command_template(spec), wait_until_ready=True)
+    return {
+        "rank": spec.rank,
+        "host": launchers.host_name(),
+        "settings": [[name, value, sources[name]] for name, value in spec.values().items()],
+        "variables": variables,
+        "findings": [ended.error.as_dict()] if ended.error is not None else [],
+        "steps": [*agent.steps.as_dicts(), *result.pop("steps", [])],
+        **result,
+        "seconds": time.monotonic() - started,
+    }
 
 
 def look_up_names(spec: WorldSpec, step: Step) -> None:
-    """Time a look-up by address, as ``check`` does: torch asks for the name of every peer that connects.
+    """Time how long looking up a host's name by its address takes: torch does so for every peer that connects.
 
     Raises:
         MasterUnresolvable: rank 0's address.
     """
     mine = own_address()
-    asked = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])
-    found = [(address, *_looked_up(address)) for address in asked]
+    addresses = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])
+    found = [(address, *_looked_up(address)) for address in addresses]
     step.detail = ", ".join(f"{address} is {name or 'nameless'} ({took:.2f} s)" for address, took, name in found)
     if max(took for _, took, _ in found) > SLOW_LOOKUP:
         step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
 
 
 def _looked_up(address: str) -> tuple[float, str | None]:
-    """Seconds that looking up an address's name took, and the name if it has one."""
+    """Return the seconds that looking up an address's name took, and the name if it has one."""
     started, name = time.monotonic(), None
     with suppress(OSError):
         name = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
     return time.monotonic() - started, name
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Format what ``check`` returns: rank 0's whole table, or another rank's own line; the findings first."""
+    steps, findings = report["steps"], report["findings"]
+    lines = [from_dict(finding).render() for finding in findings]
+    lines += [f"warning: {step['name']}: {step['detail']}" for step in steps if step["outcome"] == "warning"]
+    who, seconds = f"rank {report['rank']} on {report['host']}", f"{report['seconds']:.1f} s"
+    if report["rank"] != 0 and not findings:
+        return "\n".join([*lines, f"{who}: all is well, {len(steps)} steps in {seconds}"])
+    lines += [f"{who}: {'found a problem' if findings else 'all is well'}, in {seconds}", *_steps(steps)]
+    for other in report.get("ranks", [])[1:]:
+        odd = [step for step in other["steps"] if step["outcome"] != "ok"]
+        if odd:
+            lines += [f"rank {other['rank']} on {other['host']}:", *_steps(odd)]
+    if "roster" in report:
+        lines += ["", *roster(report["roster"])]
+    if "measured" in report:
+        lines += ["", *_measured(report["measured"], len(report["roster"]))]
+    settings = [
+        [name, "not set" if value is None else str(value), f"({source})"] for name, value, source in report["settings"]
+    ]
+    variables = [*report["variables"].items()]
+    lines += ["", "settings:", *columns(settings)]
+    return "\n".join([*lines, "variables in force:" + " none" * (not variables), *columns(variables)])
+
+
+def _steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Format one line for each step, with a tick, a warning or a cross; in words where stdout cannot show those."""
+    marks = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
+    try:
+        "".join(marks.values()).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        marks = {**dict.fromkeys(marks, "!"), "ok": "ok", "failed": "failed"}
+    return columns(
+        [[marks[step["outcome"]], step["name"], f"{step['seconds']:.2f} s", step["detail"]] for step in steps]
+    )
+
+
+def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
+    all_reduces = [
+        [byte_size(one["bytes"]), f"{1e3 * one['seconds']:.2f} ms", f"{byte_size(one['bus_bandwidth'], unit=1000)}/s"]
+        for one in measured["all_reduce"]
+    ]
+    lines = [
+        f"barrier: {1e6 * measured['barrier_seconds']:.0f} us",
+        *columns([["all-reduce", "time", "bus bandwidth"], *all_reduces]),
+    ]
+    times = {(pair["rank"], pair["other"]): f"{1e6 * pair['seconds']:.0f}" for pair in measured["round_trips"]}
+    if not times:
+        return lines
+    lines.append("round trips in us:")
+    if ranks > WIDEST_MATRIX:  # only those of rank 0 are measured
+        return lines + columns([[f"0 - {other}", time] for (_, other), time in times.items()])
+    rows = [
+        [str(rank), *(times.get((min(rank, other), max(rank, other)), "-") for other in range(ranks))]
+        for rank in range(ranks)
+    ]
+    return lines + columns([["rank", *map(str, range(ranks))], *rows])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
+from ddp_manual.terminal import byte_size, columns
 from ddp_manual.training.checkpoint_files import best, check, find, folder_of
 
 
@@ -48,3 +51,23 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
         }
         for checkpoint, fault in faults
     ]
+
+
+def text(found: Sequence[Mapping[str, Any]]) -> str:
+    """Format what ``list_checkpoints`` returns: a line for each checkpoint, then what is wrong with the damaged."""
+    rows = [["step", "epochs", "test accuracy", "size", "written", "verdict", "file"]]
+    for one in found:
+        epochs, accuracy, size, written = (one[name] for name in ("epochs", "test_accuracy", "bytes", "written"))
+        rows.append(
+            [
+                str(one["step"]),
+                "-" if epochs is None else f"{epochs:.2f}",
+                "-" if accuracy is None else f"{accuracy:.2%}",
+                "-" if size is None else byte_size(size),
+                "-" if written is None else f"{datetime.fromtimestamp(written):%Y-%m-%d %H:%M:%S}",
+                ", ".join([one["state"], *one["marks"]]),
+                one["path"],
+            ]
+        )
+    damaged = [f"{one['path']}: {one['verdict']}" for one in found if one["state"] != "ok"]
+    return "\n".join([*columns(rows), *damaged])

@@ -1,112 +1,221 @@
-"""``ddp-manual evaluate``: what a saved model makes of a test set, in one process and without other ranks."""
+"""``ddp-manual evaluate``: test a saved model in one process, without other ranks."""
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, writing
+import torch
+from torch import nn
+
+from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, writing
 from ddp_manual.options import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.tools import saved_model
-from ddp_manual.tools.saved_model import SavedModel
+from ddp_manual.terminal import columns
+from ddp_manual.training import checkpoint_files, models, own_code
+from ddp_manual.training.augment import Normalise, unit_scale
+from ddp_manual.training.checkpoint import shapes
 from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.data import Source, Split
+from ddp_manual.training.datasets import source_of
 from ddp_manual.training.own_code import is_own_factory
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ddp_manual.training.augment import Normalise
-    from ddp_manual.training.data import Source, Split
-    from ddp_manual.training.predicting import Predictions
+from ddp_manual.training.predictions import Predictions, evaluate_and_predict, write_files
 
 logger = logging.getLogger(__name__)
+
+# torch ends the name of a state dict's entry that need not be a tensor with this.
+EXTRA_STATE = "_extra_state"
+
+Shape = tuple[int, int, int]
+"""Channels, height and width of an image."""
 
 
 def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate the model at ``checkpoint`` and write the prediction files.
 
     Args:
-        checkpoint: see ``saved_model.read``.
-        out_dir: None for a folder named after the data set, in the run's.
-        flags: those that were typed of model, normalization, dataset, image_size, classes and data_dir.
+        checkpoint: see ``read_model``.
+        out_dir: None for a folder inside the run's, named after the data set.
+        flags: the typed ones of model, normalization, dataset, image_size, classes and data_dir.
 
     Returns:
-        checkpoint, model, dataset, samples, accuracy (a fraction), loss (nats), classes and files. Each class has a
-        name, images, accuracy (None without images), and mistaken_for, a pair of the class that it was most often
-        taken for and how often, or None.
+        checkpoint, model, dataset, samples, accuracy (a fraction), loss (nats), classes and files. Each class has its
+        name, images, accuracy (None without images) and mistaken_for: the class it was most often taken for and how
+        often, or None.
 
     Raises:
-        CheckpointMissing, CheckpointCorrupt, CheckpointMismatch: there is no model, or it is damaged, or another.
+        CheckpointMissing, CheckpointCorrupt, CheckpointMismatch: there is no model, it is damaged, or does not fit.
         DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: a folder cannot be written, a flag is missing.
     """
-    saved = saved_model.read(checkpoint)
-    config = _config(saved, flags)
-    folder = out_dir or saved.run.evaluation(config.dataset, saved.path.stem if saved.is_checkpoint else None)
-    _spare_a_runs_own(folder)
-
-    import torch
-
-    from ddp_manual.training import prediction_files
-    from ddp_manual.training.datasets import source_of
-    from ddp_manual.training.predicting import evaluate_and_predict
+    path, parameters = read_model(checkpoint)
+    run = RunPaths(checkpoint_files.run_dir_of(checkpoint))
+    config = _config(run.config, path, flags)
+    trained = _read_trained(run.config, config)
+    step = path.stem if checkpoint_files.NAME.fullmatch(path.name) else None
+    folder = out_dir or run.evaluation(config.dataset, step)
+    _check_holds_no_run(folder)
 
     source = source_of(config)
     source.prepare(["test"])
-    test = _fitting(saved, config, source.load("test"), flags)
+    test = source.load("test")
+    if trained is not None:
+        test = _fitting(path, trained, config, test, named_by_hand="classes" in flags)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = _network(saved, config, test).to(device)
-    normalise = _normalise(saved, config, source, test, flags)
-    with writing(folder, "--out_dir"):  # now rather than when there is something to lose
+    network = _network(path, parameters, config, test).to(device)
+    normalise = _normalise(trained if "normalization" not in flags else None, config, source, test)
+    with writing(folder, "--out_dir"):  # before the evaluation, whose result would otherwise be lost
         folder.mkdir(parents=True, exist_ok=True)
     evaluation, predictions = evaluate_and_predict(network, test.to(device), normalise, rank=0, world_size=1)
     assert predictions is not None
     if not predictions.probabilities.isfinite().all():
         raise CheckpointCorrupt(
-            f"the model in {saved.path} gives scores that are not numbers",
+            f"the model in {path} gives scores that are not numbers",
             why=f"its loss over the test set of {config.dataset} is {evaluation.loss}",
             next="evaluate a checkpoint from before its training diverged",
         )
-    files = prediction_files.write(PredictionPaths(folder), predictions, option="--out_dir")
+    files = write_files(PredictionPaths(folder), predictions, option="--out_dir")
     return {
-        "checkpoint": str(saved.path),
+        "checkpoint": str(path),
         "model": config.model,
         "dataset": config.dataset,
         "samples": evaluation.samples,
         "accuracy": evaluation.accuracy,
         "loss": evaluation.loss,
         "classes": _by_class(predictions),
-        "files": [str(path) for path in files],
+        "files": [str(file) for file in files],
     }
 
 
-def _config(saved: SavedModel, flags: Mapping[str, Any]) -> TrainConfig:
-    """The run's options, and before them the flags."""
-    path = saved.run.config
-    known = TrainConfig.from_file(str(path)) if path.exists() else None
-    missing = [name for name in ("model", "dataset") if known is None and name not in flags]
-    if missing:
+def text(report: Mapping[str, Any]) -> str:
+    """Format what ``evaluate`` returns: a line for each class and each file."""
+    rows = [["class", "images", "accuracy", "most often taken for"]]
+    for found in report["classes"]:
+        accuracy = "-" if found["accuracy"] is None else f"{100 * found['accuracy']:.2f}%"
+        mistaken = "{} ({})".format(*found["mistaken_for"]) if found["mistaken_for"] else "-"
+        rows.append([found["name"], str(found["images"]), accuracy, mistaken])
+    return "\n".join(
+        [
+            f"{report['model']} of {report['checkpoint']} on {report['dataset']}: {100 * report['accuracy']:.2f}% test "
+            f"accuracy, test loss {report['loss']:.4f}, over {report['samples']} images",
+            *columns(rows),
+            *(f"  {path}" for path in report["files"]),
+        ]
+    )
+
+
+def read_model(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Read the model at ``path``: a ``model.pt``, a checkpoint, any file with a state dict, or the folder of a run.
+
+    Of a run's folder it is the ``model.pt``, or the newest checkpoint that is whole if the run has no model yet.
+
+    Returns:
+        The path of the file, and its state dict on the CPU, without DDP's prefix.
+
+    Raises:
+        CheckpointMissing: nothing is there.
+        CheckpointCorrupt: the file holds no model, or its content has changed since it was written.
+        BadOption: the file cannot be read.
+    """
+    if path.is_dir():
+        model = RunPaths(path).model
+        found = None if model.exists() else checkpoint_files.newest_whole(checkpoint_files.folder_of(path))
+        if found:
+            return found[0].path, _parameters(found[0].path, found[1])
+        if not model.exists():
+            raise _missing(path, f"it has no {model.name}, and no checkpoint")
+        path = model
+    elif checkpoint_files.NAME.fullmatch(path.name):
+        path = path.with_suffix(".pt")
+    if not path.exists():
+        raise _missing(path, "there is no such file or folder")
+    try:
+        if checkpoint_files.NAME.fullmatch(path.name):
+            content = checkpoint_files.read(checkpoint_files.describe(path))
+        elif path.is_file():
+            content = path.read_bytes()
+        else:
+            raise OSError(0, "it is no regular file", str(path))
+    except CheckpointCorrupt as error:
+        error.next = f"what there is: ddp-manual checkpoints {path.parent}"
+        raise
+    except OSError as error:
         raise BadOption(
-            f"{saved.path} does not say which {' and '.join(missing)} it is of",
-            why=f"there is no {path}, where a run writes that",
-            next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in missing),
-        )
+            f"--checkpoint {path} cannot be read",
+            why=f"{error.strerror}: {path}",
+            next="name a model.pt, a checkpoint or a run's folder that this user may read",
+        ) from None
+    return path, _parameters(path, content)
+
+
+def _parameters(path: Path, content: bytes) -> dict[str, Any]:
+    """Unpack the state dict, alone or within a checkpoint; a parameter may have the name of a checkpoint's part."""
+    try:
+        read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        within = isinstance(read.get("model"), Mapping) and not isinstance(read.get("position"), torch.Tensor)
+        found = {str(name): value for name, value in (read["model"] if within else read).items()}
+    except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
+        raise _no_model(path, f"torch cannot read it as one: {type(error).__name__}: {_reason(error)}") from error
+    tensors = [value for name, value in found.items() if not name.endswith(EXTRA_STATE)]
+    if not tensors or not all(isinstance(value, torch.Tensor) for value in tensors):
+        raise _no_model(path, f"it holds {', '.join([*found][:5]) or 'nothing'}, where tensors are wanted")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Shorten torch's message to its first line, or to the unpickler's complaint, which torch wraps in advice."""
+    text, wrapped, complaint = str(error).partition("WeightsUnpickler error:")
+    line = (complaint if wrapped else text).strip().partition("\n")[0]
+    return line.partition(". ")[0] if wrapped else line
+
+
+def _no_model(path: Path, why: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"{path} holds no model",
+        why=why,
+        next="name a run's folder, its model.pt, one of its checkpoints, or a file that torch.save has written of a "
+        "model's state_dict()",
+    )
+
+
+def _missing(path: Path, why: str) -> CheckpointMissing:
+    """Name the models that are near: the checkpoints of this run, or the runs in this folder."""
+    folder = path if path.is_dir() else path.parent
+    models = sorted(found.parent for found in folder.glob("*/model.pt")) if folder.is_dir() else []
+    lines = [f"ddp-manual evaluate --checkpoint {run}" for run in models[-checkpoint_files.MOST_NAMED :]]
+    if folder.is_dir() and checkpoint_files.find(checkpoint_files.folder_of(folder)):
+        lines = [f"what there is: ddp-manual checkpoints {folder}"]
+    return CheckpointMissing(
+        f"no model at {path}",
+        why=why,
+        next="\n".join(lines) or "name a run's folder, such as runs/<start time>-<run_id>, or a file in it",
+    )
+
+
+def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
+    """Take the options from the run's ``config.json`` at ``path``; flags override them.
+
+    A folder that came from elsewhere must not choose the code that is imported and called here: the run's own factories
+    have to be named by flags too.
+    """
+    known = TrainConfig.from_file(str(path)) if path.exists() else None
     if known is None:
+        missing = [name for name in ("model", "dataset") if name not in flags]
+        if missing:
+            raise BadOption(
+                f"{model} does not say which {' and '.join(missing)} it is of",
+                why=f"there is no {path}, where a run writes that",
+                next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in missing),
+            )
         return TrainConfig(**flags, sources=dict.fromkeys(flags, "flag"))
-    _refuse_code_nobody_named(path, known, flags)
-    config = TrainConfig.from_file(str(path), **flags)
-    _warn_of_changed_code(saved, known, config)
-    return config
-
-
-def _refuse_code_nobody_named(path: Path, known: TrainConfig, flags: Mapping[str, Any]) -> None:
-    """A folder that came from elsewhere must not choose what is imported and called here."""
-    own = {name: getattr(known, name) for name in ("model", "dataset") if is_own_factory(getattr(known, name))}
-    unnamed = {name: value for name, value in own.items() if name not in flags}
+    own = {name: getattr(known, name) for name in ("model", "dataset") if name not in flags}
+    unnamed = {name: value for name, value in own.items() if is_own_factory(value)}
     if unnamed:
         raise BadOption(
             f"the {' and the '.join(unnamed)} of {path.parent} {'are' if len(unnamed) > 1 else 'is'} code, which is "
@@ -114,19 +223,56 @@ def _refuse_code_nobody_named(path: Path, known: TrainConfig, flags: Mapping[str
             why=f"{path} names " + " and ".join(unnamed.values()),
             next=f"if you trust that code, add {as_flags(unnamed)}",
         )
+    return TrainConfig.from_file(str(path), **flags)
 
 
-def _warn_of_changed_code(saved: SavedModel, known: TrainConfig, config: TrainConfig) -> None:
-    from ddp_manual.training import own_code
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run's ``config.json`` says of the images its model was trained on.
 
-    then = saved.trained.sources if saved.trained is not None else {}
+    Args:
+        mean, std: the pixels' mean and standard deviation by channel, on the scale 0 to 255.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shape: Shape
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(length, int) and length > 0 for length in self.shape):
+            raise ValueError(f"shape is {self.shape}")
+        if not (len(self.mean) == len(self.std) == self.shape[0] and all(self.std) and self.classes):
+            raise ValueError(f"mean is {self.mean}, std {self.std}, shape {self.shape}, classes {self.classes}")
+
+
+def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
+    """Read the record that a run adds to its options; None without it, such as in a hand-written file of options.
+
+    Logs a warning where the source of the user's own model or data set has changed since.
+    """
+    described = json.loads(path.read_bytes()) if path.exists() else {}
+    if described.get("run") is None:
+        return None
+    try:
+        run = described["run"]
+        mean, std = (tuple(map(float, run[name])) for name in ("mean", "std"))
+        channels, height, width = run["shape"]
+        found = Trained(mean=mean, std=std, shape=(channels, height, width), classes=tuple(map(str, run["classes"])))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointCorrupt(
+            f"{path} is not what a run has written",
+            why=f"run: {type(error).__name__}: {error}",
+            next="mend it; or move the model to a folder of its own, and say what it is by --model and --dataset",
+        ) from None
     for name, digest in own_code.sources(model=config.model, dataset=config.dataset).items():
-        option = name.removesuffix("_source")
-        if getattr(known, option) == getattr(config, option) and then.get(name, digest) != digest:
-            logger.warning("the source of %s has changed since the run", getattr(config, option))
+        factory = getattr(config, name.removesuffix("_source"))
+        if factory == described.get(name.removesuffix("_source")) and run.get(name, digest) != digest:
+            logger.warning("the source of %s has changed since the run", factory)
+    return found
 
 
-def _spare_a_runs_own(folder: Path) -> None:
+def _check_holds_no_run(folder: Path) -> None:
     there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
     if there is not None:
         raise BadOption(
@@ -136,37 +282,30 @@ def _spare_a_runs_own(folder: Path) -> None:
         )
 
 
-def _fitting(saved: SavedModel, config: TrainConfig, test: Split, flags: Mapping[str, Any]) -> Split:
-    """``test``, with the labels of the training where its classes have the same names in another order.
+def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, named_by_hand: bool) -> Split:
+    """Return ``test``; if its classes have the training's names in another order, with the training's labels.
 
     Raises:
         CheckpointMismatch: it has other images, or another number of classes.
     """
-    trained = saved.trained
-    if trained is None or trained.shape is None or trained.classes is None:
-        return test
-    has = f"{_shape(test.shape)} images of {len(test.classes)} classes"
-    wants = f"{_shape(trained.shape)} images of {len(trained.classes)} classes"
+    has, wants = _images(test), _images(trained)
     if has != wants:
         raise CheckpointMismatch(
-            f"{saved.path} is a model for other images than those of {config.dataset}",
+            f"{path} is a model for other images than those of {config.dataset}",
             why=f"it was trained on {wants}; {config.dataset} has {has}",
             next=_what_fits(trained.shape, test.shape),
         )
-    if test.classes != trained.classes:
-        if "classes" not in flags and sorted(test.classes) == sorted(trained.classes):
-            logger.info("the classes of %s are put into the order they had in training", config.dataset)
-            return test.in_the_order_of(trained.classes)
-        different = [(one, other) for one, other in zip(trained.classes, test.classes, strict=True) if one != other]
-        logger.warning(
-            "the classes have other names than those the model was trained on: %s",
-            ", ".join(f"{other} instead of {one}" for one, other in different[:5]),
-        )
+    if not named_by_hand and test.classes != trained.classes and sorted(test.classes) == sorted(trained.classes):
+        logger.info("the classes of %s are put into the order they had in training", config.dataset)
+        return test.in_the_order_of(trained.classes)
+    renamed = [f"{new} instead of {old}" for old, new in zip(trained.classes, test.classes, strict=True) if old != new]
+    if renamed:
+        logger.warning("the classes have other names than those the model was trained on: %s", ", ".join(renamed[:5]))
     return test
 
 
-def _what_fits(wanted: tuple[int, int, int], has: tuple[int, int, int]) -> str:
-    """What to do about other channels, another size or another number of classes; nothing converts colours."""
+def _what_fits(wanted: Shape, has: Shape) -> str:
+    """Say which images to give instead: another size can be converted, other channels cannot."""
     channels, height, width = wanted
     if channels != has[0]:
         kind = {1: "grey", 3: "colour"}.get(channels, f"{channels}-channel")
@@ -175,48 +314,33 @@ def _what_fits(wanted: tuple[int, int, int], has: tuple[int, int, int]) -> str:
     return f"give a --dataset of such images{resized if wanted != has else ''}"
 
 
-def _network(saved: SavedModel, config: TrainConfig, test: Split) -> nn.Module:
-    import torch
-
-    from ddp_manual.training import models
-
-    network = models.build(
-        config.model, device=torch.device("cpu"), seed=0, shape=test.shape, classes=len(test.classes)
-    )
+def _network(path: Path, parameters: Mapping[str, Any], config: TrainConfig, test: Split) -> nn.Module:
+    size: dict[str, Any] = {"shape": test.shape, "classes": len(test.classes)}
+    network = models.build(config.model, device=torch.device("cpu"), seed=0, **size)
     try:
-        network.load_state_dict(dict(saved.parameters))
+        network.load_state_dict(dict(parameters))
     except Exception as error:  # torch words each misfit in its own way
-        fitting = [name for name in models.MODELS if name != config.model and _fits(saved, name, test)]
+        others = [name for name in models.MODELS if name != config.model and _fits(parameters, name, size)]
         raise CheckpointMismatch(
-            f"{saved.path} is no {config.model} for {_shape(test.shape)} images of {len(test.classes)} classes",
+            f"{path} is no {config.model} for {_images(test)}",
             why=textwrap.shorten(str(error).partition(":")[2], 300, placeholder=" ..."),
-            next=f"it fits --model {fitting[0]}" if fitting else "give the --model and the --dataset it was trained on",
+            next=f"it fits --model {others[0]}" if others else "give the --model and the --dataset it was trained on",
         ) from error
     return network
 
 
-def _fits(saved: SavedModel, name: str, test: Split) -> bool:
-    import torch
-
-    from ddp_manual.training import models
-    from ddp_manual.training.checkpoint import shapes
-
+def _fits(parameters: Mapping[str, Any], name: str, size: Mapping[str, Any]) -> bool:
     try:
         with torch.device("meta"):
-            built = models.MODELS[name](shape=test.shape, classes=len(test.classes)).state_dict()
-    except Exception:  # the images may be too small for it
+            return shapes(models.MODELS[name](**size).state_dict()) == shapes(parameters)
+    except Exception:  # the images may be too small for this model
         return False
-    return shapes(built) == shapes(saved.parameters)
 
 
-def _normalise(
-    saved: SavedModel, config: TrainConfig, source: Source, test: Split, flags: Mapping[str, Any]
-) -> Normalise:
-    """As in the run; where that is not known, or a flag says otherwise, as a run on this data set would."""
-    from ddp_manual.training.augment import Normalise, unit_scale
-
-    if saved.trained is not None and "normalization" not in flags:
-        return Normalise(saved.trained.mean, saved.trained.std)
+def _normalise(trained: Trained | None, config: TrainConfig, source: Source, test: Split) -> Normalise:
+    """Normalise as in the run; without a record of that, as a run on this data set would."""
+    if trained is not None:
+        return Normalise(trained.mean, trained.std)
     if config.normalization == "none":
         return unit_scale(test.shape[0])
     return source.normalise(source.load("train"))
@@ -225,20 +349,15 @@ def _normalise(
 def _by_class(predictions: Predictions) -> list[dict[str, Any]]:
     classes = predictions.split.classes
     found = []
-    for index, name in enumerate(classes):  # the matrix of all has no room where there are very many
-        guesses = predictions.guess[predictions.truth == index].tolist()
-        images, right = len(guesses), guesses.count(index)
-        mistakes = Counter(sorted(guess for guess in guesses if guess != index)).most_common(1)
-        found.append(
-            {
-                "name": name,
-                "images": images,
-                "accuracy": right / images if images else None,
-                "mistaken_for": [classes[mistakes[0][0]], mistakes[0][1]] if mistakes else None,
-            }
-        )
+    for index, name in enumerate(classes):  # not from the confusion matrix: of very many classes it fills the memory
+        guesses = Counter(sorted(predictions.guess[predictions.truth == index].tolist()))
+        images, right = guesses.total(), guesses.pop(index, 0)
+        mistakes = [[classes[guess], count] for guess, count in guesses.most_common(1)]
+        accuracy = right / images if images else None
+        mistaken_for = mistakes[0] if mistakes else None
+        found.append({"name": name, "images": images, "accuracy": accuracy, "mistaken_for": mistaken_for})
     return found
 
 
-def _shape(shape: tuple[int, int, int]) -> str:
-    return "x".join(map(str, shape))
+def _images(of: Split | Trained) -> str:
+    return f"{'x'.join(map(str, of.shape))} images of {len(of.classes)} classes"

@@ -1,23 +1,29 @@
-"""``ddp-manual show-data``: what is in a data set, as a picture, in numbers, and in a terminal."""
+"""``ddp-manual show-data``: what is in a data set, as a picture, in numbers, and drawn in a terminal."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
+from ddp_manual.terminal import columns
 from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.data import Split
+from ddp_manual.training.datasets import source_of
+from ddp_manual.training.pictures import drawn, image_grid, spread
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from ddp_manual.training.data import Split
-
-# Characters: an image is made no wider than this in a terminal.
+# In a terminal: the most characters of an image's width, the gap between two images, and how many rows of images.
 WIDEST = 32
-BETWEEN = "  "
+GAP = "  "
 ROWS = 2
 UPPER_HALF = "\N{UPPER HALF BLOCK}"
 # From dark to bright, for terminals without colours.
@@ -25,7 +31,7 @@ INKS = " .:-=+*#%@"
 
 
 def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[str, Any]:
-    """Write ``count`` images with their labels to ``out``, a PNG file; on a terminal, draw a few on stdout too.
+    """Write ``count`` labelled images to ``out``, a PNG file; on a terminal, draw a few on stdout too.
 
     Returns:
         dataset, part, images, shape (channels, height, width), classes (pairs of name and number) and picture.
@@ -38,15 +44,9 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
         raise BadOption(
             f"--out {out} is not the name of a PNG file", why="PNG is what is written", next=f"name it {out}.png"
         )
-    with writing(out, "--out"):
-        if not out.parent.is_dir() or out.is_dir():
-            raise OSError(0, "there is no such folder" if not out.is_dir() else "it is a folder", str(out))
-
-    import torch
-
-    from ddp_manual.training.datasets import source_of
-    from ddp_manual.training.pictures import image_grid
-
+    with writing(out, "--out"):  # before the data set is read, which may take minutes
+        if out.is_dir() or not out.parent.is_dir():
+            raise OSError(0, "it is a folder" if out.is_dir() else "there is no such folder", str(out))
     source = source_of(config)
     source.prepare([part])
     split = source.load(part)
@@ -65,41 +65,39 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
     }
 
 
+def text(shown: Mapping[str, Any]) -> str:
+    """Format what ``show`` returns: how many images each class has, and where the picture is."""
+    channels, height, width = shown["shape"]
+    return "\n".join(
+        [
+            f"{shown['dataset']}, {shown['part']}: {shown['images']} images of {width}x{height} pixels, "
+            f"{'grey' if channels == 1 else 'in colour'}",
+            *columns([("class", "images"), *((name, str(count)) for name, count in shown["classes"])]),
+            f"  {shown['picture']}",
+        ]
+    )
+
+
 def _draw(split: Split, count: int) -> None:
-    """As many images side by side as the terminal is wide for, in ``ROWS`` rows."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from ddp_manual.training.pictures import spread
-
+    """Draw as many images side by side as the terminal is wide for, with their classes below."""
     console = Console(highlight=False)
-    height, width = _size(split)
-    across = max(1, (console.width + len(BETWEEN)) // (width + len(BETWEEN)))
-    chosen = spread(split, min(count, ROWS * across))
     plain = console.no_color or console.color_system is None or console.options.ascii_only
+    # A character is one pixel wide and two high.
+    height, width = split.shape[1:]
+    scale = min(1.0, WIDEST / max(height, width))
+    height, width = max(1, round(scale * height)), max(1, round(scale * width))
+    across = max(1, (console.width + len(GAP)) // (width + len(GAP)))
+    chosen = spread(split, min(count, ROWS * across))
     for first in range(0, len(chosen), across):
         row = chosen[first : first + across]
-        drawn = [_lines(split, index, height, width, plain=plain) for index in row]
-        for line in zip(*drawn, strict=True):
-            console.print(Text(BETWEEN).join(line), no_wrap=True, crop=True)
-        names = [split.classes[int(split.labels[index])][:width].center(width) for index in row]
-        console.print(Text(BETWEEN.join(names)), no_wrap=True, crop=True)
-
-
-def _size(split: Split) -> tuple[int, int]:
-    """Height and width in pixels; a character is one pixel wide and two high."""
-    height, width = split.images.shape[-2:]
-    scale = min(1.0, WIDEST / max(height, width))
-    return max(1, round(scale * height)), max(1, round(scale * width))
+        names = [Text(split.classes[int(split.labels[index])][:width].center(width)) for index in row]
+        images = [_lines(split, index, height, width, plain=plain) for index in row]
+        for line in (*zip(*images, strict=True), names):
+            console.print(Text(GAP).join(line), no_wrap=True, crop=True)
 
 
 def _lines(split: Split, index: int, height: int, width: int, *, plain: bool) -> list[Text]:
-    from rich.color import Color
-    from rich.style import Style
-    from rich.text import Text
-
-    from ddp_manual.training.pictures import drawn
-
+    """Draw one image; each character shows two pixels, the upper as its colour and the lower as its background."""
     picture = drawn(split, index, width, height)
     grey, colours = picture.convert("L").tobytes(), picture.convert("RGB").tobytes()
     lines = []

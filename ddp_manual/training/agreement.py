@@ -1,4 +1,4 @@
-"""Whether all ranks have read the same data: each host has a copy of its own, and they may differ."""
+"""What all ranks must have in common before they train: the options, and the data, of which each host has a copy."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ NEXT = (
 )
 
 
-def agree(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
+def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
     """Compare every rank's options with rank 0's, and take rank 0's folder for the run's files; a collective.
 
     Args:
-        options: option -> (value, source), for all that the ranks must have in common.
+        options: option -> (value, source), for all options that the ranks must have in common.
 
     Raises:
         ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
@@ -47,7 +47,7 @@ def agree(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) ->
     world.take_folder(found[0]["run_dir"])
     for other in found[1:]:
         if differing := differing_options(found[0]["options"], other["options"]):
-            world.gather(None)  # by now every agent has been told of the folder, where this error goes
+            world.gather(None)  # by now every agent knows the folder, into which it writes this error
             who = " ".join(other["who"].split()[:2])
             raise ConfigMismatch(
                 f"{other['who']} is to train with other options than rank 0: {', '.join(differing)}",
@@ -63,9 +63,9 @@ def compare_data(
 
     Args:
         parts: on the CPU. The digest of a part that comes from a cache is the one in the cache.
-        device: where the process group's tensors live.
-        hosts: the host of each rank, asked only if they differ.
-        own_factory: whether the data come from a factory of the user's.
+        device: of the process group's tensors.
+        hosts: returns the host of each rank; called only if the data differ.
+        own_factory: whether a factory of the user's returned the data.
 
     Returns:
         A digest of each part's images and labels: 32 hexadecimal digits.
@@ -79,7 +79,7 @@ def compare_data(
     if not odd:
         return {part: _hexadecimal(found[1:3]) for part, found in zip(parts, ranks[0], strict=True)}
     names = hosts()
-    # No rank leaves before all know why: a rank that still asks for the hosts would name a peer's leaving as its cause.
+    # No rank leaves before all know why: a rank that is still asking would give a peer's leaving as the cause.
     collectives.all_gather(mine)
     lines = []
     for index, part in enumerate(parts):
@@ -98,7 +98,7 @@ def compare_data(
 
 
 def fingerprint(split: Split) -> tuple[int, int, int, int, int]:
-    """How many samples there are, then digests (BLAKE2b, 128 bits) of images and labels and of the class names."""
+    """Return the number of samples, and digests (BLAKE2b, 128 bits) of images with labels and of the class names."""
     digest = bytes.fromhex(split.digest or digest_of(split.images, split.labels))
     names = hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16)
     return (len(split), *struct.unpack("<4q", digest + names.digest()))

@@ -62,7 +62,7 @@ def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.Captur
     assert found == FLAGS
 
 
-def test_each_switch_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_switch_has_an_opposite(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--help"]) == 0
     pairs = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " / " in line]
     assert pairs == [
@@ -102,7 +102,7 @@ def test_a_bad_option_exits_2_and_says_what_why_and_next(
     assert any(line.startswith("  next: ") for line in rest)
 
 
-def test_a_name_that_was_almost_right_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--model", "MPL"]) == 2
     assert "next: did you mean --model mlp?" in capsys.readouterr().err
     assert cli.run(["train", "--model", "resnet"]) == 2
@@ -153,7 +153,7 @@ def _seconds(command: list[str]) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def test_what_launch_decides_itself_cannot_be_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_refuses_options_whose_values_it_decides_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["launch", "--nproc", "2", "--", "--world-size", "3"]) == 2
     assert "--world_size cannot be passed on by launch" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_launch_needs_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> N
     assert "error[bad-option]" in capsys.readouterr().err
 
 
-def test_a_stdout_that_takes_nothing_is_an_error_and_one_that_nobody_reads_is_none(tmp_path: Path) -> None:
+def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")

@@ -16,13 +16,13 @@ from torch import nn
 from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.training import collectives, pictures, prediction_files
+from ddp_manual.training import collectives, pictures
 from ddp_manual.training.augment import unit_scale
-from ddp_manual.training.confusion import confusion_picture
 from ddp_manual.training.data import Split
+from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import evaluate
-from ddp_manual.training.predicting import Predictions, predict
-from ddp_manual.training.tracking import RunFiles
+from ddp_manual.training.predictions import Predictions, confusion_table, predict, table, write_files
+from ddp_manual.training.results import RunFiles
 
 CLASSES = ("airplane", "automobile", "bird, or not")
 
@@ -43,7 +43,7 @@ def opened(png: bytes) -> Image.Image:
     return Image.open(io.BytesIO(png))
 
 
-def test_mistakes_come_first_and_of_each_kind_the_most_confident(five: Predictions) -> None:
+def test_predictions_are_ordered_mistakes_first_then_by_confidence(five: Predictions) -> None:
     assert five.guess.tolist() == [0, 1, 2, 1, 0]
     assert five.correct.tolist() == [False, True, True, False, True]
     assert five.order.tolist() == [3, 0, 1, 2, 4]
@@ -51,13 +51,15 @@ def test_mistakes_come_first_and_of_each_kind_the_most_confident(five: Predictio
 
 def test_the_confusion_matrix_has_the_truth_in_its_rows(five: Predictions) -> None:
     assert five.confusion.tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    rows = list(csv.reader(io.StringIO(b"".join(prediction_files.confusion_table(five)).decode())))
+    rows = list(csv.reader(io.StringIO(b"".join(confusion_table(five)).decode())))
     assert rows[0] == ["truth \\ guess", *CLASSES]
     assert rows[2] == ["automobile", "1", "1", "0"]
 
 
-def test_a_line_of_the_table_says_what_was_guessed_how_surely_and_each_classs_probability(five: Predictions) -> None:
-    lines = list(csv.DictReader(io.StringIO(b"".join(prediction_files.table(five)).decode())))
+def test_each_line_of_the_table_has_the_guess_its_confidence_and_the_probability_of_each_class(
+    five: Predictions,
+) -> None:
+    lines = list(csv.DictReader(io.StringIO(b"".join(table(five)).decode())))
     assert [line["id"] for line in lines] == ["3", "0", "1", "2", "4"]
     assert list(lines[0].items()) == [
         ("id", "3"),
@@ -71,37 +73,37 @@ def test_a_line_of_the_table_says_what_was_guessed_how_surely_and_each_classs_pr
     ]
 
 
-def test_a_class_whose_name_is_not_utf_8_does_not_spoil_the_files(tmp_path: Path) -> None:
+def test_a_class_name_that_is_not_utf_8_is_escaped_in_the_files(tmp_path: Path) -> None:
     """As a folder's may be."""
     name = b"b\xe4r".decode("utf-8", "surrogateescape")
     split = split_of([0, 1], classes=(name, "猫"))
-    prediction_files.write(PredictionPaths(tmp_path), Predictions(torch.eye(2), split), option="--run_dir")
+    write_files(PredictionPaths(tmp_path), Predictions(torch.eye(2), split), option="--run_dir")
     assert "b\\udce4r" in (tmp_path / "predictions.csv").read_text(encoding="utf-8")
 
 
 def test_files_that_cannot_be_written_are_a_bad_option(five: Predictions, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="--out_dir"):
-        prediction_files.write(PredictionPaths(tmp_path / "nothing"), five, option="--out_dir")
+        write_files(PredictionPaths(tmp_path / "nothing"), five, option="--out_dir")
 
 
-def test_a_file_that_does_not_fit_is_named_and_the_run_goes_on_without_it(
+def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_without_it(
     five: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(*_: object) -> Iterator[bytes]:
         yield b"id,"
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(prediction_files, "table", no_room)
+    monkeypatch.setattr("ddp_manual.training.predictions.table", no_room)
     files = RunFiles(RunPaths(tmp_path), keep=1)
     with caplog.at_level(logging.WARNING):
-        files.predicted(five)
+        files.write_predictions(Position(), five)
     assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
     assert not list(tmp_path.iterdir())
     with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
         run_folder.replace_files({tmp_path / "predictions.csv": no_room()})
 
 
-def test_a_picture_that_cannot_be_drawn_costs_a_warning(
+def test_a_picture_that_cannot_be_drawn_is_a_warning(
     five: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_font(*_: object) -> None:
@@ -109,22 +111,22 @@ def test_a_picture_that_cannot_be_drawn_costs_a_warning(
 
     monkeypatch.setattr(pictures, "font_for", no_font)
     files = RunFiles(RunPaths(tmp_path), keep=1)
-    files.started({}, five.split)
-    files.predicted(five)
+    files.start({}, five.split)
+    files.write_predictions(Position(), five)
     assert "samples.png: MemoryError: of mine" in caplog.text and "predictions.csv: MemoryError" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_the_confusion_of_very_many_classes_is_left_out(tmp_path: Path) -> None:
+def test_the_confusion_matrix_of_more_than_1000_classes_is_left_out(tmp_path: Path) -> None:
     """A single label of 60,000 would make a matrix of 29 GB."""
     split = split_of([0, 60_000], classes=tuple(map(str, range(60_001))))
     predictions = Predictions(torch.full((2, 60_001), 1 / 60_001), split)
-    files = prediction_files.write(PredictionPaths(tmp_path), predictions, option="--run_dir")
+    files = write_files(PredictionPaths(tmp_path), predictions, option="--run_dir")
     assert {path.name for path in files} == {path.name for path in tmp_path.iterdir()}
     assert {path.name for path in files} == {"predictions.csv", "predictions.png"}
 
 
-def test_a_rank_for_which_no_test_image_is_left_does_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_test_images_never_calls_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     split = split_of([0, 1])
     monkeypatch.setattr(collectives, "all_reduce", lambda totals: totals.add_(2))
     monkeypatch.setattr(collectives, "gather", lambda padded: [] if padded.shape == (1, 3) else [padded])
@@ -135,7 +137,7 @@ def test_a_rank_for_which_no_test_image_is_left_does_without_the_network(monkeyp
 
 
 @pytest.mark.parametrize(("side", "batches"), [(28, [1000, 200]), (32, [1000, 200]), (640, [2, 1]), (1100, [1, 1])])
-def test_of_large_images_fewer_are_evaluated_at_once(side: int, batches: list[int]) -> None:
+def test_batches_of_large_images_are_smaller(side: int, batches: list[int]) -> None:
     sizes: list[int] = []
 
     class Counting(nn.Module):
@@ -197,7 +199,7 @@ def test_images_of_any_size_and_names_of_any_length_keep_the_picture_small(
         assert 90 <= height <= 500
 
 
-def test_a_grid_shows_every_class_of_data_that_are_sorted_by_class() -> None:
+def test_a_grid_shows_every_class_of_a_data_set_that_is_sorted_by_class() -> None:
     split = split_of([0] * 50 + [1] * 50 + [2] * 50)
     chosen = pictures.spread(split, 9)
     assert split.labels[chosen].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -205,9 +207,9 @@ def test_a_grid_shows_every_class_of_data_that_are_sorted_by_class() -> None:
 
 
 @pytest.mark.parametrize("classes", [1, 10, 300])
-def test_a_confusion_matrix_of_few_or_many_classes_is_drawn_with_the_right_ones_on_its_diagonal(classes: int) -> None:
+def test_a_confusion_matrix_of_any_number_of_classes_has_a_blue_diagonal(classes: int) -> None:
     confusion = 1000 * torch.eye(classes, dtype=torch.int64)
-    picture = opened(confusion_picture(confusion, [f"class {index}" for index in range(classes)]))
+    picture = opened(pictures.confusion_picture(confusion, [f"class {index}" for index in range(classes)]))
     blue = (24, 100, 171)
     colours = {colour: count for count, colour in picture.getcolors(1 << 20)}
     assert max(picture.size) <= 4400

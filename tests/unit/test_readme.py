@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 import pytest
+from ddp_manual.flags import given
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
-from ddp_manual.flags import given
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"

@@ -38,7 +38,7 @@ def test_a_grid_is_written_and_each_class_is_counted(pets: str, capsys: pytest.C
         assert picture.format == "PNG" and picture.width > 8 * 80
 
 
-def test_part_count_and_names_are_those_asked_for(pets: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_part_count_and_class_names_can_be_chosen(pets: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--part", "test", "--count", "2", "--classes", "x,y", "--image_size", "30"]
     assert cli.run(["show-data", "--dataset", pets, *options]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
@@ -95,7 +95,7 @@ def test_a_terminal_without_colours_is_shown_letters_from_dark_to_bright(
         (["--dataset", "mnist", "--data_dir", "file"], 2, "--data_dir"),
     ],
 )
-def test_bad_input_is_named(
+def test_a_bad_option_or_data_set_is_named(
     pets: str, arguments: list[str], code: int, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("folder.png").mkdir()

@@ -1,8 +1,9 @@
-"""``check`` goes the way of a run and measures; ``status`` looks on from outside."""
+"""``check`` meets the other ranks and measures; ``status`` looks at a run from outside."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -70,7 +71,7 @@ def test_check_measures_with_the_bus_bandwidth_of_nccl_tests(start: Start, port:
     assert json.loads(ranks[1].out)["steps"][-1]["outcome"] == "ok"
 
 
-def test_check_of_a_rank_alone_gives_all_that_one_side_can_know_and_exits_with_3(start: Start, port: int) -> None:
+def test_check_of_a_rank_alone_shows_what_this_host_can_find_out_and_exits_with_3(start: Start, port: int) -> None:
     alone = start_check(start, port, 1, 2, "--join_timeout", 3, NCCL_DEBUG="WARN")
     assert alone.wait(30) == 3
     first, *rest = alone.out.splitlines()
@@ -80,7 +81,7 @@ def test_check_of_a_rank_alone_gives_all_that_one_side_can_know_and_exits_with_3
     assert "NCCL_DEBUG" in alone.out
 
 
-def test_check_names_the_rank_that_never_came(start: Start, port: int) -> None:
+def test_check_names_the_rank_that_never_joined(start: Start, port: int) -> None:
     ranks = [start_check(start, port, rank, 3, "--join_timeout", 4) for rank in (0, 2)]
     assert [rank.wait(30) for rank in ranks] == [3, 3]
     for rank in ranks:
@@ -88,7 +89,7 @@ def test_check_names_the_rank_that_never_came(start: Start, port: int) -> None:
         assert "check --world_size 3 --rank 1" in rank.out
 
 
-def test_a_rank_that_checks_does_not_join_one_that_trains(start: Start, start_rank: Start, port: int) -> None:
+def test_a_rank_that_checks_is_refused_by_a_rank_that_trains(start: Start, start_rank: Start, port: int) -> None:
     training = start_rank(0, 2)
     training.wait_for("waiting for rank 1")
     checking = start_check(start, port, 1, 2)
@@ -118,7 +119,7 @@ def test_status_shows_who_waits_who_is_missing_and_who_was_refused(start: Start,
 
 
 def test_status_follows_the_training_until_the_run_ends(start: Start, start_rank: Start, port: int) -> None:
-    ranks = [start_rank(rank, 2, *LONGER, 5, "--log_every", 20) for rank in range(2)]
+    ranks = [start_rank(rank, 2, *LONGER, 3, "--log_every", 20) for rank in range(2)]
     ranks[0].wait_for("step ")
     watching = look(start, port, "--watch", "--json")
     assert [rank.wait() for rank in ranks] == [0, 0]
@@ -143,7 +144,24 @@ def test_status_follows_the_training_until_the_run_ends(start: Start, start_rank
         assert progress[-1][rank]["samples_per_second"] > 0
 
 
-def test_status_that_watches_does_not_take_a_frozen_rank_0_for_the_end_of_the_run(
+@pytest.mark.parametrize("token", [{}, {"DDP_MANUAL_TOKEN": "a secret"}], ids=["without a token", "with a token"])
+def test_status_watch_ends_with_the_failure_that_ended_the_run(
+    start: Start, start_rank: Start, port: int, token: dict[str, str]
+) -> None:
+    ranks = [start_rank(rank, 2, *LONGER, 1000, **token) for rank in range(2)]
+    ranks[0].wait_for("training ")
+    watching = look(start, port, "--watch", "--json", **token)
+    wait_until(lambda: watching.out.count("\n") > 0)
+    os.kill(ranks[1].worker, signal.SIGKILL)
+    assert [rank.wait(30) for rank in ranks] == [14, 14]
+    assert watching.wait(30) == 14, watching.err
+    *seen, last = [json.loads(line) for line in watching.out.splitlines()]
+    assert last["error"]["identifier"] == "peer-lost" and "rank 1 " in last["error"]["what"]
+    assert watching.err.startswith(f"error[peer-lost]: {last['error']['what']}\n")
+    assert all("error" not in answer for answer in seen)
+
+
+def test_status_watch_does_not_take_a_frozen_rank_0_for_the_end_of_the_run(
     start: Start, start_rank: Start, port: int
 ) -> None:
     rank_0 = start_rank(0, 2)

@@ -1,4 +1,4 @@
-"""What a run says of each test image, beside what torch alone makes of ``model.pt``."""
+"""The predictions of a run for each test image, compared with those of plain torch for ``model.pt``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_each_line_of_the_predictions_is_what_torch_alone_makes_of_the_model(
+def test_the_predictions_equal_those_of_the_same_network_in_plain_torch(
     start_rank: Start, mnist: Path, tmp_path: Path
 ) -> None:
     """Three ranks do not divide 10,000 images; a few steps leave mistakes enough."""
@@ -76,10 +76,10 @@ def test_each_line_of_the_predictions_is_what_torch_alone_makes_of_the_model(
         assert (run / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_complete_run_is_evaluated_to_the_same_and_makes_its_predictions_anew_where_it_lacks_them(
+def test_evaluate_finds_the_accuracy_of_a_complete_run_and_a_resume_restores_missing_predictions(
     start_rank: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It lacks them where it was killed between its last checkpoint and its end."""
+    """A run that was killed between its last checkpoint and its end has no predictions."""
     assert start_rank(0, 1).wait() == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
