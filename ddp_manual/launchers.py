@@ -289,6 +289,11 @@ def cpu_threads(local_world_size: int) -> int:
     return max(1, usable_cores() // local_world_size)
 
 
+def cache_folder() -> Path:
+    """Return ``ddp_manual`` in the user's folder for caches, whether it exists or not; relative if there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ddp_manual"
+
+
 def usable_cores() -> int:
     """Return how many cores this process may use, which a container or taskset may limit."""
     if hasattr(os, "sched_getaffinity"):

@@ -37,9 +37,9 @@ class Trained(NamedTuple):
 @task(requests=Resources(cpu="1", mem="2Gi"))
 def prepare_data(config: TrainConfig) -> FlyteDirectory:
     """Download or draw the data before there are any ranks, on a machine without GPUs that would wait."""
-    from ddp_manual.training.sources import prepared  # imports torch, which registering the tasks does not need
+    from ddp_manual.training.datasets import source_of  # imports torch, which registering the tasks does not need
 
-    prepared(config)
+    source_of(config).prepare()
     return FlyteDirectory(config.data_dir)
 
 

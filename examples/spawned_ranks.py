@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ddp_manual
-from ddp_manual.training.sources import source
+from ddp_manual.training.datasets import source_of
 
 
 def train(world, epochs):  # the process group is opened before this function (1) and closed after it (5)
-    folder = Path("data")
-    digits = source("mnist" if (folder / "MNIST").exists() else "synthetic")
-    world.once_per_host("draw digits", lambda: digits.is_prepared(folder) or digits.prepare(folder), timeout=600)
-    split = digits.load(folder, "train")
+    dataset = "mnist" if Path("data", "MNIST").exists() else "synthetic"
+    digits = source_of(ddp_manual.TrainConfig(dataset=dataset, data_dir="data"))
+    world.once_per_host("draw digits", digits.prepare, timeout=600)
+    split = digits.load("train")
     data = TensorDataset(split.images / 255, split.labels)
     sampler = DistributedSampler(data)  # (2)
     torch.manual_seed(0)

@@ -16,10 +16,14 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import forking
+
+if TYPE_CHECKING:
+    from ddp_manual.training.data import Source
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A training of less than a second.
@@ -247,20 +251,19 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A data_dir with ``DRAWN`` synthetic digits, which one test process draws for all."""
-    import torch
-
-    from ddp_manual.training.sources import drawn, synthetic
+    from ddp_manual.training import data, datasets, synthetic
 
     own = tmp_path_factory.getbasetemp()
     folder = (own if worker_id == "master" else own.parent) / "small_data"
     with folder.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for part, count in DRAWN.items():
-            path = drawn._file(folder, part)
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                images, labels = synthetic.draw_digits(count, seed=drawn.SEEDS[part])
-                torch.save({"images": images, "labels": labels}, path)
+            folder.mkdir(exist_ok=True)
+            cache = source("synthetic", folder).cache(part)
+            assert cache is not None
+            if cache.load() is None:
+                images, labels = synthetic.draw_digits(count, seed=datasets.DRAWN_SEEDS[part])
+                cache.save(images.unsqueeze(1), labels, data.DIGITS)
     return folder
 
 
@@ -281,9 +284,12 @@ def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def mnist() -> Path:
-    """A data_dir that has the real MNIST."""
-    return real_data("MNIST/raw").parent.parent
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data_dir that has the real MNIST, and takes the caches of the tests: none is left beside the real files."""
+    folder = tmp_path_factory.mktemp("mnist")
+    (folder / "MNIST").mkdir()
+    (folder / "MNIST" / "raw").symlink_to(real_data("MNIST/raw"))
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -304,9 +310,12 @@ def digits(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cifar10() -> Path:
+def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real CIFAR-10 images in class folders: 10,000 in train, 1,000 in test."""
-    return real_data("cifar10-subset")
+    folder = tmp_path_factory.mktemp("cifar10")
+    for part in ("train", "test"):
+        (folder / part).symlink_to(real_data("cifar10-subset") / part)
+    return folder
 
 
 def real_data(name: str) -> Path:
@@ -317,6 +326,14 @@ def real_data(name: str) -> Path:
         if (place / name).is_dir():
             return place / name
     pytest.skip(f"no {name} in {' or '.join(map(str, places))}; DDP_MANUAL_TEST_DATA names the folder that has it")
+
+
+def source(dataset: str, data_dir: Path = Path("unused"), **options: Any) -> Source:
+    """The data set that ``--dataset`` names, in ``--data_dir``."""
+    from ddp_manual.training.config import TrainConfig
+    from ddp_manual.training.datasets import source_of
+
+    return source_of(TrainConfig(dataset=dataset, data_dir=str(data_dir), **options))
 
 
 def first_of_each_class(images: Path, folder: Path, *, train: int, test: int) -> Path:

@@ -23,10 +23,10 @@ from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.augment import Normalise, unit_scale
 from ddp_manual.training.checkpoint import shapes
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.data import Split
+from ddp_manual.training.data import Source, Split
+from ddp_manual.training.datasets import source_of
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.predictions import Predictions, evaluate_and_predict, write_files
-from ddp_manual.training.sources import Source, prepared
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,9 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     folder = out_dir or run.evaluation(config.dataset, step)
     _check_holds_no_run(folder)
 
-    source = prepared(config)
-    test = source.load(Path(config.data_dir), "test")
+    source = source_of(config)
+    source.prepare(["test"])
+    test = source.load("test")
     if trained is not None:
         test = _fitting(path, trained, config, test, named_by_hand="classes" in flags)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -342,7 +343,7 @@ def _normalise(trained: Trained | None, config: TrainConfig, source: Source, tes
         return Normalise(trained.mean, trained.std)
     if config.normalization == "none":
         return unit_scale(test.shape[0])
-    return source.normalise(source.load(Path(config.data_dir), "train"))
+    return source.normalise(source.load("train"))
 
 
 def _by_class(predictions: Predictions) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from ddp_manual.errors import BadOption, writing
 from ddp_manual.terminal import columns
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
+from ddp_manual.training.datasets import source_of
 from ddp_manual.training.pictures import drawn, image_grid, spread
-from ddp_manual.training.sources import prepared
 
 # In a terminal: the most characters of an image's width, the gap between two images, and how many rows of images.
 WIDEST = 32
@@ -47,7 +47,9 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
     with writing(out, "--out"):  # before the data set is read, which may take minutes
         if out.is_dir() or not out.parent.is_dir():
             raise OSError(0, "it is a folder" if out.is_dir() else "there is no such folder", str(out))
-    split = prepared(config).load(Path(config.data_dir), part)
+    source = source_of(config)
+    source.prepare([part])
+    split = source.load(part)
     with writing(out, "--out"):
         run_folder.replace_file(out, image_grid(split, count=count))
     if sys.stdout.isatty():

@@ -15,9 +15,22 @@ from ddp_manual.errors import ConfigMismatch, DataDiffers
 from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.training import collectives
 from ddp_manual.training.data import Split
+from ddp_manual.training.data_cache import digest_of
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
+
+
+# What to do about data of a user's own factory and about other data that differ: on rank 0's host, and on another one.
+NEXT_OF_OWN_FACTORY = (
+    "the factory does not return the same data each time: seed its own generators, and sort what it lists\n"
+    "those of random, numpy and torch are seeded before it is called",
+    "have the factory read the same files on every host, and return the same data each time",
+)
+NEXT = (
+    "start all ranks of a host in the same folder, with the same --data_dir",
+    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again",
+)
 
 
 def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
@@ -46,10 +59,10 @@ def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_d
 def compare_data(
     parts: Mapping[str, Split], device: torch.device, hosts: Callable[[], Sequence[str]], *, own_factory: bool
 ) -> dict[str, str]:
-    """Compare every rank's data with rank 0's, by length and digests; a collective.
+    """Compare every rank's data with rank 0's: lengths, digests and names of classes; a collective.
 
     Args:
-        parts: on the CPU.
+        parts: on the CPU. The digest of a part that comes from a cache is the one in the cache.
         device: of the process group's tensors.
         hosts: returns the host of each rank; called only if the data differ.
         own_factory: whether a factory of the user's returned the data.
@@ -62,52 +75,33 @@ def compare_data(
     """
     mine = torch.tensor([fingerprint(split) for split in parts.values()], device=device)
     ranks = torch.stack(collectives.all_gather(mine)).tolist()
-    if all(found == ranks[0] for found in ranks):
+    odd = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
+    if not odd:
         return {part: _hexadecimal(found[1:3]) for part, found in zip(parts, ranks[0], strict=True)}
     names = hosts()
     # No rank leaves before all know why: a rank that is still asking would give a peer's leaving as the cause.
     collectives.all_gather(mine)
     lines = []
     for index, part in enumerate(parts):
-        if all(found[index] == ranks[0][index] for found in ranks):
-            continue
-        lines.append(f"{part}: rank 0 ({names[0]}) has {_shown(ranks[0][index])}")
+        differing = [rank for rank in odd if ranks[rank][index] != ranks[0][index]]
         lines += [
-            f"{part}: rank {rank} ({names[rank]}) has {_shown(found[index])}"
-            for rank, found in enumerate(ranks)
-            if found[index] != ranks[0][index]
+            f"{part}: rank {rank} ({names[rank]}) has {_shown(ranks[rank][index])}"
+            for rank in ([0, *differing] if differing else [])
         ]
-    odd = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
     where = ", ".join(dict.fromkeys(names[rank] for rank in odd))
     raise DataDiffers(
         f"the data on {where} are not those of rank 0 on {names[0]}: rank{'s'[: len(odd) > 1]} "
         f"{', '.join(map(str, odd))}",
         why="\n".join(lines),
-        next=_next(own_factory, same_host=any(names[rank] == names[0] for rank in odd)),
+        next=(NEXT_OF_OWN_FACTORY if own_factory else NEXT)[all(names[rank] != names[0] for rank in odd)],
     )
-
-
-def _next(own_factory: bool, *, same_host: bool) -> str:
-    if own_factory and same_host:
-        return (
-            "the factory does not return the same data each time: seed its own generators, and sort what it lists\n"
-            "those of random, numpy and torch are seeded before it is called"
-        )
-    if own_factory:
-        return "have the factory read the same files on every host, and return the same data each time"
-    if same_host:
-        return "start all ranks of a host in the same folder, with the same --data_dir"
-    return "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again"
 
 
 def fingerprint(split: Split) -> tuple[int, int, int, int, int]:
     """Return the number of samples, and digests (BLAKE2b, 128 bits) of images with labels and of the class names."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in (split.images, split.labels):
-        digest.update(repr(tuple(tensor.shape)).encode())
-        digest.update(tensor.contiguous().numpy().data)
+    digest = bytes.fromhex(split.digest or digest_of(split.images, split.labels))
     names = hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16)
-    return (len(split), *struct.unpack("<4q", digest.digest() + names.digest()))
+    return (len(split), *struct.unpack("<4q", digest + names.digest()))
 
 
 def _shown(numbers: Sequence[int]) -> str:

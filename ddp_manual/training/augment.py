@@ -1,4 +1,4 @@
-"""What happens to images between memory and network, a whole batch at once and on its device."""
+"""What happens to images between memory and network: a whole batch at once, on its device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Normalise:
-    """uint8 images [N, C, H, W] -> float32, channels last, less the ``mean`` of their channel, over its ``std``.
+    """Maps uint8 images [N, C, H, W] to float32, channels last: minus ``mean``, divided by ``std``.
 
     Args:
-        mean, std: by channel, on the scale 0 to 255. Of the training set's pixels they make mean 0 and variance 1.
+        mean, std: by channel, on the scale 0 to 255. The training set's pixels then have mean 0 and variance 1.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -22,18 +22,15 @@ class Normalise:
         self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
-        mean, std = self._tensors(images.device)
+        if images.device not in self._on:
+            mean, std = (torch.tensor(values).view(-1, 1, 1).to(images.device) for values in (self.mean, self.std))
+            self._on[images.device] = mean, std
+        mean, std = self._on[images.device]
         return images.float().sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
-
-    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._on:
-            mean, std = (torch.tensor(values).view(-1, 1, 1).to(device) for values in (self.mean, self.std))
-            self._on[device] = mean, std
-        return self._on[device]
 
 
 def unit_scale(channels: int) -> Normalise:
-    """To 0 to 1, whatever the data set."""
+    """Return what maps pixels to 0 to 1, whatever the data set."""
     return Normalise([0.0] * channels, [255.0] * channels)
 
 
@@ -42,27 +39,27 @@ class Augment:
     """How training images are varied, anew in each epoch.
 
     Args:
-        shift: pixels by which an image is moved at most, each way; what comes in from outside is black.
+        shift: the most pixels by which an image is moved in each direction; black comes in from outside.
         flip: whether half of the images are mirrored, left to right.
     """
 
     shift: int
     flip: bool
 
-    def draw(self, count: int, *, seed: int, epoch: int, device: torch.device) -> Drawn:
-        """For all samples of an epoch, so that a sample is varied alike whatever rank it falls to."""
+    def draw(self, count: int, *, seed: int, epoch: int, device: torch.device) -> Augmentation:
+        """Draw for all samples of an epoch, so that a sample is varied alike whichever rank takes it."""
         generator = torch.Generator().manual_seed(seed + epoch)
         shifts = torch.randint(-self.shift, self.shift + 1, (count, 2), generator=generator).to(device)
         flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if self.flip else None
-        return Drawn(shift=self.shift, shifts=shifts, flips=flips)
+        return Augmentation(shift=self.shift, shifts=shifts, flips=flips)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Drawn:
+class Augmentation:
     """How each sample of one epoch is varied.
 
     Args:
-        shift: the most of ``shifts``, which is not read from them: that would wait for the device at every step.
+        shift: the most that is in ``shifts``: to look it up there would wait for the device at every step.
         shifts: int64 [N, 2], pixels down and to the right.
         flips: bool [N], or None where nothing is mirrored.
     """
@@ -72,13 +69,13 @@ class Drawn:
     flips: Tensor | None
 
     def __call__(self, images: Tensor, samples: Tensor) -> Tensor:
-        """``images[samples]``, uint8 [n, C, H, W], varied."""
+        """Return ``images[samples]``, uint8 [n, C, H, W], varied."""
+        chosen = images[samples]
         if not self.shift and self.flips is None:
-            return images[samples]
+            return chosen
         height, width = images.shape[-2:]
         rows = torch.arange(height, device=images.device).expand(len(samples), height)
         columns = torch.arange(width, device=images.device).expand(len(samples), width)
-        chosen = images[samples]
         if self.shift:
             rows = rows - self.shifts[samples, :1]
             columns = columns - self.shifts[samples, 1:]

@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,8 @@ from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
+from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
+from ddp_manual.training.datasets import source_of
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.learning_rate import peak_lr
 from ddp_manual.training.loop import Run, Trainer
@@ -36,7 +36,6 @@ from ddp_manual.training.metrics import agree_on_requests
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.predictions import files_of
 from ddp_manual.training.results import RunFiles
-from ddp_manual.training.sources import PARTS, prepare, source_of
 from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -201,13 +200,10 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
 
 def _load(world: World, config: TrainConfig) -> Data:
     """Load the training and the test set onto the rank's device, and check that all ranks have the same."""
-    data_dir = Path(config.data_dir)
     found = source_of(config)
     world.progress.phase = "loading"
-    world.once_per_host(
-        f"{found.preparing} {config.dataset}", lambda: prepare(found, data_dir), timeout=world.spec.join_timeout
-    )
-    train, test = (found.load(data_dir, part) for part in PARTS)
+    world.once_per_host(f"{found.verb} {config.dataset}", found.prepare, timeout=world.spec.join_timeout)
+    train, test = (found.load(part) for part in PARTS)
     parts = {"train": train, "test": test}
     digests = compare_data(
         parts,

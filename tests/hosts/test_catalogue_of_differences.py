@@ -9,7 +9,7 @@ import pytest
 
 from tests.catalogue import record
 from tests.clock import all_started, said, with_site
-from tests.conftest import DRAWN, REPOSITORY, RankProcess
+from tests.conftest import DRAWN, REPOSITORY, RankProcess, source
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host, start_ranks
 from tests.world.test_rendezvous import last_error
@@ -95,14 +95,14 @@ def test_a_rank_with_another_torch_is_told_what_to_install(hosts: Hosts, tmp_pat
 def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
     hosts: Hosts, small_data: Path, tmp_path: Path, count: int
 ) -> None:
-    import torch
-
     several = hosts(count)
     shutil.copytree(small_data, tmp_path / "other")
-    (path,) = (tmp_path / "other").rglob("test-*.pt")
-    content = torch.load(path, weights_only=True)
-    content["images"][0, 14, 14] ^= 1
-    torch.save(content, path)
+    other = source("synthetic", tmp_path / "other")
+    test, cache = other.load("test"), other.cache("test")
+    assert cache is not None
+    test.images[0, 0, 14, 14] ^= 1
+    next((tmp_path / "other").rglob("synthetic-test-*.cache")).unlink()
+    cache.save(test.images, test.labels, test.classes)
     ranks = [
         host.start_rank(rank, count, "--data_dir", tmp_path / "other" if rank == 1 else small_data)
         for rank, host in enumerate(several)

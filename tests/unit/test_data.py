@@ -1,19 +1,28 @@
+"""The MNIST family, the digits drawn in code, and the cache that images are read into once."""
+
 from __future__ import annotations
 
+import fcntl
 import gzip
+import os
+import resource
 import struct
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
-from ddp_manual.training.data import Split, warn_of_untrained
-from ddp_manual.training.sources import drawn, source
+from ddp_manual.training import datasets
+from ddp_manual.training.data import PARTS, Split, warn_of_untrained
+from ddp_manual.training.data_cache import FOLDER
+from tests.conftest import source
 
 
-def write_idx(path: Path, shape: tuple[int, ...], content: bytes, *, magic: int | None = None) -> None:
-    header = struct.pack(f">I{len(shape)}I", magic or 0x0800 + len(shape), *shape)
+def write_idx(path: Path, shape: tuple[int, ...], content: bytes) -> None:
+    header = struct.pack(f">I{len(shape)}I", 0x0800 + len(shape), *shape)
     path.parent.mkdir(parents=True, exist_ok=True)
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wb") as file:
@@ -23,64 +32,76 @@ def write_idx(path: Path, shape: tuple[int, ...], content: bytes, *, magic: int 
 @pytest.fixture
 def tiny_mnist(tmp_path: Path) -> Path:
     """Three images of 2x2 as a whole MNIST, half of it compressed."""
-    raw = tmp_path / "MNIST" / "raw"
+    raw = tmp_path / "data" / "MNIST" / "raw"
     for prefix, suffix in (("train", ".gz"), ("t10k", "")):
         write_idx(raw / f"{prefix}-images-idx3-ubyte{suffix}", (3, 2, 2), bytes(range(12)))
         write_idx(raw / f"{prefix}-labels-idx1-ubyte{suffix}", (3,), bytes([7, 0, 9]))
-    return tmp_path
+    return tmp_path / "data"
 
 
-@pytest.mark.parametrize("part", ["train", "test"])
+def raw_file(data_dir: Path, name: str) -> Path:
+    return data_dir / "MNIST" / "raw" / name
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_images_and_labels_are_read_compressed_or_not(tiny_mnist: Path, part: str) -> None:
-    split = source("mnist").load(tiny_mnist, part)
-    assert split.images.dtype == torch.uint8
-    assert split.images.flatten().tolist() == list(range(12))
-    assert split.images.shape == (3, 1, 2, 2)
-    assert split.labels.tolist() == [7, 0, 9]
-
-
-def test_files_that_are_there_are_not_downloaded_again(tiny_mnist: Path) -> None:
-    assert source("mnist").is_prepared(tiny_mnist)
-    source("mnist").prepare(tiny_mnist)
+    before = sorted(os.listdir(tiny_mnist / "MNIST" / "raw"))
+    mnist = source("mnist", tiny_mnist)
+    mnist.prepare()
+    for split in (mnist.load(part), source("mnist", tiny_mnist).read(part)):
+        assert split.images.dtype == torch.uint8
+        assert split.images.flatten().tolist() == list(range(12))
+        assert split.images.shape == (3, 1, 2, 2)
+        assert split.labels.tolist() == [7, 0, 9]
+    assert sorted(os.listdir(tiny_mnist / "MNIST" / "raw")) == before
 
 
 @pytest.mark.parametrize("keep", [0, 5, 20, 27])
 def test_a_truncated_file_is_named(tiny_mnist: Path, keep: int) -> None:
-    path = tiny_mnist / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
+    path = raw_file(tiny_mnist, "t10k-images-idx3-ubyte")
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataCorrupt, match="t10k-images-idx3-ubyte"):
-        source("mnist").load(tiny_mnist, "test")
+    with pytest.raises(DataCorrupt, match="t10k-images-idx3-ubyte cannot be read"):
+        source("mnist", tiny_mnist).prepare()
 
 
 @pytest.mark.parametrize("keep", [0, 5, 30])
 def test_a_truncated_archive_is_named(tiny_mnist: Path, keep: int) -> None:
-    path = tiny_mnist / "MNIST" / "raw" / "train-images-idx3-ubyte.gz"
+    path = raw_file(tiny_mnist, "train-images-idx3-ubyte.gz")
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataCorrupt, match=r"train-images-idx3-ubyte\.gz"):
-        source("mnist").load(tiny_mnist, "train")
+    with pytest.raises(DataCorrupt, match=r"train-images-idx3-ubyte\.gz cannot be read"):
+        source("mnist", tiny_mnist).prepare()
 
 
-def test_a_file_of_another_kind_is_named(tiny_mnist: Path) -> None:
-    raw = tiny_mnist / "MNIST" / "raw"
-    (raw / "t10k-images-idx3-ubyte").write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes() + bytes(20))
-    with pytest.raises(DataCorrupt) as caught:
-        source("mnist").load(tiny_mnist, "test")
-    assert "begins with the number 2049, not 2051" in caught.value.why
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack(">II", 0x0801, 3) + bytes(3),
+        struct.pack(">II", 0x0801, 3) + bytes(23),
+        struct.pack(">4I", 0x0D03, 1, 1, 1) + bytes(4),
+        b"<html>There is no such page</html>",
+        bytes(100),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tiny_mnist: Path, content: bytes) -> None:
+    raw_file(tiny_mnist, "t10k-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(DataCorrupt, match="t10k-images-idx3-ubyte cannot be read"):
+        source("mnist", tiny_mnist).prepare()
 
 
 def test_labels_that_do_not_belong_to_the_images_are_refused(tiny_mnist: Path) -> None:
-    labels = tiny_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    labels = raw_file(tiny_mnist, "t10k-labels-idx1-ubyte")
     write_idx(labels, (2,), bytes([1, 2]))
     with pytest.raises(DataCorrupt, match="3 images and 2 labels"):
-        source("mnist").load(tiny_mnist, "test")
+        source("mnist", tiny_mnist).prepare()
     write_idx(labels, (3,), bytes([1, 2, 10]))
-    with pytest.raises(DataCorrupt, match="label 10"):
-        source("mnist").load(tiny_mnist, "test")
+    with pytest.raises(DataCorrupt, match="label 10") as caught:
+        source("mnist", tiny_mnist).prepare()
+    assert str(labels.name) in caught.value.why
 
 
 def test_missing_files_are_listed_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataMissing) as caught:
-        source("kmnist").load(tmp_path, "train")
+        source("kmnist", tmp_path).load("train")
     assert "train-images-idx3-ubyte" in caught.value.why
     assert "--dataset synthetic" in caught.value.next
 
@@ -90,30 +111,210 @@ def test_a_data_dir_that_cannot_be_written_is_a_bad_option(tmp_path: Path, datas
     occupied = tmp_path / "file"
     occupied.touch()
     with pytest.raises(BadOption, match="--data_dir"):
-        source(dataset).prepare(occupied / "below")
+        source(dataset, occupied / "below").prepare()
 
 
-def test_synthetic_digits_are_drawn_once_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "COUNTS", {"train": 30, "test": 20})
-    source("synthetic").prepare(tmp_path)
-    split = source("synthetic").load(tmp_path, "test")
+def test_synthetic_digits_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "DRAWN_COUNTS", {"train": 30, "test": 20})
+    source("synthetic", tmp_path).prepare()
+    split = source("synthetic", tmp_path).load("test")
     assert split.images.shape == (20, 1, 28, 28)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "synthetic").iterdir()}
-    source("synthetic").prepare(tmp_path)
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "synthetic").iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()}
+    source("synthetic", tmp_path).prepare()
+    assert len(before) == 2
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()}
+    assert torch.equal(source("synthetic", tmp_path).read("test").images, split.images)
 
 
-def test_a_damaged_cache_of_synthetic_digits_is_named(small_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "synthetic"
-    folder.mkdir()
-    for path in (small_data / "synthetic").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(DataCorrupt, match="train-60000"):
-        source("synthetic").load(tmp_path, "train")
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+
+def caches(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.cache"))
+
+
+def pixels(data_dir: Path, part: str = "test") -> list[int]:
+    """As the next start has them."""
+    mnist = source("mnist", data_dir)
+    mnist.prepare()
+    found: list[int] = mnist.load(part).images.flatten().tolist()
+    return found
+
+
+def test_a_second_start_reads_the_cache_and_needs_no_torchvision(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source("mnist", tiny_mnist).prepare()
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ImportError):
+        source("mnist", tiny_mnist).read("train")
+    for part in PARTS:
+        assert pixels(tiny_mnist, part) == list(range(12))
+
+
+def test_writing_to_the_images_changes_neither_the_file_nor_what_others_see(tiny_mnist: Path) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    mine, other = (source("mnist", tiny_mnist).load("test") for _ in range(2))
+    mine.images.zero_()
+    assert other.images.flatten().tolist() == pixels(tiny_mnist) == list(range(12))
+
+
+def test_a_file_that_is_replaced_is_read_even_if_its_size_and_its_time_are_the_same(tiny_mnist: Path) -> None:
+    path = raw_file(tiny_mnist, "t10k-images-idx3-ubyte")
+    assert pixels(tiny_mnist) == list(range(12))
+    before = path.stat()
+    write_idx(path.with_name("new"), (3, 2, 2), bytes(range(12, 24)))
+    os.utime(path.with_name("new"), ns=(before.st_atime_ns, before.st_mtime_ns))
+    path.with_name("new").rename(path)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns and path.stat().st_size == before.st_size
+    assert pixels(tiny_mnist) == list(range(12, 24))
+    assert len(caches(tiny_mnist)) == len(PARTS)  # those of the earlier files are gone
+
+
+def test_a_cache_of_earlier_files_stays_for_as_long_as_a_rank_has_mapped_it(tiny_mnist: Path) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    mapped = source("mnist", tiny_mnist).load("test")
+    for number in (12, 24):
+        write_idx(raw_file(tiny_mnist, "t10k-images-idx3-ubyte"), (3, 2, 2), bytes(range(number, number + 12)))
+        assert pixels(tiny_mnist) == list(range(number, number + 12))
+        assert len(caches(tiny_mnist)) == len(PARTS) + 1
+    assert mapped.images.flatten().tolist() == list(range(12))
+    del mapped
+    write_idx(raw_file(tiny_mnist, "t10k-images-idx3-ubyte"), (3, 2, 2), bytes(12))
+    assert pixels(tiny_mnist) == [0] * 12
+    assert len(caches(tiny_mnist)) == len(PARTS)
+
+
+def flip(position: int) -> Callable[[bytes], bytes]:
+    def flipped(content: bytes) -> bytes:
+        place = position % len(content)
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+    return flipped
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content + b"x",
+        lambda content: content[:40],
+        lambda content: bytes(len(content)),
+        *(flip(position) for position in (0, 60, 100, -1, -12, -14)),
+    ],
+)
+def test_a_damaged_cache_is_named_and_made_anew(
+    tiny_mnist: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    content = path.read_bytes()
+    path.write_bytes(damage(content))
+    assert pixels(tiny_mnist) == list(range(12))
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert f"the cache {path} cannot be used and is made anew: " in warning.getMessage()
+    assert path.read_bytes() == content
+
+
+def test_where_the_folder_of_the_data_cannot_be_written_the_cache_is_in_the_users(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    (tiny_mnist / FOLDER).touch()  # root, whom tests may run as, can write to a folder without permissions
+    assert pixels(tiny_mnist) == list(range(12))
+    assert len(caches(tmp_path / "mine" / "ddp_manual")) == len(PARTS)
+    other = tmp_path / "other"
+    (other / "MNIST").mkdir(parents=True)
+    (other / "MNIST" / "raw").symlink_to(tiny_mnist / "MNIST" / "raw")
+    (other / FOLDER).touch()
+    assert pixels(other) == list(range(12))  # the same files in another place have another cache
+    assert len(caches(tmp_path / "mine")) == 2 * len(PARTS)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert pixels(tiny_mnist) == pixels(other) == list(range(12))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert pixels(tiny_mnist) == list(range(12))
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    content = path.read_bytes()
+    path.unlink()
+    path.mkdir()  # as little can be done about it as about a file in a folder that is read-only
+    path.with_name(f"{path.name}.kept").write_bytes(content)
+    assert pixels(tiny_mnist) == list(range(12))
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "folder"])
+def test_on_a_full_disk_the_images_are_read_without_a_cache(
+    dataset: str,
+    tiny_mnist: Path,
+    few_images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    (tmp_path / "images").mkdir()
+    for part in PARTS:
+        (tmp_path / "images" / part).symlink_to(few_images / part)
+    folder = tiny_mnist if dataset == "mnist" else tmp_path / "images"
+    found = source("mnist", folder) if dataset == "mnist" else source(f"folder:{folder}")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # Bytes: more than an unpacked file of the tiny MNIST has, and fewer than its cache.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        found.prepare()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [len(found.load(part)) for part in PARTS] == ([3, 3] if dataset == "mnist" else [50, 10])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(PARTS) and "no cache can be written" in warnings[0] and str(folder) in warnings[0]
+    assert not [path for below in (folder, tmp_path / "mine") for path in below.rglob("*.tmp")]
+    assert not caches(folder) and not caches(tmp_path / "mine")
+
+
+def test_a_host_that_is_slower_leaves_the_cache_of_the_faster_one_where_it_is(tiny_mnist: Path) -> None:
+    mnist = source("mnist", tiny_mnist)
+    mnist.prepare()
+    before = {path: path.stat().st_ino for path in caches(tiny_mnist)}
+    split = mnist.read("test")
+    cache = mnist.cache("test")
+    assert cache is not None and cache.save(split.images, split.labels, split.classes)
+    assert {path: path.stat().st_ino for path in caches(tiny_mnist)} == before
+    assert sorted((tiny_mnist / FOLDER).iterdir()) == sorted(before)
+
+
+def test_what_a_killed_process_has_left_half_written_is_removed_after_a_day(tiny_mnist: Path) -> None:
+    mnist = source("mnist", tiny_mnist)
+    mnist.prepare()
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    old, new = (path.with_name(f".{path.name}.{number}.tmp") for number in (1, 2))
+    for left in (old, new):
+        left.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    path.unlink()
+    mnist.prepare()
+    assert not old.exists() and new.exists()
+
+
+def test_a_mapped_cache_is_locked_so_that_other_hosts_know_of_it(tiny_mnist: Path) -> None:
+    mnist = source("mnist", tiny_mnist)
+    mnist.prepare()
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    split = mnist.load("test")
+    with open(path, "r+b") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        del split
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_the_real_mnist_has_its_known_shape(mnist: Path) -> None:
-    train, test = (source("mnist").load(mnist, part) for part in ("train", "test"))
+    train, test = (source("mnist", mnist).load(part) for part in ("train", "test"))
     assert (len(train), len(test)) == (60_000, 10_000)
     assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 

@@ -162,7 +162,7 @@ def test_code_that_has_changed_since_the_run_is_a_warning(
     described["run"] |= own_code.sources(model="mine_evaluated:net")
     (run / "config.json").write_text(json.dumps({**described, "model": "mine_evaluated:net"}))
     arguments = ["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]
-    assert cli.run(arguments) == 0 and "changed" not in capsys.readouterr().err
+    assert cli.run(arguments) == 0 and "has changed" not in capsys.readouterr().err
     (tmp_path / "mine_evaluated.py").write_text(body + "# more")
     monkeypatch.delitem(sys.modules, "mine_evaluated")
     assert cli.run(arguments) == 0

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import torch
 
-from ddp_manual.training.augment import Augment, Drawn, Normalise, unit_scale
+from ddp_manual.training.augment import Augment, Augmentation, Normalise, unit_scale
 from ddp_manual.training.data import Split
-from ddp_manual.training.sources import source
+from tests.conftest import source
 
 
 def varied(images: torch.Tensor, *, shift: int, shifts: list[list[int]], flips: list[bool] | None) -> torch.Tensor:
-    drawn = Drawn(shift=shift, shifts=torch.tensor(shifts), flips=None if flips is None else torch.tensor(flips))
+    drawn = Augmentation(shift=shift, shifts=torch.tensor(shifts), flips=None if flips is None else torch.tensor(flips))
     return drawn(images, torch.arange(len(images)))
 
 

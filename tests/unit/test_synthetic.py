@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_manual.training.sources.synthetic import IMAGE_SIZE, draw_digits
+from ddp_manual.training.synthetic import IMAGE_SIZE, draw_digits
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from ddp_manual.training import config, data, models
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.models import ConvNet
-from ddp_manual.training.sources import source
+from tests.conftest import source
 
 
 def shares_of_an_epoch(count: int, world_size: int, batch: int, *, start: int = 0) -> list[list[torch.Tensor]]:

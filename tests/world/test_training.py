@@ -15,9 +15,8 @@ from torch import nn
 
 from ddp_manual.training import data
 from ddp_manual.training.data import Split
-from ddp_manual.training.sources import source
-from ddp_manual.training.sources.synthetic import draw_digits
-from tests.conftest import ALL_DIGITS, DRAWN, REPOSITORY, Start
+from ddp_manual.training.synthetic import draw_digits
+from tests.conftest import ALL_DIGITS, DRAWN, REPOSITORY, Start, source
 
 SUMMARY_KEYS = {
     "world_size",
@@ -163,7 +162,7 @@ def test_three_ranks_count_every_test_image_once(start_rank: Start, tmp_path: Pa
 
     network = MLP()
     network.load_state_dict(torch.load(tmp_path / "run" / "model.pt", weights_only=True))
-    test = source("synthetic").load(small_data, "test")
+    test = source("synthetic", small_data).load("test")
     scores = network(source("synthetic").normalise(test)(test.images))
     assert (scores.argmax(dim=1) == test.labels).float().mean().item() == pytest.approx(accuracy)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 IMAGE_SIZE = 28
-DRAWING_VERSION = 1  # part of the cache's file name: raise it whenever the same seed draws other pixels
+DRAWING_VERSION = 1  # raise it whenever the same seed draws other pixels: a cache has it in its digest
 
 # (digit, weight among that digit's shapes, pen path). A path is a list of "x,y" points joined by a smooth
 # curve, x to the right and y down, about 12 wide and 20 high; "*" makes a point a sharp corner, "|" lifts the
@@ -79,13 +79,14 @@ GRAIN = 0.25  # pixels: how far a rough pen's edge strays
 
 
 def draw_digits(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Draws `count` digits in random order, each class about a tenth of them.
+    """Draw `count` digits in random order, each class about a tenth of them.
 
-    Returns the images, uint8 [count, 28, 28] with 0 for paper and 255 for full ink, and their labels 0..9,
+    Return the images, uint8 [count, 28, 28] with 0 for paper and 255 for full ink, and their labels 0..9,
     int64 [count], both on the CPU. The same seed draws the same digits, and a smaller count draws the first
     of them.
 
-    Raises ValueError when count is negative.
+    Raises:
+        ValueError: count is negative.
     """
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
@@ -114,7 +115,7 @@ def draw_digits(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _glyph_tables() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The table as tensors over its G glyphs: digit [G], cumulative probability of all but the last [G - 1],
+    """Return the table as tensors over its G glyphs: digit [G], cumulative probability of all but the last [G - 1],
     control points [G, C, 2] in digit heights about the middle, their weights in each pen position
     [G, POINTS, C], and whether the pen stays down from each position to the next [G, POINTS - 1]."""
     paths = [_pen_path(path) for _, _, path in GLYPHS]
@@ -132,7 +133,7 @@ def _glyph_tables() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _pen_path(path: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads one path: control points [C, 2], their weights [POINTS, C], pen-down flags [POINTS - 1]."""
+    """Read one path: control points [C, 2], their weights [POINTS, C], pen-down flags [POINTS - 1]."""
     strokes = [stroke.split() for stroke in path.split("|")]
     words = [word.rstrip("*") for stroke in strokes for word in stroke]
     control = torch.tensor([[float(number) for number in word.split(",")] for word in words]) / 20 - 0.5
@@ -155,7 +156,7 @@ def _pen_path(path: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _smooth_curve(begin: int, end: int, controls: int) -> Tensor:
-    """Catmull-Rom weights [positions, controls] through the points begin..end, 41 positions for each gap."""
+    """Return Catmull-Rom weights [positions, controls] through the points begin..end, 41 positions for each gap."""
     t = torch.linspace(0, 1, 41)
     blend = (-t + 2 * t**2 - t**3, 2 - 5 * t**2 + 3 * t**3, t + 4 * t**2 - 3 * t**3, t**3 - t**2)
     weights = torch.zeros(end - begin, len(t), controls)
@@ -167,14 +168,14 @@ def _smooth_curve(begin: int, end: int, controls: int) -> Tensor:
 
 
 def _bend(points: Tensor, waves: Tensor) -> Tensor:
-    """Shifts points [N, P, 2] along sine waves, mostly longer than the digit, from normals [N, WAVES, 5]."""
+    """Shift points [N, P, 2] along sine waves, mostly longer than the digit, from normals [N, WAVES, 5]."""
     direction, shift, phase = waves[..., 0:2], waves[..., 2:4], waves[..., 4:5]
     angle = points @ (4.0 * direction).transpose(1, 2) + (3.0 * phase).transpose(1, 2)
     return points + angle.sin() @ (BEND * shift)
 
 
 def _slant_and_stretch(points: Tensor, style: Tensor) -> Tensor:
-    """Slants, widens and turns points [N, P, 2] by normals [N, 3]; the hand leans to the right by 0.15."""
+    """Slant, widen and turn points [N, P, 2] by normals [N, 3]; the hand leans to the right by 0.15."""
     slant, width, turn = 0.15 + 0.28 * style[:, 0], (0.22 * style[:, 1]).exp(), 0.1 * style[:, 2]
     cos, sin = turn.cos(), turn.sin()
     from_x = torch.stack([cos * width, sin * width], dim=1)
@@ -183,7 +184,7 @@ def _slant_and_stretch(points: Tensor, style: Tensor) -> Tensor:
 
 
 def _frame(points: Tensor, joined: Tensor, pen: Tensor, style: Tensor) -> tuple[Tensor, Tensor]:
-    """Points [N, P, 2] in pixels, framed as MNIST's are, and the length [N, P] of path each stands for."""
+    """Return points [N, P, 2] in pixels, framed as MNIST's are, and the length [N, P] of path each stands for."""
     span = (points.amax(dim=1) - points.amin(dim=1)).amax(dim=1)
     box = BOX + 0.6 * style[:, 0]
     points = points * ((box - 2 * pen) / span)[:, None, None]
@@ -195,7 +196,7 @@ def _frame(points: Tensor, joined: Tensor, pen: Tensor, style: Tensor) -> tuple[
 
 
 def _ink(points: Tensor, length: Tensor, pen: Tensor, style: Tensor, grain: Tensor) -> Tensor:
-    """Images uint8 [N, 28, 28] of strokes through points [N, P, 2], `pen` [N] pixels to either side.
+    """Return images uint8 [N, 28, 28] of strokes through points [N, P, 2], `pen` [N] pixels to either side.
 
     `style` [N, 2] and `grain` [N, 2, WAVES, 2] are normals for the edge's softness and roughness.
     """

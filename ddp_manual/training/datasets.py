@@ -1,0 +1,346 @@
+"""The data sets that ``--dataset`` can name, except a user's own factory: read through torchvision and Pillow."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from ddp_manual import launchers
+from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError, writing
+from ddp_manual.training import synthetic
+from ddp_manual.training.config import FOLDER_PREFIX, TrainConfig, is_folder
+from ddp_manual.training.data import DIGITS, PARTS, Source, Split, as_tensor, eight_bit, is_grey
+from ddp_manual.training.data_cache import DataCache, digest_of_files
+from ddp_manual.training.own_data import OwnData
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+FASHION = ("top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+# One character of each row of hiragana, in Latin letters.
+HIRAGANA = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
+IDX_FILES = {
+    part: (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
+    for part, prefix in (("train", "train"), ("test", "t10k"))
+}
+CIFAR_FILES = ("batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+# Name -> torchvision's name for it, its folder below data_dir, mean and standard deviation, classes.
+DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tuple[str, ...]]] = {
+    "mnist": ("MNIST", "MNIST/raw", (0.1307,), (0.3081,), DIGITS),
+    "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw", (0.2860,), (0.3530,), FASHION),
+    "kmnist": ("KMNIST", "KMNIST/raw", (0.1918,), (0.3483,), HIRAGANA),
+    # torchvision knows its classes.
+    "cifar10": ("CIFAR10", "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), ()),
+}
+DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
+IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+DRAWN_COUNTS = {"train": 60_000, "test": 10_000}
+DRAWN_SEEDS = {"train": 1, "test": 2}
+
+
+def source_of(config: TrainConfig) -> Source:
+    """Return the data set that ``--dataset`` names, with ``--classes`` as its classes."""
+    dataset, data_dir, classes = config.dataset, Path(config.data_dir), config.class_names
+    if is_folder(dataset):
+        return ImageFolder(dataset, Path(dataset.removeprefix(FOLDER_PREFIX)), classes, config.image_size)
+    if dataset in DOWNLOADED:
+        return Downloaded(dataset, data_dir, classes)
+    if dataset == "synthetic":
+        return Synthetic(dataset, data_dir, classes)
+    return OwnData(dataset, data_dir, classes, config.seed)
+
+
+class Synthetic(Source):
+    """Digits drawn in code, so much like MNIST's that they share its mean and std: a network reads both."""
+
+    mean, std = (0.1307,), (0.3081,)
+    verb = "draw"
+
+    def fetch(self) -> None:
+        _make_data_dir(self.folder)
+
+    def cache(self, part: str) -> DataCache:
+        drawing = digest_of_files(self.folder, [], synthetic.DRAWING_VERSION, DRAWN_COUNTS[part], DRAWN_SEEDS[part])
+        return DataCache(f"synthetic-{part}", self.folder, drawing)
+
+    def read(self, part: str) -> Split:
+        images, labels = synthetic.draw_digits(DRAWN_COUNTS[part], seed=DRAWN_SEEDS[part])
+        return Split(images.unsqueeze(1), labels, DIGITS)
+
+
+class Downloaded(Source):
+    """MNIST and its relatives, or CIFAR-10, in the files and folders that torchvision keeps them in."""
+
+    def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None) -> None:
+        super().__init__(name, data_dir, classes)
+        self._torchvision, below, self.mean, self.std, self._own_classes = DOWNLOADED[name]
+        self._raw = data_dir / below
+        self._names = CIFAR_FILES if name == "cifar10" else (*IDX_FILES["train"], *IDX_FILES["test"])
+        self.verb = "read" if all(map(self._found, self._names)) else "download"
+
+    def fetch(self) -> None:
+        if self.verb == "read":
+            return
+        new = [path for path in (self._raw, self._raw.parent, self.folder) if not path.exists()]
+        _make_data_dir(self.folder)
+        with writing(self.folder, "--data_dir"):
+            tempfile.TemporaryFile(dir=self.folder).close()
+        logger.info("downloading %s into %s", self.name, self.folder)
+        try:
+            getattr(_torchvision(), self._torchvision)(root=str(self.folder), download=True)
+        except (RuntimeError, OSError) as error:
+            for path in dict.fromkeys(new):
+                with suppress(OSError):  # a part of the files may have come
+                    path.rmdir()
+            said = "\n".join(line for line in str(error).splitlines() if line.strip())
+            raise self._missing(f"it could not be downloaded:\n{said}") from error
+        self.verb = "read"
+
+    def cache(self, part: str) -> DataCache:
+        files = digest_of_files(self.folder, filter(None, map(self._found, self._names)))
+        return DataCache(f"{self.name}-{part}", self.folder, files)
+
+    def read(self, part: str) -> Split:
+        if not all(map(self._found, self._names)):
+            raise self._missing("they are not all there")
+        return self._read_cifar10(part) if self.name == "cifar10" else self._read_idx(part)
+
+    def _read_idx(self, part: str) -> Split:
+        idx = _torchvision().mnist
+        images_file, labels_file = (self._found(name) or self._raw for name in IDX_FILES[part])
+        images, labels = _unpacked(images_file, idx.read_image_file), _unpacked(labels_file, idx.read_label_file)
+        wrong = None
+        if len(images) != len(labels) or len(images) == 0:
+            wrong = f"{len(images)} images and {len(labels)} labels"
+        elif int(labels.max()) >= len(self._own_classes):
+            wrong = f"a label {int(labels.max())}, and {len(self._own_classes)} classes, counted from 0"
+        if wrong:
+            raise DataCorrupt(
+                f"the {part} part of {self.name} has {wrong}",
+                why=f"{images_file} and {labels_file.name} do not belong together",
+                next=f"delete {self._raw} and start again with a network, to download it anew",
+            )
+        return Split(images.unsqueeze(1), labels, self._own_classes)
+
+    def _read_cifar10(self, part: str) -> Split:
+        datasets = _torchvision()
+        with _naming(self._raw, "CIFAR-10", DOWNLOAD_AGAIN):
+            digests = datasets.CIFAR10.train_list + datasets.CIFAR10.test_list
+            check = datasets.utils.check_integrity
+            if damaged := [name for name, md5 in digests if not check(str(self._raw / name), md5)]:
+                raise ValueError(f"not the original's: {', '.join(damaged)}")
+            # It unpickles the files, now that their digests are known to be the original's.
+            found = datasets.CIFAR10(root=str(self.folder), train=part == "train")
+        images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+        return Split(images, torch.tensor(found.targets), tuple(found.classes))
+
+    def _found(self, name: str) -> Path | None:
+        """torchvision keeps the archive and what was in it; either will do."""
+        return next((path for path in (self._raw / name, self._raw / f"{name}.gz") if path.is_file()), None)
+
+    def _missing(self, reason: str) -> DataMissing:
+        return DataMissing(
+            f"{self.name} is not in {self._raw.absolute()}",
+            why=f"looked for {', '.join(name for name in self._names if not self._found(name))}\n{reason}",
+            next="give the folder that has them as --data_dir, or use digits drawn in code: --dataset synthetic",
+        )
+
+
+class ImageFolder(Source):
+    """``folder:PATH``: anyone's own images, in PATH/train and PATH/test with a folder for each class.
+
+    The class folders of ``train``, sorted by name, are the classes. Images are grey if those of both parts all are, and
+    otherwise in colour. Files of other kinds, hidden files and those in hidden folders are passed over.
+
+    Args:
+        image_size: resize to this many pixels along the shorter side, and cut out the square in the middle. None: all
+            images must have the same size already.
+    """
+
+    def __init__(self, name: str, folder: Path, classes: tuple[str, ...] | None, image_size: int | None) -> None:
+        super().__init__(name, folder, classes)
+        self._size = image_size
+
+    def check(self) -> None:
+        for part in PARTS:
+            self._class_folders(part)
+        self._class_names()
+
+    def cache(self, part: str) -> DataCache:
+        return DataCache(f"folder-{self._size or 'unresized'}-{part}", self.folder, self._files_digest)
+
+    @cached_property
+    def _files_digest(self) -> str:
+        """Of both parts, as colours in one make the images of the other coloured too."""
+        folders = [found for part in PARTS for found in os.walk(self.folder / part, followlinks=True)]
+        return digest_of_files(self.folder, (Path(folder, name) for folder, _, names in folders for name in names))
+
+    def read(self, part: str) -> Split:
+        samples = self._samples(part)
+        classes, labels = self._class_names(), [label for _, label in samples]
+        empty = sorted(set(range(len(classes))) - set(labels))
+        if not labels or (empty and part == "train"):
+            folder = self.folder / part / (classes[empty[0]] if part == "train" else "")
+            raise DataMissing(
+                f"{folder} has no images",
+                why=f"looked for files that end in {' '.join(IMAGE_ENDINGS)}",
+                next="put images there, or delete the folder of a class that has none",
+            )
+        return Split(self._pixels([Path(path) for path, _ in samples]), torch.tensor(labels), classes)
+
+    def _class_names(self) -> tuple[str, ...]:
+        """Of the training part, if there is one: a network can be tested without."""
+        train, test = (self.folder / part for part in PARTS)
+        if not train.is_dir():
+            return self._class_folders("test")
+        classes = self._class_folders("train")
+        if strange := sorted(set(self._class_folders("test")) - set(classes)) if test.is_dir() else []:
+            raise DataCorrupt(
+                f"{test} has a class that {train} does not have: {', '.join(strange)}",
+                why=f"the classes to learn are {', '.join(classes)}",
+                next="give both the same class folders",
+            )
+        return classes
+
+    def _class_folders(self, part: str) -> tuple[str, ...]:
+        folder = self.folder / part
+        try:
+            names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+        except OSError as error:
+            raise DataMissing(
+                f"{folder} cannot be read as a folder of images",
+                why=f"{error.strerror}: {error.filename}",
+                next="give --dataset folder:PATH where PATH has train/ and test/, each with one folder per class",
+            ) from None
+        if not names:
+            raise DataMissing(
+                f"{folder} has no class folders",
+                why="each class is a folder of images there, named as the class",
+                next=f"put the images into folders such as {folder / 'cat'}",
+            )
+        return tuple(names)
+
+    def _samples(self, part: str) -> list[tuple[str, int]]:
+        """The path and the label of each image, in the order of classes and paths."""
+        folder = self.folder / part
+        self._class_folders(part)
+
+        def is_image(path: str) -> bool:
+            # Notebooks keep copies of what they show in .ipynb_checkpoints.
+            hidden = any(name[0] == "." for name in Path(path).relative_to(folder).parts)
+            return not hidden and path.lower().endswith(IMAGE_ENDINGS)
+
+        numbers = {name: number for number, name in enumerate(self._class_names())}
+        found: list[tuple[str, int]] = _torchvision().folder.make_dataset(
+            str(folder), numbers, is_valid_file=is_image, allow_empty=True
+        )
+        return found
+
+    @cached_property
+    def _channels(self) -> int:
+        parts = [part for part in PARTS if (self.folder / part).is_dir()]
+        files = [Path(path) for part in parts for path, _ in self._samples(part)]
+        return 1 if all(_in_threads(lambda path: _opened(path, is_grey), files)) else 3
+
+    def _pixels(self, files: Sequence[Path]) -> Tensor:
+        """uint8 [N, C, H, W]."""
+        width, height = (self._size, self._size) if self._size else _opened(files[0], lambda image: image.size)
+        shape = (len(files), self._channels, height, width)
+        size, available = torch.Size(shape).numel(), psutil.virtual_memory().available
+        if size > available:
+            raise BadOption(
+                f"the {len(files)} images of {self.folder} do not fit into memory",
+                why=f"as {'x'.join(map(str, shape[1:]))} they take {size >> 20} MB, {available >> 20} MB are free",
+                next="make them smaller with --image_size, or give fewer of them",
+            )
+        images = torch.empty(shape, dtype=torch.uint8)
+
+        def read(index: int) -> None:
+            images[index] = _opened(files[index], lambda image: self._fitted(image, files, index, (width, height)))
+
+        _in_threads(read, range(len(files)))
+        return images
+
+    def _fitted(self, image: Image, files: Sequence[Path], index: int, size: tuple[int, int]) -> Tensor:
+        from PIL import Image, ImageOps
+
+        image = eight_bit(image)
+        if self._size:
+            image = ImageOps.fit(image, size, Image.Resampling.BILINEAR)
+        if image.size != size:
+            raise BadOption(
+                f"the images of {self.folder} differ in size",
+                why=f"{files[0]} has {size[0]}x{size[1]} pixels, {files[index]} {image.size[0]}x{image.size[1]}",
+                next="make them all alike: --image_size 64",
+            )
+        return as_tensor(image.convert("L" if self._channels == 1 else "RGB"))
+
+
+def _torchvision() -> Any:
+    """torchvision.datasets; its import takes 1.6 s, which a start that finds a cache does not need."""
+    from torchvision import datasets
+
+    return datasets
+
+
+def _make_data_dir(data_dir: Path) -> None:
+    with writing(data_dir, "--data_dir"):
+        # Not its parents: a folder whose parent is not there is more likely mistyped than wanted.
+        data_dir.mkdir(exist_ok=True)
+
+
+def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:
+    """Pillow decodes without Python's lock."""
+    with ThreadPoolExecutor(launchers.usable_cores()) as pool:
+        return list(pool.map(action, items))
+
+
+def _opened(path: Path, action: Callable[[Image], T]) -> T:
+    from PIL import Image
+
+    with _naming(path, "an image", "mend or delete that file"), Image.open(path) as image:
+        return action(image)
+
+
+def _unpacked(path: Path, read: Callable[[str], Tensor]) -> Tensor:
+    with _naming(path, "a data set", DOWNLOAD_AGAIN):
+        if path.suffix != ".gz":
+            return read(str(path))
+        # torchvision would unpack it beside the archive, where this user may not be allowed to write.
+        with tempfile.NamedTemporaryFile() as plain, gzip.open(path) as archive:
+            shutil.copyfileobj(archive, plain)
+            plain.flush()
+            return read(plain.name)
+
+
+@contextmanager
+def _naming(path: Path, kind: str, then: str) -> Iterator[None]:
+    """Turn what a damaged file raises, which may be anything, into an error that names the file."""
+    try:
+        yield
+    except (DdpManualError, MemoryError):
+        raise
+    except PermissionError as error:
+        raise DataMissing(
+            f"{path} may not be read", why=str(error), next=f"make it readable for this user: chmod a+r {path}"
+        ) from error
+    except Exception as error:
+        raise DataCorrupt(
+            f"{path} cannot be read as {kind}", why=f"{type(error).__name__}: {error}", next=then
+        ) from error
