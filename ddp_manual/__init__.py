@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__", "join", "spawn", "train"]
 
-# Name -> the module it is taken from when it is first asked for: ``--help`` needs none of them.
+# Name -> its module, imported when the name is first used: ``--help`` needs none of these modules.
 _LATER = {
     "World": "ddp_manual.worker.world",
     "join": "ddp_manual.worker.join",

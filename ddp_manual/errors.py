@@ -280,7 +280,7 @@ def asked_by(number: int) -> str:
 
 
 class StopSignal(BaseException):
-    """Signal ``number``, raised by its handler. Not an Exception, since libraries that catch those would lose it."""
+    """Signal ``number``, raised by its handler. Not an Exception, since libraries catch every Exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -294,14 +294,10 @@ def stopped_by(signalled: StopSignal | KeyboardInterrupt, *, next: str | None = 
 
 def every_error() -> dict[str, type[DdpManualError]]:
     """Return identifier -> class, for every class that has an identifier."""
-    found: dict[str, type[DdpManualError]] = {}
-    unseen = [DdpManualError]
-    while unseen:
-        for child in unseen.pop().__subclasses__():
-            unseen.append(child)
-            if "identifier" in vars(child):
-                found[child.identifier] = child
-    return found
+    kinds = [DdpManualError]
+    for kind in kinds:  # which grows while it is walked
+        kinds += kind.__subclasses__()
+    return {kind.identifier: kind for kind in kinds if "identifier" in vars(kind)}
 
 
 def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManualError:

@@ -195,7 +195,7 @@ _set_by_us: dict[str, str] = {}
 
 
 @contextmanager
-def of_a_rank(
+def set_rank_variables(
     world_size: int, rank: int, place: Place, store_address: str, store_port: int, interface: str | None
 ) -> Iterator[None]:
     """Set the variables that torchrun would set, for the user's code and libraries, and have gloo and NCCL use
@@ -296,7 +296,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def for_worker() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Return the environment of a worker: ours, with torch's C++ log quiet, since our own log lines are clearer."""
     return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
 
@@ -308,7 +308,7 @@ def likely_backend(device: str, backend: str) -> str:
 
 
 @contextmanager
-def of_children(threads_shared_by: int) -> Iterator[None]:
+def clean_variables(threads_shared_by: int) -> Iterator[None]:
     """Start processes in the body without another launcher's variables and with a quiet torch."""
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
     threads = str(cpu_threads(threads_shared_by))
@@ -350,4 +350,4 @@ def start_python(
     """
     command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
     with signals.block_in_children():
-        return subprocess.Popen(command, pass_fds=descriptors, env=for_worker(), **options)
+        return subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)

@@ -70,17 +70,13 @@ class LineReader:
         *lines, self._received = self._received.split(b"\n")
         if max(map(len, (*lines, self._received))) > self.longest:
             raise Unreadable(f"a message of more than {self.longest} bytes")
-        return [_decoded(line) for line in lines]
-
-
-def _decoded(line: bytearray) -> dict[str, Any]:
-    try:
-        message = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"not a message: {error}") from None
-    if not isinstance(message, dict):
-        raise Unreadable("not a message")
-    return message
+        try:
+            messages = [json.loads(line.decode()) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise Unreadable(f"not a message: {error}") from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise Unreadable("not a message")
+        return messages
 
 
 def printable(text: str, longest: int = LONGEST_NAME) -> str:
@@ -121,7 +117,6 @@ class _FromNetwork:
 
     def _check_values(self) -> None:
         """Check what the types do not say."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +229,7 @@ class RunInfo:
 
     @property
     def silence(self) -> float:
-        """Seconds after which a rank counts as silent: peer_timeout, plus the heartbeat that an agent was about to send
-        and the one that is on its way."""
+        """Seconds after which a rank counts as silent: two heartbeats may be late, one unsent and one on its way."""
         return self.peer_timeout + 2 * self.beat_every
 
     @property
@@ -311,7 +305,7 @@ class Beat(_FromNetwork):
 
     @classmethod
     def of(
-        cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str, debugging: bool = False
+        cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str, debugging: bool
     ) -> Beat:
         """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``."""
         return cls(

@@ -1,4 +1,4 @@
-"""A world of one in this process, as the worker of a rank with ``--no_ddp`` has it, without an agent."""
+"""A world of one rank in this process and without an agent, as the worker of a rank with ``--no_ddp`` has it."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def is_worker() -> bool:
-    """Whether this program was started in the place of a worker: its arguments then begin with three numbers."""
+    """Return whether this program was started in place of a worker: its arguments then begin with three numbers."""
     return all(word.isdigit() for word in sys.argv[1:4]) and len(sys.argv) > 4
 
 
 def run_agent(program: str, arguments: Sequence[str]) -> None:
-    """Run a command of the command line, as an agent that starts ``program`` in the place of its worker."""
+    """Run a command of the command line as an agent that starts ``program`` in place of its worker."""
     from ddp_manual.agent import worker_process
     from ddp_manual.cli import main
 
@@ -23,7 +23,7 @@ def run_agent(program: str, arguments: Sequence[str]) -> None:
 
 
 def run_worker(change: Callable[[], None]) -> None:
-    """Run the worker, changed before it loads anything else."""
+    """Run the worker, and call ``change`` before it loads anything else."""
     from ddp_manual import worker
     from ddp_manual.worker import process
 

@@ -14,10 +14,10 @@ from tests.conftest import REPOSITORY, RankProcess
 
 
 def with_site(folder: Path, code: str = "", *, package: Path = REPOSITORY) -> dict[str, str]:
-    """The environment of a rank that runs other code before its program.
+    """Return the environment of a rank that runs other code before its program.
 
     Args:
-        folder: where the module can be written that has it, and what else that rank is to find first.
+        folder: where the module with this code is written; the rank imports from this folder first.
         code: run by agent and worker alike.
         package: where ddp_manual is.
     """
@@ -27,16 +27,16 @@ def with_site(folder: Path, code: str = "", *, package: Path = REPOSITORY) -> di
 
 
 def all_started(processes: Sequence[RankProcess]) -> float:
-    """When the last of them was started."""
+    """Return when the last of these processes was started."""
     return max(process.started for process in processes)
 
 
 def said(process: RankProcess, text: str, timeout: float = 60) -> float:
-    """When stderr was seen to hold ``text``."""
+    """Wait for ``text`` on stderr; return when it was seen."""
     return process.started + process.wait_for(text, timeout)
 
 
 def left(process: RankProcess, code: int, timeout: float = 60) -> float:
-    """When a process was seen to have ended; it must be with this exit code."""
+    """Wait for the end of a process, which must be with this exit code; return when it was seen."""
     assert process.wait(timeout) == code, process.err
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""Fixtures: real ranks as real processes, ended with the test, and the real MNIST where it is to be had."""
+"""Fixtures: real ranks as real processes, which end with the test, and the real MNIST where the machine has it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests import forking
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A training of less than a second.
 SHORT = ("--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--batch_size", 100)
-# Steps enough for a test to see it train; the number of epochs follows.
+# Enough steps for a test to watch the training; the number of epochs follows.
 LONGER = ("--batch_size", 10, "--epochs")
 # A tenth of the images that the package itself draws: with twice as many, each rank of a test takes 0.3 s longer.
 DRAWN = {"train": 6_000, "test": 1_000}
@@ -43,11 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is none; those that want the machine to themselves come last, one after the
-    other: anywhere else each would first wait until every other process is done with its test."""
+    """Skip GPU tests on a machine without a GPU, and run the tests marked ``alone`` last: each of them first waits
+    until every other test process is done with its test."""
     import torch
 
-    # The threads of one sum wait for each other in a busy loop: beside other processes two are slower than one.
+    # Threads that share a computation wait for each other in a busy loop: beside other processes, two are slower.
     torch.set_num_threads(1)
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not torch.cuda.is_available():
@@ -58,15 +58,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where DDP_MANUAL_NO_SKIPS is set, a test that is skipped though no GPU is missing has failed."""
+    """Report all tests of a folder that are skipped for the same reason in one line. Where DDP_MANUAL_NO_SKIPS is set,
+    a test that is skipped fails, unless it needs a GPU."""
     report = yield
-    if report.skipped and os.environ.get("DDP_MANUAL_NO_SKIPS") and not item.get_closest_marker("gpu"):
-        report.outcome = "failed"
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _, _, reason = report.longrepr
+        if os.environ.get("DDP_MANUAL_NO_SKIPS") and not item.get_closest_marker("gpu"):
+            report.outcome, report.longrepr = "failed", reason
+        else:
+            report.longrepr = (str(item.path.parent), None, reason)  # type: ignore[assignment]
     return report
 
 
 class RankProcess:
-    """A command in a process of its own, its output in files; of a rank that is its agent. Times are seconds."""
+    """A process that runs a command, with its output in files; of a rank it is the agent. Times are seconds."""
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class RankProcess:
             self.process = forking.start(
                 *(arguments, self._note), env=env, cwd=cwd, out=out, err=err, place=place, fresh=fresh
             )
-        # Now, and not before: the first fork of a test process waits until the server has torch.
+        # Not before the fork: the first fork waits until the server has loaded torch.
         self.started = time.monotonic()
         self._worker: int | None = None
         self._watching = threading.Thread(target=self._watch_for_worker, daemon=True)
@@ -92,7 +97,7 @@ class RankProcess:
 
     @property
     def worker(self) -> int:
-        """The pid of the worker, which errors and rosters name, also when it has ended."""
+        """The pid of the worker, which errors and rosters name; also known after the worker has ended."""
         while self._worker is None and self._watching.is_alive() and not self._noted:
             time.sleep(0.005)
         found = self._noted or self._worker
@@ -102,11 +107,11 @@ class RankProcess:
 
     @property
     def _noted(self) -> int | None:
-        """What an agent that is a fork has noted."""
+        """The pid that an agent has written down, if the agent is a fork."""
         return int(self._note.read_text()) if self._note.exists() else None
 
     def _watch_for_worker(self) -> None:
-        """Until an agent that is none has its first child."""
+        """Wait until an agent that is not a fork has its first child."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with suppress(OSError):
             while time.monotonic() < self.started + 10:
@@ -124,14 +129,14 @@ class RankProcess:
         return self._err.read_text(errors="replace")
 
     def wait(self, timeout: float = 120) -> int:
-        """The exit code; what was said is shown if it does not end in time."""
+        """Return the exit code; fail with the output if the process does not end in time."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             pytest.fail(f"{self.arguments} still runs after {timeout} s; it said:\n{self.err}")
 
     def wait_for(self, text: str, timeout: float = 60) -> float:
-        """Until stderr holds ``text``; returns the seconds since the process started."""
+        """Wait until stderr holds ``text``; return the seconds since the process started."""
         deadline = time.monotonic() + timeout
         while text not in self.err:
             if time.monotonic() > deadline:
@@ -142,7 +147,7 @@ class RankProcess:
         return time.monotonic() - self.started
 
     def kill(self) -> None:
-        """The process and all it has started."""
+        """Kill the process and all that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -152,7 +157,7 @@ Start = Callable[..., RankProcess]
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """Ours without a launcher's variables, one thread per rank; an empty string takes a variable out."""
+    """Return this environment without a launcher's variables, with one thread per rank; "" removes a variable."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **extra}
     return {name: value for name, value in env.items() if value}
@@ -160,8 +165,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Where several processes share the tests, one that is marked ``alone`` has the machine to itself. The wait for
-    that does not count in its time limit."""
+    """Give a test that is marked ``alone`` the machine to itself where several processes share the tests. The time that
+    it waits for the others does not count in its time limit."""
     with open(__file__, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         return (yield)
@@ -169,7 +174,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """A rendezvous in this process sets variables, which the next test's processes are not to inherit."""
+    """Restore the environment: a rendezvous in this process sets variables that later processes must not inherit."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -178,7 +183,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start any command; every process is gone when the test is over. ``place``, ``fresh``: see ``forking.start``."""
+    """Start any command; the end of the test kills all processes. ``place``, ``fresh``: see ``forking.start``."""
     started: list[RankProcess] = []
 
     def start(
@@ -200,9 +205,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def free_port() -> int:
-    """A port that is free on loopback, and below those the kernel gives to outgoing connections."""
+    """Return a port that is free on loopback, below the ports that the kernel gives to outgoing connections."""
     while True:
-        # Not the generator that a test may seed: the test processes would all draw the same.
+        # Not the module's generator, which a test may seed: all test processes would draw the same port.
         candidate = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe:
             try:
@@ -219,7 +224,7 @@ def port() -> int:
 
 @pytest.fixture
 def rank_command(port: int, small_data: Path, tmp_path: Path) -> Callable[..., list[object]]:
-    """The words a user starts one rank with; a short training unless told otherwise."""
+    """Return the command that starts one rank, with a short training unless ``options`` say otherwise."""
 
     def rank_command(rank: int, world_size: int, *options: object) -> list[object]:
         identity = ["--world_size", world_size, "--rank", rank, "--master_port", port]
@@ -241,7 +246,7 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A data_dir that has synthetic digits already, ``DRAWN`` of them; one test process draws them for all."""
+    """A data_dir with ``DRAWN`` synthetic digits, which one test process draws for all."""
     import torch
 
     from ddp_manual.training.sources import drawn, synthetic
@@ -283,13 +288,13 @@ def mnist() -> Path:
 
 @pytest.fixture(scope="session")
 def digits(mnist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data_dir with the first 10,000 and 2,000 images of the real MNIST; under ``./scripts/soak`` with all."""
+    """A data_dir with the first 5,000 and 1,000 images of the real MNIST; under ``./scripts/soak`` with all."""
     if ALL_DIGITS:
         return mnist
     folder = tmp_path_factory.mktemp("digits")
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for part, count in (("train", 10_000), ("t10k", 2_000)):
+    for part, count in (("train", 5_000), ("t10k", 1_000)):
         for name, dimensions in ((f"{part}-images-idx3-ubyte", (28, 28)), (f"{part}-labels-idx1-ubyte", ())):
             content = gzip.decompress((mnist / "MNIST" / "raw" / f"{name}.gz").read_bytes())
             header, size = 8 + 4 * len(dimensions), count * math.prod(dimensions)
@@ -305,7 +310,7 @@ def cifar10() -> Path:
 
 
 def real_data(name: str) -> Path:
-    """A folder below DDP_MANUAL_TEST_DATA, ../shared/data or ./data; the test is skipped without."""
+    """Return a folder below DDP_MANUAL_TEST_DATA, ../shared/data or ./data; skip the test if none of them has it."""
     named = os.environ.get("DDP_MANUAL_TEST_DATA")
     places = [Path(named)] if named else [REPOSITORY.parent / "shared" / "data", REPOSITORY / "data"]
     for place in places:
@@ -315,7 +320,7 @@ def real_data(name: str) -> Path:
 
 
 def first_of_each_class(images: Path, folder: Path, *, train: int, test: int) -> Path:
-    """A data set of class folders with the first ``train`` and ``test`` images of each class of another."""
+    """Link the first ``train`` and ``test`` images of each class of a data set into class folders below ``folder``."""
     for part, count in (("train", train), ("test", test)):
         for of_class in (images / part).iterdir():
             (folder / part / of_class.name).mkdir(parents=True)
@@ -325,7 +330,7 @@ def first_of_each_class(images: Path, folder: Path, *, train: int, test: int) ->
 
 
 def jupyter_below(folder: Path) -> dict[str, str]:
-    """Variables that have Jupyter and matplotlib leave their files below ``folder`` and not in the user's home."""
+    """Return variables that keep the files of Jupyter and matplotlib below ``folder``, out of the user's home."""
     (folder / "jupyter").mkdir()
     names = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     return {name: str(folder / "jupyter" / name.lower()) for name in names}

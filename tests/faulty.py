@@ -2,8 +2,8 @@
 
 python tests/faulty.py raise@training:30 -- --world_size 3 --rank 1 <more train options>
 
-A fault is ``KIND[:SECONDS]@PHASE[:N]``: in step N of training, else the Nth time the rank enters that phase (1 unless
-told otherwise). Kinds: raise; loop (for ever, in Python); sleep; hold (a call of C that keeps the GIL for SECONDS);
+A fault is ``KIND[:SECONDS]@PHASE[:N]``: in step N of training, otherwise the Nth time the rank enters that phase (1 by
+default). Kinds: raise; loop (for ever, in Python); sleep; hold (a call of C that keeps the GIL for SECONDS);
 slow (this and every later step takes SECONDS longer); eat (memory, until the kernel ends the process); abort (in C++);
 break (into the debugger); kill and stop (the signals, to itself). ``--set MODULE.NAME=NUMBER`` before the ``--``
 changes a constant, such as one that would make a test long. With no fault at all it still says on stderr when it enters
@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Bytes. A process that has more of them and still lives was never limited; the machine should not pay for it.
+# Bytes. A process that has this many and still runs has no limit; it ends before it harms the machine.
 MOST_EATEN = 4 << 30
-# Through it the worker hears what the agent was told.
+# Carries the faults from the agent to its worker.
 VARIABLE = "DDP_MANUAL_TEST_FAULTS"
 
 
@@ -65,17 +65,17 @@ class Fault:
 
 
 def say(what: str) -> None:
-    """In one piece, whatever the other threads write."""
+    """Write a line to stderr in one call, so that no other thread writes into it."""
     os.write(2, f"faulty: {what} at {time.monotonic()}\n".encode())
 
 
 def said_at(text: str, what: str) -> float:
-    """When a rank of this program, whose stderr is ``text``, said so for the last time."""
+    """Return when a rank of this program said ``what`` for the last time, according to its stderr ``text``."""
     return float(re.findall(rf"faulty: {what} at ([\d.]+)\n", text)[-1])
 
 
 def faulty(command: Sequence[object], *words: str) -> list[object]:
-    """The command of a rank, to be started with these faults."""
+    """Return the command of a rank with these faults added."""
     program, script, *options = command
     assert script == "run_multi_gpu_train.py"
     return [program, "tests/faulty.py", *words, "--", *options]
@@ -98,7 +98,7 @@ def eat() -> None:
 
 
 def hold(seconds: float) -> None:
-    """Wait for a lock that nobody lets go of, which no signal interrupts."""
+    """Wait for a lock that is never released; no signal interrupts the wait."""
     mutex, until = ctypes.create_string_buffer(64), time.time() + seconds
     library = ctypes.PyDLL(None)  # which, other than CDLL, does not let go of the GIL
     library.pthread_mutex_lock(mutex)
@@ -106,12 +106,12 @@ def hold(seconds: float) -> None:
 
 
 def abort() -> None:
-    """What a C++ library does with an exception that nobody catches."""
+    """Abort as a C++ program does after an uncaught exception."""
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
 
 
 def install(faults: Sequence[Fault]) -> None:
-    """Get in where the phase is set, where a batch is made, and where a training step begins."""
+    """Replace three methods: those that set the phase, make a batch and begin a training step."""
     from torch.nn.parallel import DistributedDataParallel
 
     from ddp_manual.messages import ENDED, Progress
@@ -161,7 +161,7 @@ def install(faults: Sequence[Fault]) -> None:
 
 
 def change(setting: str, *, without: tuple[str, ...]) -> None:
-    """Change a constant, unless it is in a module that this process has no business with."""
+    """Change a constant, unless its module is one that this process must not import."""
     name, _, number = setting.partition("=")
     module, _, constant = name.rpartition(".")
     if module.startswith(without):
@@ -172,7 +172,7 @@ def change(setting: str, *, without: tuple[str, ...]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """As an agent."""
+    """Run as the agent."""
     words, options = list(arguments[: arguments.index("--")]), list(arguments[arguments.index("--") + 1 :])
     settings = []
     while "--set" in words:
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def become_faulty() -> None:
-    """As the worker of such an agent."""
+    """Prepare the worker of such an agent."""
     told = json.loads(os.environ[VARIABLE])
     for setting in told["settings"]:
         change(setting, without=("ddp_manual.agent",))

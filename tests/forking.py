@@ -16,20 +16,22 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from tests.forkserver import READ_BY_THE_FORK, TORCHRUN, would_see
+from tests.forkserver import READ_BY_THE_FORK, would_see
 
 SERVER = Path(__file__).with_name("forkserver.py")
 # Where the server listens.
 VARIABLE = "DDP_MANUAL_TEST_FORK_SERVER"
+TORCHRUN = "torch.distributed.run"
 
 
 class Process(Protocol):
-    """What the tests use of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that the tests use."""
 
     pid: int
     returncode: int | None
@@ -71,13 +73,13 @@ class Forked:
         if self.returncode is None and select.select([self._status], [], [], within)[0]:
             text = os.read(self._status, 16)
             os.close(self._status)
-            # Without a text the server has been killed, and the kernel has killed what it had forked.
+            # No text: the server was killed, and the kernel has killed its forks.
             self.returncode = int(text or -signal.SIGKILL)
         return self.returncode
 
 
 def server_environment() -> dict[str, str]:
-    """The environment that the server is started with."""
+    """Return the environment that the server is started with."""
     environment = {name: value for name, value in os.environ.items() if name not in READ_BY_THE_FORK}
     return {**environment, "OMP_NUM_THREADS": "1"}
 
@@ -112,7 +114,7 @@ class Server:
         self._control.connect(f"\0{os.environ[VARIABLE]}")
 
     def would_see(self, env: Mapping[str, str]) -> bool:
-        """Whether a fork takes notice of all that is in this environment."""
+        """Return whether a fork would behave as this environment says."""
         return would_see(self._environment, env)
 
     def fork(
@@ -124,8 +126,11 @@ class Server:
         place: tuple[str, str] | None,
         out: IO[bytes],
         err: IO[bytes],
+        starts_others: bool,
     ) -> Forked:
+        """``starts_others``: the Python programs that this one starts are forks too, whatever threads it has."""
         request = {"words": arguments, "env": dict(env), "cwd": str(cwd), "place": place, "note": str(note)}
+        request["starts_others"] = starts_others
         status, theirs = os.pipe()
         with self._turn:
             message = json.dumps(request).encode()
@@ -142,7 +147,7 @@ def server() -> Server:
 
 
 def becomes_a_rank(arguments: Sequence[str]) -> bool:
-    """Whether a command is a Python program that may need torch, or starts a program that does."""
+    """Return whether a command is a Python program that may need torch, or starts a program that does."""
     if sys.platform != "linux" or arguments[0] != sys.executable or len(arguments) < 2:
         return False
     if arguments[1] == "-m":
@@ -151,7 +156,7 @@ def becomes_a_rank(arguments: Sequence[str]) -> bool:
 
 
 def named(host: str) -> tuple[str, ...]:
-    """What gives the command that follows a host name; sh does it in place, so that the process keeps its id."""
+    """Return the words that give the command after them a host name; sh is replaced, so the process keeps its id."""
     return ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host)
 
 
@@ -166,7 +171,7 @@ def start(
     place: tuple[str, str] | None,
     fresh: bool,
 ) -> Process:
-    """A command in a session of its own, without a terminal.
+    """Start a command in a session of its own, without a terminal.
 
     Args:
         note: where a fork writes the pid of its worker.
@@ -174,10 +179,43 @@ def start(
         fresh: start a new Python, not a fork, which ``ps`` shows with the server's command.
     """
     if not fresh and becomes_a_rank(arguments) and server().would_see(env):
-        return server().fork(arguments, note, env, cwd, place, out, err)
+        starts_others = arguments[1:3] == ["-m", TORCHRUN]
+        return server().fork(arguments, note, env, cwd, place, out, err, starts_others)
     if place:
         namespace, host = place
         arguments = ["ip", "netns", "exec", namespace, *named(host), *arguments]
     return subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True
     )
+
+
+def make_commands_forks(folder: Path, names: Sequence[str]) -> Path:
+    """Make a folder for the front of PATH, in which ``python`` and these scripts beside it have their programs run as
+    forks; a process of their own waits for each fork, and hands signals on to it."""
+    folder.mkdir()
+    for name in ("python", *names):
+        command = [sys.executable] if name == "python" else [sys.executable, str(Path(sys.executable).with_name(name))]
+        (folder / name).write_text(
+            f"#!{sys.executable} -S\n"
+            f"import sys\nsys.path[0] = {str(SERVER.parent.parent)!r}\n"
+            f"from tests import forking\nforking.run_as_fork([*{command!r}, *sys.argv[1:]])\n"
+        )
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_as_fork(command: Sequence[str]) -> None:
+    """Run a command in a fork that has the streams of this process, and end with its exit code."""
+    note = Path(tempfile.gettempdir(), f"ddp-manual-test-{os.getpid()}")
+    streams = {"out": sys.stdout.buffer, "err": sys.stderr.buffer}
+    assert server().would_see(os.environ)
+    fork = server().fork(command, note, os.environ, Path.cwd(), None, **streams, starts_others=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: fork.send_signal(number))
+    code = fork.wait()
+    for file in note.parent.glob(f"{note.name}*"):
+        file.unlink()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

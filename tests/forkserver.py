@@ -7,7 +7,7 @@ standard library only, torch, and other installed packages that ranks import.
 
 A rank is two processes: the fork becomes the agent, and forks once more when the agent starts its worker. Processes
 that a script starts by multiprocessing's ``spawn`` are such second forks too, and so are those that torchrun starts,
-by way of a fork that torchrun's process keeps for them. A second fork forgets all that the first has imported, except
+by way of a fork that its process keeps for them. A second fork forgets all that the first has imported, except
 Python's own modules and installed packages. ``ps`` shows all of them with the server's command.
 """
 
@@ -43,7 +43,7 @@ SLOW = (
 )
 # Packages among them that a fork finds not yet imported.
 HIDDEN = ("torch", "torchvision")
-# What Python, its libraries or torch look at once, while they are loaded.
+# Variables that Python, its libraries or torch read once, while they are loaded.
 READ_AT_START = (
     *("FAKETIME", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("PYTORCH_", "TORCH_", "TRITON_"),
@@ -51,7 +51,6 @@ READ_AT_START = (
 # Those of them that a fork reads itself, or that are read later.
 READ_BY_THE_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_CPP_LOG_LEVEL", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 STARTS_PYTHON = "ddp_manual.launchers"
-TORCHRUN = "torch.distributed.run"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
@@ -83,7 +82,7 @@ class HiddenUntilImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules.update(self._modules)
             return
         sys.modules.update(self._modules)
-        # Once more what torch does while it is loaded: draw a seed, and read TORCH_CPP_LOG_LEVEL.
+        # torch does this while it is loaded: it draws a seed, and reads TORCH_CPP_LOG_LEVEL.
         module.default_generator.seed()
         library = Path(str(module.__file__)).parent / "lib" / "libc10.so"
         ctypes.CDLL(str(library))._ZN3c1011initLoggingEv()
@@ -97,7 +96,7 @@ def hide_packages() -> None:
 
 
 def would_see(started_with: Mapping[str, str], env: Mapping[str, str]) -> bool:
-    """Whether a fork of a process that was started with one environment takes notice of all that is in another."""
+    """Return whether a fork of a process that was started with one environment would behave as another one says."""
     return all(
         env.get(name) == started_with.get(name)
         for name in {*env, *started_with}
@@ -106,7 +105,7 @@ def would_see(started_with: Mapping[str, str], env: Mapping[str, str]) -> bool:
 
 
 class WorkersAreForks(importlib.abc.MetaPathFinder):
-    """Once an agent imports what starts its worker, that forks the agent in place of starting a new Python.
+    """Have an agent start its worker as a fork of itself, in place of a new Python.
 
     Args:
         path, started_with: of a new Python without a program, and of the fork server.
@@ -132,7 +131,7 @@ class WorkersAreForks(importlib.abc.MetaPathFinder):
 
     def _instead_of(self, start_python: Callable[..., Any], module: Any) -> Callable[..., Any]:
         def start(program: Path, descriptors: Sequence[int], who: Sequence[str] = (), **options: Any) -> Any:
-            env = options.get("env") or module.for_worker()
+            env = options.get("env") or module.worker_environment()
             known = {"env", "cwd", "stdin", "stdout", "stderr", "start_new_session"}
             # A fork has torch, not yet imported, and one thread.
             forkable = "torch" not in sys.modules and len(os.listdir("/proc/self/task")) == 1
@@ -172,11 +171,11 @@ def spawned_are_forks(path: Sequence[str], started_with: Mapping[str, str]) -> N
     util.spawnv_passfds = spawn  # type: ignore[attr-defined]
 
 
-class ForksForTorchrun:
-    """Lets torchrun's process have forks as children, although it has several threads by the time it starts them.
+class ForksForALauncher:
+    """Lets a launcher such as torchrun have forks as children, although it has several threads when it starts them.
 
     A fork of a process with several threads may inherit a lock that nobody will release. So the forks are made by a
-    process that was forked before torchrun began; each is orphaned at once, and torchrun's process adopts it.
+    process that was forked before the launcher began; each is orphaned at once, and the launcher's process adopts it.
     """
 
     def __init__(self, path: Sequence[str], started_with: Mapping[str, str]) -> None:
@@ -209,7 +208,7 @@ class ForksForTorchrun:
         os._exit(0)
 
     def take_over(self) -> None:
-        """From now on ``subprocess.Popen`` starts Python programs as forks, where only torchrun's options are given."""
+        """From now on have ``subprocess.Popen`` fork to start Python programs, unless it is given other options."""
         forks = self
 
         class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -230,7 +229,7 @@ class ForksForTorchrun:
 
 
 class Fork(subprocess.Popen):  # type: ignore[type-arg]
-    """A fork of this process that runs another program: to its parent what ``Popen`` would be."""
+    """A fork of this process that runs another program; its parent uses it like a ``Popen``."""
 
     def __init__(
         self, path: Sequence[str], words: Sequence[str], descriptors: Sequence[int], options: Mapping[str, Any]
@@ -253,7 +252,7 @@ def as_parent_of_a_fork(process: Any, words: Sequence[str]) -> None:
     process._child_created = True
 
 
-# What the objects of the process that was forked still hold: they close the descriptors that they think are theirs.
+# Keeps the objects of the forked process alive: their destructors would close descriptors that are now others'.
 _kept: list[Any] = []
 
 
@@ -286,11 +285,11 @@ def run_in_fork(
 
 
 def end_with(program: Callable[[], None], *, keep: Callable[[], bool]) -> None:
-    """Run a program to its end, and end the process without taking down an interpreter that has torch, which takes 1 s
-    and which an agent's does not have.
+    """Run a program, and end the process without Python's teardown, which takes 1 s with torch loaded: an agent that is
+    not a fork has no torch.
 
     Args:
-        keep: whether to leave that end to Python after all.
+        keep: whether to leave the end of the process to Python after all.
     """
     code = 1
     try:
@@ -318,7 +317,7 @@ def end_with(program: Callable[[], None], *, keep: Callable[[], bool]) -> None:
 
 
 def forget_handlers() -> None:
-    """What a new program has: it ignores what its parent ignores, and handles nothing."""
+    """Reset signals as a new program does: it ignores the signals that its parent ignores, and handles none."""
     signal.set_wakeup_fd(-1)
     if "asyncio" in sys.modules:
         sys.modules["asyncio"]._set_running_loop(None)
@@ -330,7 +329,7 @@ def forget_handlers() -> None:
 
 
 def take_descriptors(descriptors: Sequence[int], options: Mapping[str, Any]) -> None:
-    """Have the standard streams that ``Popen`` would be told, these ``descriptors`` and no others."""
+    """Keep the standard streams that ``options`` name, and these ``descriptors``; close all others."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         given = options.get(name)
         if given == subprocess.DEVNULL:
@@ -413,7 +412,7 @@ def _begin(client: socket.socket, out: int, err: int) -> None:
 
 
 def enter(namespace: str, host: str) -> None:
-    """What ``ip netns exec NAMESPACE unshare --uts`` does, and ``hostname HOST``."""
+    """Do what ``ip netns exec NAMESPACE unshare --uts`` and ``hostname HOST`` do."""
     file = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     _checked(LIBC.setns(file, CLONE_NEWNET))
     os.close(file)
@@ -456,8 +455,8 @@ def become(request: dict[str, Any], path: Sequence[str], started_with: Mapping[s
     hide_packages()
     sys.meta_path.insert(0, WorkersAreForks(path, started_with, Path(request["note"])))
     spawned_are_forks(path, started_with)
-    if request["words"][1:3] == ["-m", TORCHRUN]:
-        ForksForTorchrun(path, started_with).take_over()
+    if request["starts_others"]:
+        ForksForALauncher(path, started_with).take_over()
     run(request["words"], [*python_path(), *path])
 
 

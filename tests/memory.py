@@ -29,12 +29,12 @@ class MemoryGroup:
             self._write(pair[1], 0 if pair[0] == "memory.max" else most)
 
     def command(self, words: Sequence[object]) -> list[object]:
-        """The same command, in the group from its first instruction on, and with the process id it would have had."""
+        """Return a command that runs ``words`` in the group from its first instruction on, with the same process id."""
         return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self._folder / "cgroup.procs", *words]
 
     @property
     def killed(self) -> int:
-        """How many processes the kernel has ended for want of memory."""
+        """The number of processes that the OOM killer has ended."""
         text = (self._folder / ("memory.events" if self._has("memory.events") else "memory.oom_control")).read_text()
         return int(dict(line.split() for line in text.splitlines())["oom_kill"])
 
@@ -50,7 +50,7 @@ MakeGroup = Callable[[int], MemoryGroup]
 
 @contextmanager
 def memory_groups(private: Path) -> Iterator[MakeGroup]:
-    """Makes groups with a limit in bytes; they are gone at the end. Skips the test where there can be none.
+    """Yield a function that makes groups with a limit in bytes, and remove them at the end; skip if none can be made.
 
     Args:
         private: a folder for a mount of our own, where the machine's are not there or may not be written.
@@ -101,7 +101,7 @@ def _own_mounts(private: Path, mounted: list[Path], reasons: list[str]) -> Itera
 
 
 def _remove(folder: Path, timeout: float = 10) -> None:
-    """A group can be removed once the last process in it has been waited for."""
+    """Remove a group, which is possible once its last process has been waited for."""
     deadline = time.monotonic() + timeout
     while folder.exists():
         with suppress(OSError):

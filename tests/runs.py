@@ -1,4 +1,4 @@
-"""A run as rank 0 describes it, for tests without one."""
+"""A run as rank 0 describes it, for tests without a rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddp_manual.messages import RunInfo
 
 
 def run_info(**other: Any) -> RunInfo:
-    """Of three ranks, but for what is said otherwise."""
+    """Return a run of three ranks; ``other`` replaces its fields."""
     usual: dict[str, Any] = {
         "run_id": "r",
         "run_dir": None,

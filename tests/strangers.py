@@ -28,10 +28,10 @@ class Stranger:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def hears(self, kind: str, timeout: float = 5) -> Any:
-        """What the next message of a kind holds.
+        """Return the content of the next message of a kind.
 
         Raises:
-            ConnectionError: none has come.
+            ConnectionError: no such message has come.
         """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -41,7 +41,7 @@ class Stranger:
         raise ConnectionError(f"no {kind} within {timeout} s")
 
     def rest(self, timeout: float = 2) -> bytes:
-        """What comes until the other side closes the connection, or says nothing for so long."""
+        """Return all that the other side sends until it closes the connection or is silent for ``timeout``."""
         self.connection.settimeout(timeout)
         received, self._received = self._received, b""
         with suppress(OSError):

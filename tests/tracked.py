@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases themselves read of what a run has left for them."""
+"""Read the files of a run with TensorBoard's and Weights & Biases' own readers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def _wandb_records(file: Path, size: int) -> list[dict[str, Any]]:
 
 
 def wandb_files(run_dir: Path) -> list[Path]:
-    """Of the run in ``run_dir``: one for each time it was started."""
+    """Return the files of the run in ``run_dir``: one for each time it was started."""
     return sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
 
 
 def wandb_run(file: Path) -> dict[str, Any]:
-    """Its id, name and configuration."""
+    """Return the id, name and configuration of a run."""
     found: dict[str, Any] = next(record["run"] for record in wandb_records(file) if record["type"] == "run")
     return found
 
 
 def wandb_curves(*files: Path) -> dict[str, dict[int, Any]]:
-    """Metric -> step -> value, of files in the order they were written; ``_step`` is what wandb goes by."""
+    """Return metric -> step -> value of files in the order they were written; wandb's own key is ``_step``."""
     curves: dict[str, dict[int, Any]] = {}
     for file in files:
         for record in wandb_records(file):
@@ -52,7 +52,7 @@ def wandb_curves(*files: Path) -> dict[str, dict[int, Any]]:
 
 
 def wandb_processes(run_dir: Path) -> list[int]:
-    """Those that were started for the run in ``run_dir`` and still run."""
+    """Return the pids of wandb's processes for the run in ``run_dir`` that still run."""
     found = []
     for process in psutil.process_iter(["name"]):
         try:
@@ -66,7 +66,7 @@ def wandb_processes(run_dir: Path) -> list[int]:
 
 
 def tensorboard(folder: Path) -> Any:
-    """TensorBoard's own reader of ``folder``, with all it has."""
+    """Return TensorBoard's own reader of ``folder``, with everything loaded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

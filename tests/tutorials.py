@@ -14,25 +14,26 @@ import sys
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, clean_environment
+from tests.forking import make_commands_forks
 
 PAGE = REPOSITORY / "docs" / "from-tutorials.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def section(number: int) -> str:
-    """The text below the heading of tutorial ``number``."""
+    """Return the text below the heading of tutorial ``number``."""
     parts = re.split(r"^## (\d)\. .*$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(map(int, parts[1::2]), parts[2::2], strict=True))[number]
 
 
 def commands(number: int) -> list[str]:
-    """What the section says to type, in order."""
+    """Return the commands of a section, in order."""
     blocks = [text for _, text in BLOCK.findall(section(number)) if text.startswith("$ ")]
     return [line.removeprefix("$ ") for text in blocks for line in text.splitlines() if line.startswith("$ ")]
 
 
 def scripts(number: int) -> dict[str, str]:
-    """File name -> content of the Python programs the section shows in full."""
+    """Return file name -> content of the Python programs that the section shows in full."""
     found = {}
     for language, text in BLOCK.findall(section(number)):
         name = re.match(r"# (\w+\.py)\n", text)
@@ -42,7 +43,7 @@ def scripts(number: int) -> dict[str, str]:
 
 
 def workspace(folder: Path, mnist: Path, cifar10: Path) -> Path:
-    """A folder in which the page's commands can be typed."""
+    """Prepare a folder in which the page's commands can be typed."""
     for name in ("run_multi_gpu_train.py", "examples"):
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / "data").symlink_to(mnist)
@@ -51,10 +52,11 @@ def workspace(folder: Path, mnist: Path, cifar10: Path) -> Path:
 
 
 def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> list[str]:
-    """Run all commands of a section in ``folder``; returns what each said, and fails with it if one failed."""
+    """Run all commands of a section in ``folder``; return the output of each, and fail if a command fails."""
     for name, text in scripts(number).items():
         (folder / name).write_text(text, encoding="utf-8")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    forks = make_commands_forks(folder / ".commands", ["torchrun", "ddp-manual", "run_multi_gpu_train", "pyflyte"])
+    path = os.pathsep.join([str(forks), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = clean_environment(PATH=path, **env)
     running: list[tuple[str, subprocess.Popen[str]]] = []
     said = []

@@ -204,7 +204,7 @@ class Forker:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs, launchers.of_children(self._nproc):
+        with theirs, launchers.clean_variables(self._nproc):
             self._process = start_python(
                 FORKER, [theirs.fileno()], [f"ranks={self._nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
             )

@@ -1,4 +1,4 @@
-"""Whether all ranks have read the same data: each host has a copy of its own, and they may differ."""
+"""What all ranks must have in common before they train: the options, and the data, of which each host has a copy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ddp_manual.worker.world import World
 
 
-def agree(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
+def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
     """Compare every rank's options with rank 0's, and take rank 0's folder for the run's files; a collective.
 
     Args:
-        options: option -> (value, source), for all that the ranks must have in common.
+        options: option -> (value, source), for all options that the ranks must have in common.
 
     Raises:
         ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
@@ -34,7 +34,7 @@ def agree(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) ->
     world.take_folder(found[0]["run_dir"])
     for other in found[1:]:
         if differing := differing_options(found[0]["options"], other["options"]):
-            world.gather(None)  # by now every agent has been told of the folder, where this error goes
+            world.gather(None)  # by now every agent knows the folder, into which it writes this error
             who = " ".join(other["who"].split()[:2])
             raise ConfigMismatch(
                 f"{other['who']} is to train with other options than rank 0: {', '.join(differing)}",
@@ -50,9 +50,9 @@ def compare_data(
 
     Args:
         parts: on the CPU.
-        device: where the process group's tensors live.
-        hosts: the host of each rank, asked only if they differ.
-        own_factory: whether the data come from a factory of the user's.
+        device: of the process group's tensors.
+        hosts: returns the host of each rank; called only if the data differ.
+        own_factory: whether a factory of the user's returned the data.
 
     Returns:
         A digest of each part's images and labels: 32 hexadecimal digits.
@@ -65,7 +65,7 @@ def compare_data(
     if all(found == ranks[0] for found in ranks):
         return {part: _hexadecimal(found[1:3]) for part, found in zip(parts, ranks[0], strict=True)}
     names = hosts()
-    # Nobody leaves before all know why: whoever is still asking then would name a peer's leaving as its cause.
+    # No rank leaves before all know why: a rank that is still asking would give a peer's leaving as the cause.
     collectives.all_gather(mine)
     lines = []
     for index, part in enumerate(parts):
@@ -101,7 +101,7 @@ def _next(own_factory: bool, *, same_host: bool) -> str:
 
 
 def fingerprint(split: Split) -> tuple[int, int, int, int, int]:
-    """How many samples there are, then digests (BLAKE2b, 128 bits) of images and labels and of the class names."""
+    """Return the number of samples, and digests (BLAKE2b, 128 bits) of images with labels and of the class names."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (split.images, split.labels):
         digest.update(repr(tuple(tensor.shape)).encode())

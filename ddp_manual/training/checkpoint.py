@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
-from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import Window
+
+if TYPE_CHECKING:
+    from ddp_manual.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""What the ranks do together while they train; in a world of one without a process group, nothing.
+"""The collectives of the training. A process without a process group (``--no_ddp``) is a world of one.
 
-Every collective of the training goes through here, so that the loop of a single process is the same one.
+Every collective goes through here, so the training loop is the same in both cases.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def broadcast(tensor: Tensor) -> None:
-    """Put rank 0's numbers in place of ``tensor``'s."""
+    """Overwrite ``tensor`` with rank 0's, in place."""
     if dist.is_initialized():
         dist.broadcast(tensor, src=0)
 
 
-def meet(device: torch.device) -> None:
-    """Return once all ranks are here."""
-    here = torch.zeros(1, device=device)
-    all_reduce(here)
-    here.item()
-
-
-def says_rank_0(yes: bool, device: torch.device) -> bool:
-    """Rank 0's ``yes``, on every rank."""
-    answer = torch.tensor([yes], dtype=torch.uint8, device=device)
-    broadcast(answer)
-    return bool(answer.item())
-
-
 def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Every rank's ``tensor``, in rank order; they have one shape."""
+    """Return every rank's ``tensor``, in rank order; all have the same shape."""
     if not dist.is_initialized():
         return [tensor]
-    gathered = [tensor.new_empty(tensor.shape) for _ in range(world_size())]
+    gathered = [torch.empty_like(tensor) for _ in range(world_size())]
     dist.all_gather(gathered, tensor)
     return gathered
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """Every rank's ``tensor`` on rank 0, in rank order; [] on the others. They have one shape."""
+    """Return every rank's ``tensor`` on rank 0, in rank order, and [] on the others; all have the same shape."""
     if not dist.is_initialized():
         return [tensor]
-    gathered = [tensor.new_empty(tensor.shape) for _ in range(world_size())] if rank() == 0 else None
+    gathered = [torch.empty_like(tensor) for _ in range(world_size())] if rank() == 0 else None
     dist.gather(tensor, gathered, dst=0)
     return gathered or []
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return once every rank has called this."""
+    arrived = torch.zeros(1, device=device)
+    all_reduce(arrived)
+    arrived.item()
+
+
+def rank_0_decides(decision: bool, device: torch.device) -> bool:
+    """Return rank 0's ``decision`` on every rank."""
+    answer = torch.tensor([decision], dtype=torch.uint8, device=device)
+    broadcast(answer)
+    return bool(answer.item())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -277,16 +276,6 @@ class TrainConfig(Options):
                 next="try --global_batch_size " + (f"{lower} or {lower + world_size}" if lower else str(world_size)),
             )
         return share
-
-    def peak_lr(self, world_size: int) -> float:
-        """The learning rate at the end of the warm-up.
-
-        Linear scaling keeps the update per sample constant as the global batch grows: Goyal et al., "Accurate,
-        Large Minibatch SGD", https://arxiv.org/abs/1706.02677. A fixed global batch needs no scaling.
-        """
-        if self.global_batch_size is not None or self.lr_scaling == "none":
-            return self.lr
-        return self.lr * (world_size if self.lr_scaling == "linear" else math.sqrt(world_size))
 
     def shared_options(self) -> dict[str, tuple[Any, str]]:
         """Return option -> (value, source) for everything that the ranks must agree on."""

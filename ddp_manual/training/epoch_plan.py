@@ -1,11 +1,11 @@
-"""Where a run is on its way through the epochs, and at which steps its ranks have to agree."""
+"""How far a run is, and at which steps it logs, saves and synchronises. No torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-# Seconds, about: how long a signal may wait until the ranks agree on what to do.
+# Seconds between two sync points, roughly: how long a signal may wait until the ranks agree on what to do.
 SYNC_EVERY = 1.0
 
 
@@ -15,8 +15,8 @@ class Position:
 
     Args:
         epoch: epochs done.
-        taken: samples of the next epoch's order that all ranks together have taken.
-        step: steps done, since the beginning of the run and whatever the number of ranks was.
+        taken: samples of the current epoch that all ranks together have trained on.
+        step: steps done since the beginning of the run, with any number of ranks.
     """
 
     epoch: int = 0
@@ -29,12 +29,12 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """The whole way.
+    """The steps of a whole run.
 
     Args:
-        samples: of an epoch.
+        samples: in an epoch.
         batch: samples of a step, over all ranks; the last step of an epoch takes what is left.
-        log_every, checkpoint_steps: steps; checkpoint_every: epochs. 0 is never.
+        log_every, checkpoint_steps: in steps; checkpoint_every: in epochs. 0 means never.
     """
 
     samples: int
@@ -49,7 +49,7 @@ class EpochPlan:
         return math.ceil(self.samples / self.batch)
 
     def steps(self, position: Position) -> int:
-        """Steps of the whole run, if it goes on from ``position`` with this batch."""
+        """Count the steps of the whole run, if it continues from ``position`` with this batch."""
         left = math.ceil((self.samples - position.taken) / self.batch) if position.epoch < self.epochs else 0
         return position.step + left + max(0, self.epochs - position.epoch - 1) * self.steps_per_epoch
 
@@ -60,7 +60,7 @@ class EpochPlan:
         return position.taken >= self.samples
 
     def seen(self, position: Position) -> int:
-        """Samples, over all epochs and ranks."""
+        """Count the samples trained on until ``position``, over all epochs and ranks."""
         return position.epoch * self.samples + position.taken
 
     def after_a_step(self, position: Position) -> Position:
@@ -68,20 +68,20 @@ class EpochPlan:
         return replace(position, taken=taken, step=position.step + 1)
 
     def logs(self, position: Position) -> bool:
-        """Whether a line of metrics is due."""
+        """Tell whether a line of metrics is due."""
         return position.step % self.log_every == 0 or self.epoch_ended(position)
 
     def saves(self, position: Position) -> bool:
-        """Whether a checkpoint is due by the number of steps."""
+        """Tell whether a checkpoint is due by the number of steps."""
         return self.checkpoint_steps > 0 and position.step % self.checkpoint_steps == 0
 
     def saves_epoch(self, position: Position) -> bool:
-        """Whether a checkpoint is due at ``position``, the end of an epoch."""
+        """Tell whether a checkpoint is due at ``position``, the end of an epoch."""
         if self.saves(position):
             return True
         return self.checkpoint_every > 0 and (position.epoch % self.checkpoint_every == 0 or self.ended(position))
 
 
 def steps_until_sync(seconds_per_step: float) -> int:
-    """Steps until the ranks agree again; the same on all of them, since they have agreed on the seconds."""
+    """Return the steps until the next sync point: the same on all ranks, because they have agreed on the seconds."""
     return max(1, int(SYNC_EVERY / max(seconds_per_step, 1e-6)))

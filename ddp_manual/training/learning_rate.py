@@ -1,24 +1,39 @@
-"""The learning rate at each step: a linear warm-up to the peak, then a decay to nothing.
+"""The learning rate at each step: a linear warm-up to the peak, then a decay to zero. No torch.
 
-It goes by the samples seen, not by steps: a run that goes on with another number of ranks takes other steps, but is as
-far on its way.
+It follows from the samples seen, not from steps: a run that resumes with another number of ranks takes other steps, and
+is as far through its schedule.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_manual.training.config import TrainConfig
+
+
+def peak_lr(config: TrainConfig, world_size: int) -> float:
+    """Return the learning rate at the end of the warm-up: ``--lr`` scaled by the world size.
+
+    Linear scaling keeps the update per sample constant as the global batch grows: Goyal et al., "Accurate, Large
+    Minibatch SGD", https://arxiv.org/abs/1706.02677. A fixed global batch needs no scaling.
+    """
+    if config.global_batch_size is not None or config.lr_scaling == "none":
+        return config.lr
+    return config.lr * (world_size if config.lr_scaling == "linear" else math.sqrt(world_size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Learning rate by progress, counted in samples.
+    """The learning rate by the number of samples seen.
 
     Args:
         peak: reached at the end of the warm-up.
-        warmup: samples until then.
+        warmup: samples until the peak.
         total: samples of the whole run.
-        shape: how it goes on from there: ``linear``, ``cosine`` or ``constant``.
+        shape: of the decay after the peak: ``linear``, ``cosine`` or ``constant``.
     """
 
     peak: float
@@ -27,7 +42,7 @@ class LearningRate:
     shape: str
 
     def lr(self, seen: int, taking: int) -> float:
-        """For a step that takes ``taking`` samples after ``seen`` others, over all ranks and epochs."""
+        """Return the rate of a step that takes ``taking`` samples after ``seen`` others, over all ranks and epochs."""
         if seen < self.warmup:
             return self.peak * min(1.0, (seen + taking) / self.warmup)
         if self.shape == "constant":

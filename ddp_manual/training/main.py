@@ -1,15 +1,17 @@
-"""The training life of one rank, whoever has started it: load -> build -> resume -> train, evaluate, save -> finish."""
+"""The training life of one rank: load, build, resume, (train, evaluate, save) per epoch, finish. See
+``train_as_agreed``."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ddp_manual import launchers, run_folder, signals, terminal
 from ddp_manual.errors import Stopped
@@ -20,21 +22,22 @@ from ddp_manual.training import (
     collectives,
     models,
     own_code,
-    predictions,
     results,
-    trackers,
 )
-from ddp_manual.training.agreement import agree, compare_data
+from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data, check_shapes, warn_of_untrained
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.loop import Trainer
+from ddp_manual.training.learning_rate import peak_lr
+from ddp_manual.training.loop import Run, Trainer
+from ddp_manual.training.metrics import agree_on_requests
 from ddp_manual.training.own_code import is_own_factory
-from ddp_manual.training.run import Run
+from ddp_manual.training.predictions import files_of
+from ddp_manual.training.results import RunFiles
 from ddp_manual.training.sources import PARTS, prepare, source_of
-from ddp_manual.training.tracking import Tracker
+from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
@@ -42,18 +45,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Shared = Mapping[str, tuple[Any, str]]
-"""Option -> (value, source), for what the ranks must have in common."""
+"""Option -> (value, source), for options that the ranks must have in common."""
 
 
 def check_own_code(config: TrainConfig, rank: int) -> Shared:
-    """Import the user's own factories, and look at what takes no time, before the others are waited for.
+    """Import the user's own factories and look for the data, as far as that takes no time, before the ranks meet.
 
     Returns:
-        What the ranks must have in common of the factories: a digest of each one's source, and where it is.
+        For each factory a digest of its source, and where that is: the ranks must have the same.
 
     Raises:
-        BadOption: one of them cannot be imported. DataMissing, DataCorrupt: on rank 0. What is wrong on one host alone
-            the ranks tell one another once they have met.
+        BadOption: a factory cannot be imported. DataMissing, DataCorrupt: on rank 0; the other ranks find out what is
+            wrong on their own host once they have met.
     """
     found: dict[str, tuple[Any, str]] = {}
     for option in ("model", "dataset"):
@@ -69,17 +72,17 @@ def check_own_code(config: TrainConfig, rank: int) -> Shared:
 def train(world: World, config: TrainConfig) -> dict[str, Any]:
     """Train as one rank of a joined world, in a script of the user's own; every rank calls it.
 
-    The files go to ``config.run_dir`` of rank 0, else to the ``run_dir`` given to ``join``, else to a new folder below
-    ``runs``. While it trains, Ctrl-C and SIGTERM are noted, and stop all ranks after the same step.
+    The files go to ``config.run_dir`` of rank 0, otherwise to the ``run_dir`` given to ``join``, otherwise to a new
+    folder below ``runs``. While it trains, Ctrl-C and SIGTERM stop all ranks after the same step.
 
     Returns:
         The summary, on every rank (the roster only on rank 0).
 
     Raises:
         BadOption: the world has ended, or an option cannot work.
-        Stopped: a signal has stopped all ranks; the body of ``join`` is to let it pass.
+        Stopped: a signal has stopped all ranks; let it pass through the body of ``join``.
         ConfigMismatch: the ranks' options differ; on every rank.
-        DdpManualError: what else stops the run. Else what the model or the data raise.
+        DdpManualError: something else stops the run. Otherwise what the model or the data raise.
     """
     world.check_open("train")
     config = checkpoint_files.with_torchrun_run_dir(config)
@@ -89,38 +92,115 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     if world.rank == 0:
         config.check_trackers()
         checkpoint_files.check_run_dir(config)
-    agree(
+    agree_on_options(
         world,
         {**config.shared_options(), **check_own_code(config, world.rank)},
         config.run_dir or run_folder.unused_run_dir(world.run_id),
     )
-
-    def go_on(paths: RunPaths) -> str:
-        return (
-            "start all ranks again, in any number, and train with\n"
-            f"TrainConfig(..., run_dir={str(paths.run_dir)!r}, resume='auto')"
-        )
-
-    return train_as_agreed(world, config, go_on)
+    again = f"TrainConfig(..., run_dir={str(world.run_dir)!r}, resume='auto')"
+    return train_as_agreed(world, config, f"start all ranks again, in any number, and train with\n{again}")
 
 
-def train_as_agreed(world: World, config: TrainConfig, go_on: Callable[[RunPaths], str]) -> dict[str, Any]:
+def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> dict[str, Any]:
     """Train with options that the ranks have compared, into the folder that they have agreed on.
 
     Args:
-        go_on: what to do to go on with the run in that folder, after a signal has stopped it.
+        how_to_resume: tells a person how to resume the run, after a signal has stopped it.
     """
     assert world.run_dir is not None
     paths = RunPaths(world.run_dir)
     if restart := launchers.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
     folder = checkpoint.held_run_dir(config, paths) if world.rank == 0 else nullcontext()
-    with folder, signals.ignore_save(), ExitStack() as closing:
-        return _go(world, paths, config, _load(world, config), closing, go_on)
+    with folder, signals.ignore_save():
+        # Load.
+        data = _load(world, config)
+
+        # Build.
+        shape, classes = data.train.shape, len(data.train.classes)
+        network = models.build(
+            config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
+        )
+        trainer = _trainer(world, config, network, data)
+        plan = trainer.epoch_plan
+
+        # Resume.
+        options = checkpoint.options_of(config, data.train, data.test)
+        resumed = checkpoint.resume(config, paths, trainer, network, options)
+        position, history = resumed or (Position(), History())
+        was_complete = plan.ended(position)
+        summary = results.earlier_summary(paths, config.epochs) if was_complete and world.rank == 0 else None
+        files = None
+        if world.rank == 0:
+            # An earlier process has followed a run with a summary to its end.
+            trackers = Trackers(config.trackers if summary is None else ())
+            # No rank waits for an upload: by then all have left.
+            world.after_leaving(trackers.close)
+            files = RunFiles(paths, keep=config.keep, trackers=trackers)
+        run = Run(
+            network=network,
+            trainer=trainer,
+            test=data.test,
+            position=position,
+            history=history,
+            options=options,
+            files=files,
+            progress=world.progress,
+        )
+        if files is not None:
+            if config.resume is not None:
+                files.rewind(position, history, network, complete=was_complete)
+            if resumed and not checkpoint_files.holds(paths.checkpoints, position.step):
+                run.save()  # the run begins with another run's checkpoint, and may end before its own next one
+            if summary is None or not paths.config.exists():
+                files.start(results.settings(world, paths, config, trainer, position), data.train)
+
+        if was_complete:
+            logger.log(_level(world), "the run is complete: all its %d epochs are done", config.epochs)
+            missing = not all(file.exists() for file in files_of(paths.predictions, classes))
+            if collectives.rank_0_decides(summary is None or missing, world.device):
+                run.write_predictions(run.predict())
+        else:
+            # Train, evaluate, save.
+            logger.log(
+                _level(world),
+                "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
+                *(config.model, len(data.train), config.dataset, config.epochs, plan.steps_per_epoch),
+                *(trainer.batch_size, trainer.learning_rate.peak),
+            )
+            on_rank_0 = world.rank == 0
+            bar = on_rank_0 and terminal.on_a_terminal()
+            with (
+                world.noting_signals() as requests,
+                terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=on_rank_0) as lines,
+            ):
+                while not plan.ended(run.position):
+                    asked = run.train_epoch(requests, lines)
+                    if not plan.epoch_ended(run.position):
+                        raise _stopped(asked.stop, run.position.step, paths, how_to_resume)
+                    predictions = run.evaluate()
+                    since = agree_on_requests(requests, world.device)
+                    stop = asked.stop or since.stop
+                    # Write the checkpoint first: every other file can be rebuilt from it.
+                    if stop or asked.save or since.save or plan.saves_epoch(run.position):
+                        run.save()
+                    run.write_evaluation()
+                    run.write_predictions(predictions)
+                    if stop and not plan.ended(run.position):
+                        collectives.wait_for_all_ranks(world.device)  # until rank 0 has saved
+                        raise _stopped(stop, run.position.step, paths, how_to_resume)
+
+        # Finish.
+        if summary is None:
+            summary = results.summary(world, paths, config, run)
+            if files is not None:
+                with run.saving():
+                    files.finish(summary)
+    return summary
 
 
 def _load(world: World, config: TrainConfig) -> Data:
-    """The training and the test set, on the rank's device."""
+    """Load the training and the test set onto the rank's device, and check that all ranks have the same."""
     data_dir = Path(config.data_dir)
     found = source_of(config)
     world.progress.phase = "loading"
@@ -143,88 +223,16 @@ def _load(world: World, config: TrainConfig) -> Data:
     return Data(train.to(world.device), test.to(world.device), normalise)
 
 
-def _go(
-    world: World,
-    paths: RunPaths,
-    config: TrainConfig,
-    data: Data,
-    closing: ExitStack,
-    go_on: Callable[[RunPaths], str],
-) -> dict[str, Any]:
-    """To the end, or to the step where all stop; signals are noted from the first step until ``closing``."""
+def _trainer(world: World, config: TrainConfig, network: nn.Module, data: Data) -> Trainer:
+    """Wrap the network in DDP, unless ``--no_ddp``, and create its optimizer and trainer."""
     shape, classes = data.train.shape, len(data.train.classes)
-    network = models.build(
-        config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
-    )
     fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
-    trainer = _trainer(world, config, network if config.no_ddp else models.wrap(network, world.device), data, fewest)
-    plan = trainer.epoch_plan
-    options = checkpoint.options_of(config, data.train, data.test)
-    gone_on = checkpoint.resume(config, paths, trainer, network, options)
-    position, history = gone_on or (Position(), History())
-    described = results.described(world, paths, config, trainer, position)
-    summary = results.earlier_summary(paths, config.epochs) if plan.ended(position) and world.rank == 0 else None
-    tracker = Tracker()
-    if world.rank == 0:
-        tracker = trackers.of_rank_0(
-            config, paths, described, world.run_id, over=summary is not None, afterwards=world.after_leaving
-        )
-    # After the signals are no longer noted: by then they end the wait for an upload.
-    closing.callback(tracker.closed)
-    if config.resume is not None:
-        tracker.resumed(position, history, network, complete=plan.ended(position))
-    run = Run(
-        network=network,
-        trainer=trainer,
-        test=data.test,
-        tracker=tracker,
-        position=position,
-        history=history,
-        options=options,
-        doing=world.progress,
-    )
-    if gone_on and world.rank == 0 and not checkpoint_files.holds(paths.checkpoints, position.step):
-        run.save()  # it began with another run's, and may end before its next one
-    if plan.ended(position) and world.rank == 0:
-        logger.info("the run is complete: all its %d epochs are done", config.epochs)
-    if summary is None or not paths.config.exists():
-        tracker.started(described, data.train)
-    if not plan.ended(position):
-        # What all ranks would say alike, rank 0 says.
-        terminal.LOGGER.log(
-            logging.INFO if world.rank == 0 else logging.DEBUG,
-            "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
-            *(config.model, len(data.train), config.dataset, config.epochs, plan.steps_per_epoch),
-            *(trainer.batch_size, trainer.learning_rate.peak),
-        )
-        requests = closing.enter_context(world.noting_signals())
-        told = world.rank == 0
-        bar = told and terminal.on_a_terminal()
-        try:
-            with terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=told) as progress:
-                number = run.go(progress, requests)
-        finally:
-            world.no_longer_heeds()
-        if number:
-            raise _stopped(number, run.position.step, paths, go_on(paths))
-    else:
-        files = predictions.files_of(paths.predictions, classes)
-        if collectives.says_rank_0(summary is None or not all(file.exists() for file in files), world.device):
-            run.predict()
-    if summary is None:
-        summary = results.summary(world, paths, config, run)
-        with run.saving():
-            tracker.finished(summary)
-    return summary
-
-
-def _trainer(world: World, config: TrainConfig, model: Any, data: Data, fewest_samples: int) -> Trainer:
-    peak_lr = config.peak_lr(world.world_size)
-    return Trainer.create(
+    model = network if config.no_ddp else models.wrap(network, world.device)
+    return Trainer(
         model=model,
         optimizer=torch.optim.SGD(
             model.parameters(),
-            lr=peak_lr,
+            lr=peak_lr(config, world.world_size),
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
@@ -234,14 +242,19 @@ def _trainer(world: World, config: TrainConfig, model: Any, data: Data, fewest_s
         rank=world.rank,
         world_size=world.world_size,
         config=config,
-        fewest_samples=fewest_samples,
+        fewest_samples=fewest,
     )
 
 
-def _stopped(number: int, step: int, paths: RunPaths, go_on: str) -> Stopped:
+def _level(world: World) -> int:
+    """Return the log level of what all ranks would say alike: rank 0 says it."""
+    return logging.INFO if world.rank == 0 else logging.DEBUG
+
+
+def _stopped(number: int, step: int, paths: RunPaths, how_to_resume: str) -> Stopped:
     return Stopped(
         number,
         f"after step {step}, like all ranks of the run",
         why=f"the signal came to this rank or another; rank 0 has saved a checkpoint in {paths.checkpoints}",
-        next=go_on,
+        next=how_to_resume,
     )

@@ -1,9 +1,9 @@
-"""What the ranks tell each other while they train: the one place where they agree, and what they measure between.
+"""What the ranks measure while they train, and the sync points where they share it.
 
-A sync point is a single all-reduce. It adds up the metrics and carries, each rank in places of its own, whether a
-signal has asked it to stop or to save, its first step with a loss that is not finite, and how long its steps took. All
-ranks read the same numbers, so they decide alike. Nothing else passes between them in a step but the gradients, and the
-buffers of a model that needs them to be the same.
+A sync point is a single all-reduce. It sums the metrics, and carries in places of each rank's own: whether a signal has
+asked the rank to stop or to save, its first step with a loss that is not finite, and how long its steps took. All ranks
+read the same numbers, so they decide alike. Between sync points the ranks exchange only gradients, and the buffers of a
+model that needs the same ones on all ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ddp_manual.training import collectives
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Over all ranks, since the metrics before. ``step`` counts from 1, ``epoch`` from 1; ``loss`` in nats.
+    """The means over all ranks since the previous line. ``step`` and ``epoch`` count from 1; ``loss`` is in nats.
 
-    ``seconds`` are those of all training since the run began; evaluations and saves are left out.
+    ``seconds`` counts all training since the run began, without evaluations and saves.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What adds up to the next line of metrics, over all ranks: the loss and the correct of ``count`` samples."""
+    """The sums behind the next line of metrics, over all ranks: loss and correct predictions of ``count`` samples."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -46,11 +46,11 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class AgreedRequests:
     """What signals have asked of any rank.
 
     Args:
-        stop: the number of the signal, or 0.
+        stop: the number of the signal that asks to stop, or 0.
         save: whether a checkpoint is asked for.
     """
 
@@ -58,38 +58,38 @@ class Agreed:
     save: bool
 
 
-def exchange(totals: Tensor, mine: Tensor) -> tuple[list[float], list[list[float]]]:
-    """Sum ``totals`` over the ranks and let each know the numbers of all others; one collective, one copy to the host.
+def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[float]]]:
+    """Sum ``totals`` over the ranks, and gather ``own`` of each rank, with one collective and one copy to the host.
 
     Args:
-        totals, mine: float64 vectors on the process group's device.
+        totals, own: float64 vectors on the process group's device.
 
     Returns:
-        The sums, and for each rank its numbers. Adding zeros is exact, so these are what that rank has given.
+        The sums, and each rank's numbers, which are exact: only zeros are added to them.
     """
-    first = len(totals) + collectives.rank() * len(mine)
-    shared = totals.new_zeros(len(totals) + collectives.world_size() * len(mine))
+    first = len(totals) + collectives.rank() * len(own)
+    shared = totals.new_zeros(len(totals) + collectives.world_size() * len(own))
     shared[: len(totals)] = totals
-    shared[first : first + len(mine)] = mine
+    shared[first : first + len(own)] = own
     collectives.all_reduce(shared)
     numbers = shared.tolist()
     sums, rest = numbers[: len(totals)], numbers[len(totals) :]
-    return sums, [rest[start : start + len(mine)] for start in range(0, len(rest), len(mine))]
+    return sums, [rest[start : start + len(own)] for start in range(0, len(rest), len(own))]
 
 
-def agree(requests: Requests, device: torch.device) -> Agreed:
-    """What signals have asked of any rank; a collective."""
-    mine = torch.tensor([requests.stop, requests.take_save()], dtype=torch.float64, device=device)
-    _, ranks = exchange(mine.new_zeros(0), mine)
-    return Agreed(stop=int(max(stop for stop, _ in ranks)), save=any(save for _, save in ranks))
+def agree_on_requests(requests: Requests, device: torch.device) -> AgreedRequests:
+    """Let all ranks know what signals have asked of any of them; a collective."""
+    own = torch.tensor([requests.stop, requests.take_save()], dtype=torch.float64, device=device)
+    _, ranks = sum_and_gather(own.new_zeros(0), own)
+    return AgreedRequests(stop=int(max(stop for stop, _ in ranks)), save=any(save for _, save in ranks))
 
 
 class Meter:
-    """Adds up loss, correct samples and samples on the device; remembers the first step whose loss is not finite.
+    """Sums loss, correct predictions and samples on the device, and notes the first step whose loss is not finite.
 
     Args:
-        window: what had been added up where the run goes on from.
-        seconds: of training until there.
+        window: the sums of the checkpoint that the run resumes from.
+        seconds: of training until that checkpoint.
     """
 
     def __init__(self, device: torch.device, window: Window | None = None, seconds: float = 0.0) -> None:
@@ -100,21 +100,22 @@ class Meter:
         self._synced = time.perf_counter()
         self._window_began = self._synced - self._window.seconds
         self._synced_step = 0
-        self.work = WorkClock(device)
+        self.own_work = WorkClock(device)
         self.seconds = seconds
         """Of training, until the last sync point."""
         self.seconds_per_step = float("inf")
-        """Of the slowest rank, waiting included, as all ranks know it since the last sync point."""
+        """Of the slowest rank, waiting included; the same on all ranks since the last sync point."""
 
     def begin(self, step: int) -> None:
-        """Training starts, or goes on after an evaluation or a save; ``step`` steps are done, the last a sync point."""
+        """Start the clock, or start it again after an evaluation or a save; the last of ``step`` steps was a sync
+        point."""
         seconds = self.window.seconds
         self._synced, self._synced_step = time.perf_counter(), step
         self._window_began = self._synced - seconds
-        self.work.reset()
+        self.own_work.reset()
 
     def add(self, step: int, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """``loss``: the batch's mean, ``scores`` [N, classes], ``labels`` [N]."""
+        """Add a batch: ``loss`` is its mean, ``scores`` is [N, classes], ``labels`` is [N]."""
         loss = loss.detach()
         correct = (scores.detach().argmax(dim=1) == labels).sum()
         count = len(labels)
@@ -122,38 +123,37 @@ class Meter:
         bad = torch.where(loss.isfinite(), self._never, step)
         torch.minimum(self._first_bad_step, bad, out=self._first_bad_step)
 
-    def sync(self, step: int, lr: float, requests: Requests) -> Agreed:
-        """Add the metrics of all ranks to the window, and agree; a collective, and the only copy to the host.
+    def sync(self, step: int, lr: float, requests: Requests) -> AgreedRequests:
+        """Add the metrics of all ranks to the window, and agree on requests; a collective, the only copy to the host.
 
         Raises:
-            TrainingFailed: the loss was not finite on some rank; on every rank alike.
+            TrainingFailed: the loss was not finite on some rank; raised on every rank.
         """
-        own = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
+        seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
-        asked = torch.tensor([own, requests.stop, requests.take_save()], dtype=torch.float64, device=bad_step.device)
-        sums, ranks = exchange(self._totals, torch.cat([bad_step[None], asked]))
+        numbers = [seconds_per_step, requests.stop, requests.take_save()]
+        own = torch.cat([bad_step[None], torch.tensor(numbers, dtype=torch.float64, device=bad_step.device)])
+        (loss, correct, count), ranks = sum_and_gather(self._totals, own)
         now = time.perf_counter()
         self.seconds += now - self._synced
         self._synced, self._synced_step = now, step
         self._totals.zero_()
-        self.work.read()
-        bad_steps = [bad for bad, *_ in ranks if bad]
-        if bad_steps:
+        self.own_work.read()
+        if bad_steps := [bad for bad, *_ in ranks if bad]:
             raise diverged(int(min(bad_steps)), lr)
         self.seconds_per_step = max(seconds for _, seconds, *_ in ranks)
-        loss, correct, count = sums
         self._window = Window(
             loss=self._window.loss + loss, correct=self._window.correct + correct, count=self._window.count + count
         )
-        return Agreed(stop=int(max(stop for *_, stop, _ in ranks)), save=any(save for *_, save in ranks))
+        return AgreedRequests(stop=int(max(stop for *_, stop, _ in ranks)), save=any(save for *_, save in ranks))
 
     @property
     def window(self) -> Window:
-        """What has been added up until the last sync point; the same on all ranks but for the seconds."""
+        """The sums until the last sync point; the same on all ranks, except for the seconds."""
         return replace(self._window, seconds=self._synced - self._window_began)
 
     def read(self, *, step: int, epoch: int, lr: float) -> Metrics:
-        """The metrics since the last time, as of the sync point before; a new window begins."""
+        """Return the metrics until the last sync point, and begin a new window."""
         window, self._window, self._window_began = self.window, Window(), self._synced
         return Metrics(
             step=step,
@@ -167,8 +167,8 @@ class Meter:
 
 
 class WorkClock:
-    """Mean seconds of this rank's own work per step: from a step's start to the start of its backward pass, which is
-    where it begins to wait for the others. On a GPU by events that are read at the next sync point.
+    """Measures the mean seconds of this rank's own work per step: from a step's start to the start of its backward
+    pass, where it begins to wait for the others. On a GPU it records events, which it reads at the next sync point.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -197,14 +197,14 @@ class WorkClock:
             self._seconds += time.perf_counter() - self._began
 
     def read(self) -> None:
-        """At a sync point, where all work of the device is done: ``mean`` is that of the steps since the last."""
+        """Set ``mean`` for the steps since the last sync point; at a sync point, where the device's work is done."""
         self._seconds += sum(began.elapsed_time(ended) for began, ended in self._events) / 1000
         self.mean = self._seconds / max(1, self._steps)
         self.reset()
 
 
 def diverged(step: int, lr: float, what: str = "the loss was") -> TrainingFailed:
-    """``what`` not finite after ``step`` steps, with about this learning rate."""
+    """Return the error for ``what`` is not finite after ``step`` steps, with about this learning rate."""
     return TrainingFailed(
         f"{what} not finite at step {step}: training has diverged",
         why=f"the learning rate was about {lr:g}; parameters that are not numbers do not recover, "

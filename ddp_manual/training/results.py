@@ -1,27 +1,166 @@
-"""What a run says of itself: ``config.json``, ``summary.json``, and the text at its end."""
+"""The files of a run, which rank 0 writes: settings, metrics, checkpoints, model, predictions and the summary."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import terminal
+import torch
+from torch import Tensor, nn
+
+from ddp_manual import run_folder, terminal
+from ddp_manual.errors import DdpManualError, writing
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import checkpoint_files, own_code
+from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
 from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.data import Split
+from ddp_manual.training.epoch_plan import EpochPlan, Position
+from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.metrics import Metrics
+from ddp_manual.training.pictures import image_grid
+from ddp_manual.training.predictions import Predictions, write_files
+from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
-    from ddp_manual.training.epoch_plan import Position
-    from ddp_manual.training.loop import Trainer
-    from ddp_manual.training.run import Run
+    from ddp_manual.training.loop import Run, Trainer
     from ddp_manual.worker.world import World
 
+logger = logging.getLogger(__name__)
 
-def described(
+# The other metrics have the same names in the trackers as in metrics.jsonl.
+TRACKED_NAMES = {"loss": "train/loss", "accuracy": "train/accuracy"}
+
+
+class RunFiles:
+    """Writes each file as soon as its content is known, so that a run that stops early leaves what it had; then tells
+    the trackers.
+
+    Every method raises DiskFull or BadOption when the folder cannot take a file, except for the pictures and the
+    predictions, which ``ddp-manual evaluate`` can make again: without them the run goes on.
+
+    Args:
+        keep: how many of the newest checkpoints stay.
+        trackers: told of everything; this closes none of them.
+    """
+
+    def __init__(self, paths: RunPaths, *, keep: int, trackers: Trackers | None = None) -> None:
+        self._paths = paths
+        self._keep = keep
+        self._trackers = trackers or Trackers(())
+        self._accuracies: list[float] = []
+        self._resumes_after: int | None = None
+
+    def start(self, settings: Mapping[str, Any], train: Split) -> None:
+        """Write ``config.json`` and the picture of the first images, and open the trackers."""
+        run_folder.write_json(self._paths.config, settings)
+        with _not_worth_the_run(self._paths.samples):
+            run_folder.write_bytes(self._paths.samples, image_grid(train))
+        self._trackers.open(settings, self._paths, self._resumes_after)
+
+    def rewind(self, position: Position, history: History, network: nn.Module, *, complete: bool) -> None:
+        """Make the files what they were at ``position``, from where the run resumes, or where it was ``complete``."""
+        self._resumes_after = position.step
+        self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+        at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
+        with writing(self._paths.run_dir, "--run_dir"):
+            run_folder.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
+            checkpoint_files.rewind(self._paths.checkpoints, position.step)
+            if not complete:
+                for written_at_the_end in (self._paths.summary, *self._paths.predictions.all):
+                    written_at_the_end.unlink(missing_ok=True)
+            if not at_the_end_of_an_epoch and self._accuracies_on_disk() != self._accuracies:
+                self._paths.model.unlink(missing_ok=True)  # it is of an epoch that will be trained again
+        run_folder.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
+        run_folder.write_json(self._paths.accuracies, self._accuracies)
+        if at_the_end_of_an_epoch:
+            self._write_model(network)
+
+    def _accuracies_on_disk(self) -> Any:
+        """Read the accuracies of each epoch until that of ``model.pt``, or one more; [] if none, None if damaged."""
+        try:
+            return json.loads(self._paths.accuracies.read_bytes())
+        except FileNotFoundError:
+            return []
+        except ValueError:
+            return None
+
+    def add_metrics(self, metrics: Metrics) -> None:
+        values = asdict(metrics)
+        run_folder.append_json_line(self._paths.metrics, values)
+        step = values.pop("step")
+        self._trackers.scalars(step, {TRACKED_NAMES.get(name, name): value for name, value in values.items()})
+
+    def add_evaluation(self, position: Position, evaluation: Evaluation, network: nn.Module) -> None:
+        """Write the accuracies, and the model of the epoch that ends at ``position``."""
+        # In this order: a model of more epochs than there are accuracies would pass for that of the epoch before.
+        self._accuracies.append(evaluation.accuracy)
+        run_folder.write_json(self._paths.accuracies, self._accuracies)
+        self._write_model(network)
+        values = {"test/loss": evaluation.loss, "test/accuracy": evaluation.accuracy}
+        self._trackers.scalars(position.step, values)
+
+    def _write_model(self, network: nn.Module) -> None:
+        content = io.BytesIO()
+        # Plain contiguous tensors on the CPU, which any script can load.
+        state = {
+            name: value.contiguous() if isinstance(value, Tensor) else value
+            for name, value in on_cpu(network.state_dict()).items()
+        }
+        torch.save(state, content)
+        run_folder.write_bytes(self._paths.model, content.getvalue())
+
+    def save_checkpoint(self, saved: Saved, epoch_plan: EpochPlan) -> None:
+        position, history = saved.position, saved.history
+        accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+        description = {
+            "epochs": round(epoch_plan.seen(position) / epoch_plan.samples, 4),
+            "epochs_done": position.epoch,
+            "samples_taken_of_next_epoch": position.taken,
+            "samples_per_epoch": epoch_plan.samples,
+            "test_accuracy": accuracies[-1] if accuracies and not position.taken else None,
+            "test_accuracies": accuracies,
+            "world_size": saved.world_size,
+            "options": dict(saved.options),
+        }
+        path = checkpoint_files.write(self._paths.checkpoints, position.step, pack(saved), description)
+        checkpoint_files.prune(self._paths.checkpoints, self._keep)
+        logger.info("saved %s", path)
+
+    def write_predictions(self, position: Position, predictions: Predictions) -> None:
+        with _not_worth_the_run(self._paths.predictions.table):
+            write_files(self._paths.predictions, predictions, option="--run_dir")
+        self._trackers.predictions(position.step, predictions)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``: the run is complete."""
+        run_folder.write_json(self._paths.summary, summary)
+        self._trackers.summary(summary)
+
+
+@contextmanager
+def _not_worth_the_run(file: Path) -> Iterator[None]:
+    """Warn if ``file``, or another of its kind, cannot be written or drawn in the body."""
+    try:
+        yield
+    except DdpManualError as error:
+        logger.warning("no %s: %s; %s", file, error.what, error.why)
+    except Exception as error:  # such as Pillow's about a font, a strange image or too little memory
+        logger.warning("no %s: %s: %s", file, type(error).__name__, error)
+
+
+def settings(
     world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer, position: Position
 ) -> dict[str, Any]:
-    """``config.json``: the options, and below ``run`` what followed from them, and ``position``, where it goes on."""
-    from ddp_manual.training import own_code
-
+    """Return the content of ``config.json``: the options, and below ``run`` what follows from them, and the step after
+    which the run begins or resumes."""
     return {
         **config.values(),
         "run": {
@@ -43,10 +182,8 @@ def described(
 
 
 def summary(world: World, paths: RunPaths, config: TrainConfig, run: Run) -> dict[str, Any]:
-    """``summary.json``; ``train_seconds`` are those of all processes that had a part in the run, but for lost steps,
-    ``samples_per_second`` those of the last."""
-    import torch
-
+    """Return the content of ``summary.json``. ``train_seconds`` counts all processes that trained the run, except for
+    steps that were lost; ``samples_per_second`` is the last process's."""
     evaluations = run.evaluations
     return {
         "run_id": world.run_id,
@@ -69,8 +206,8 @@ def summary(world: World, paths: RunPaths, config: TrainConfig, run: Run) -> dic
 
 
 def earlier_summary(paths: RunPaths, epochs: int) -> dict[str, Any] | None:
-    """That of a run which is complete after ``epochs``; None if it was ended before it could be written, or what is
-    there cannot be read or is of another end."""
+    """Return the summary of a run that is complete after ``epochs``; None if it is not there, cannot be read, or is of
+    another number of epochs."""
     try:
         found = {**json.loads(paths.summary.read_bytes()), "run_dir": str(paths.run_dir)}
         terminal.result_text(found)

@@ -46,7 +46,7 @@ if __name__ == "__main__":
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
-    # Those of the forker may have another encoding, and something in their buffers.
+    # The forker's streams may have another encoding, and unwritten output in their buffers.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     process.leave_stacks_in(faults)

@@ -85,12 +85,9 @@ class Rank:
                 placed = self.reporter.wait("place")
                 place = Place(**placed["place"])
                 address, port = ("", 0) if self._alone else placed["store"]
+                variables = (self.spec.world_size, self.spec.rank, place, address, port, placed.get("interface"))
                 closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-                closing.enter_context(
-                    launchers.of_a_rank(
-                        self.spec.world_size, self.spec.rank, place, address, port, placed.get("interface")
-                    )
-                )
+                closing.enter_context(launchers.set_rank_variables(*variables))
                 pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
                 if not self._alone:
                     with self.steps.step("process group") as step:

@@ -156,9 +156,9 @@ def _name(train_fn: Callable[..., object]) -> str:
 def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tuple[Any, ...], folder: Path) -> None:
     ranks: list[_Rank] = []
     try:
-        with signals.defer_stop(), launchers.of_children(len(specs)):  # so that each rank started is listed
+        with signals.defer_stop(), launchers.clean_variables(len(specs)):  # so that each rank started is listed
             for spec in specs:
-                ranks.append(_start(spec, train_fn, args, Words(folder, spec.rank)))
+                ranks.append(_start(spec, train_fn, args, RankReport(folder, spec.rank)))
         with signals.ignore_save(instead=ranks[0].signal):  # which tells the others
             failed = _wait(ranks)
     except StopSignal as stop:
@@ -169,7 +169,7 @@ def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tupl
         with signals.defer_stop():
             _end(ranks)
     if failed is not None:
-        raise _conclude(failed, ranks, _name(train_fn)) from failed.words.said(CAUSE)
+        raise _conclude(failed, ranks, _name(train_fn)) from failed.report.read(CAUSE)
 
 
 def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
@@ -220,10 +220,10 @@ def _end(ranks: Sequence[_Rank]) -> None:
             time.sleep(LOOK_EVERY)
 
 
-def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], words: Words) -> _Rank:
+def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], report: RankReport) -> _Rank:
     """Start one rank, which receives signals only once it can handle them."""
     process = multiprocessing.get_context("spawn").Process(
-        target=become, args=(spec, train_fn, args, words), name=f"rank {spec.rank}"
+        target=become, args=(spec, train_fn, args, report), name=f"rank {spec.rank}"
     )
     try:
         with signals.block_in_children(BLOCKED_AT_START):
@@ -236,31 +236,31 @@ def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ..
             why=f"{type(error).__name__}: {error}",
             next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
         ) from error
-    return _Rank(process, words)
+    return _Rank(process, report)
 
 
 @dataclass(frozen=True)
-class Words:
+class RankReport:
     """What a rank leaves for its parent, each kind in its own file, which the parent reads when the rank has ended."""
 
     folder: Path
     rank: int
 
-    def say(self, kind: str, said: object) -> None:
+    def write(self, kind: str, content: object) -> None:
         with suppress(Exception):  # of the user's own class, when it is copied
-            self._file(kind).write_bytes(ForkingPickler.dumps(said))
+            self._file(kind).write_bytes(ForkingPickler.dumps(content))
 
-    def said(self, kind: str) -> Any:
-        """Return what was said; None if nothing was, or if the user's own class cannot be rebuilt."""
+    def read(self, kind: str) -> Any:
+        """Return what was written; None if nothing was, or if the user's own class cannot be rebuilt."""
         with suppress(Exception):
             return ForkingPickler.loads(self._file(kind).read_bytes())
 
-    def leave(self, error: DdpManualError, cause: BaseException | None = None) -> None:
-        """Say why this rank ends, and the user's own exception if that is the reason."""
+    def write_error(self, error: DdpManualError, cause: BaseException | None = None) -> None:
+        """Write why this rank ends, and the user's own exception if that is the reason."""
         # For the case that the error cannot be copied, such as a subclass in the user's code.
-        self.say(ERROR, TrainingFailed(error.what, why=error.why, next=error.next))
-        self.say(ERROR, error)
-        self.say(CAUSE, cause)
+        self.write(ERROR, TrainingFailed(error.what, why=error.why, next=error.next))
+        self.write(ERROR, error)
+        self.write(CAUSE, cause)
 
     def _file(self, kind: str) -> Path:
         return self.folder / f"{kind}-rank{self.rank}"
@@ -271,7 +271,7 @@ class _Rank:
     """A rank's process as its parent sees it."""
 
     process: SpawnProcess
-    words: Words
+    report: RankReport
 
     @property
     def pid(self) -> int:
@@ -297,7 +297,7 @@ class _Rank:
 
 def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
     """Return how far the ranks say they were, otherwise that they were stopped."""
-    said = [error for rank in ranks if isinstance(error := rank.words.said(ERROR), Stopped)]
+    said = [error for rank in ranks if isinstance(error := rank.report.read(ERROR), Stopped)]
     why = "spawn got the signal, and passed it on to all ranks"
     return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
 
@@ -306,8 +306,8 @@ def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
     """Return why the rank that failed first has failed."""
     status = rank.status
     assert status is not None
-    who = f"rank {rank.words.rank} (pid {rank.pid})"
-    errors = {other.words.rank: error for other in ranks if (error := other.words.said(ERROR)) is not None}
+    who = f"rank {rank.report.rank} (pid {rank.pid})"
+    errors = {other.report.rank: error for other in ranks if (error := other.report.read(ERROR)) is not None}
     if status < 0:
         return PeerLost(
             f"{who} was killed by {signal_name(-status)}",
@@ -315,15 +315,15 @@ def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
             or "it reported no error",
             next="if nobody killed it, look at the last lines of its agent\nthen start the script again",
         )
-    began = rank.words.said(BEGAN)
-    if status == UNGUARDED and not began and rank.words.rank not in errors:
+    began = rank.report.read(BEGAN)
+    if status == UNGUARDED and not began and rank.report.rank not in errors:
         return BadOption(
             "spawn was called by a rank while it imported the script",
             why="each rank is a new Python that imports the script, and so comes to the call of spawn itself",
             next='put the call of spawn below a line: if __name__ == "__main__":',
         )
     return (
-        errors.get(rank.words.rank)
+        errors.get(rank.report.rank)
         or next(iter(errors.values()), None)
         or TrainingFailed(
             f"{who} ended with exit code {status} "
@@ -334,7 +334,7 @@ def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
     )
 
 
-def become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], words: Words) -> None:
+def become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], report: RankReport) -> None:
     """Live as a rank in a new process, as long as the parent lives, and in a session of its own, since the parent
     passes on the terminal's Ctrl-C."""
     os.setsid()
@@ -342,14 +342,14 @@ def become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ..
     with signals.raise_on_stop(), signals.ignore_save():
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
-            words.say(BEGAN, True)
-            with joined(spec, command=COMMAND, tell=words.leave) as world:
+            report.write(BEGAN, True)
+            with joined(spec, command=COMMAND, tell=report.write_error) as world:
                 train_fn(world, *args)
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
             ours = as_ours(spec.rank, error, after_a_signal=START_AGAIN)
-            words.leave(ours, None if ours is error else error)
+            report.write_error(ours, None if ours is error else error)
             end_process(ours.exit_code)
 
 

@@ -52,10 +52,8 @@ def work(rank: Rank, start: Mapping[str, Any]) -> None:
             if config is None:
                 rank.result = check(world, rank.steps)
             else:
-                go_on = f"go on, with any number of ranks:\n{start['go_on']}"
-                rank.result = train_as_agreed(
-                    world, config, lambda paths: go_on.replace("{run_dir}", shlex.quote(str(paths.run_dir)))
-                )
+                command = start["go_on"].replace("{run_dir}", shlex.quote(str(world.run_dir)))
+                rank.result = train_as_agreed(world, config, f"go on, with any number of ranks:\n{command}")
         except Stopped as stopped:  # all ranks have stopped after the same step, and leave in order
             rank.stopped = stopped
     for stream in (sys.stdout, sys.stderr):

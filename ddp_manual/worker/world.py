@@ -156,17 +156,17 @@ class World(Place):
 
     @contextmanager
     def noting_signals(self) -> Iterator[Requests]:
-        """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them."""
-        self._tell({"notes": True, "heeds": True})
-        if self._own_process:
-            yield self._requests
-            return
-        try:
-            with signals.collect_requests(self._requests, lambda number: self._tell({"signalled": number})):
-                yield self._requests
-        finally:
-            self._tell({"notes": False, "heeds": False})
+        """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them.
 
-    def no_longer_heeds(self) -> None:
-        """Say that the ranks have agreed to stop or are done: a later signal is told that this rank is leaving."""
-        self._tell({"notes": True, "heeds": False})
+        After the body a person's script takes its signals itself again; in a process of ours a later signal is told
+        that this rank is leaving.
+        """
+        self._tell({"notes": True, "heeds": True})
+        try:
+            if self._own_process:
+                yield self._requests
+            else:
+                with signals.collect_requests(self._requests, lambda number: self._tell({"signalled": number})):
+                    yield self._requests
+        finally:
+            self._tell({"notes": self._own_process, "heeds": False})

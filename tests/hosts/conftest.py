@@ -14,7 +14,7 @@ Hosts = Callable[..., list[Host]]
 
 @pytest.fixture(scope="session")
 def _namespaces() -> None:
-    """Skip where there can be none; clear away those of a test process that was killed."""
+    """Skip the test where namespaces cannot be made; remove those of test processes that were killed."""
     reason = why_not()
     if reason:
         pytest.skip(reason)

@@ -45,12 +45,15 @@ def run(
 
 
 def why_not() -> str | None:
-    """What keeps this process from making hosts, if anything does."""
-    missing = [tool for tool in ("ip", "nft", "unshare") if not shutil.which(tool)]
-    if missing:
-        return f"{' and '.join(missing)} not found; on Debian and Ubuntu: apt-get install iproute2 nftables util-linux"
+    """Return why this process cannot make hosts, and what to do about it; None if it can."""
+    reasons = []
+    if missing := [tool for tool in ("ip", "nft", "unshare") if not shutil.which(tool)]:
+        packages = "iproute2 nftables util-linux"
+        reasons.append(f"{' and '.join(missing)} not found (on Debian and Ubuntu: apt-get install {packages})")
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        reasons.append("only root can make network namespaces (run the tests as root)")
+    if reasons:
+        return "; ".join(reasons)
     trial = Namespace(f"{PREFIX}{os.getpid()}-trial")
     try:
         trial.add()
@@ -63,12 +66,12 @@ def why_not() -> str | None:
 
 
 def start_ranks(on: list[Host], *options: object, **env: str) -> list[RankProcess]:
-    """One rank per host, for a quick training."""
+    """Start one rank per host, with a quick training."""
     return [host.start_rank(rank, len(on), *options, **env) for rank, host in enumerate(on)]
 
 
 def remove_leftovers() -> None:
-    """The namespaces of test processes that were killed; each name carries the process's id."""
+    """Remove the namespaces of test processes that were killed; each name carries the process's id."""
     found = {path.name for folder in (Path("/run/netns"), ETC) if folder.is_dir() for path in folder.iterdir()}
     for name in sorted(found):
         pid = name.removeprefix(PREFIX).partition("-")[0]
@@ -91,7 +94,7 @@ class Namespace:
         return run("ip", "netns", "exec", self.name, *arguments, check=check, stdin=stdin)
 
     def remove(self) -> None:
-        """With every process in it, also one that has left its process group."""
+        """Remove the namespace and kill every process in it, also those that have left their process group."""
         deadline = time.monotonic() + 10
         while pids := run("ip", "netns", "pids", self.name, check=False).stdout.split():
             if time.monotonic() > deadline:
@@ -132,29 +135,29 @@ class Host:
     # -- commands -----------------------------------------------------------------------------------------------
 
     def start(self, *arguments: object, **env: str) -> RankProcess:
-        """Any command, like the fixture ``start``."""
+        """Start any command on this host, like the fixture ``start``."""
         return self.network.start(*arguments, place=(self.namespace.name, self.name), **env)
 
     def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
-        """A rank that is told the first host's address, unless ``options`` say another; else like ``start_rank``."""
+        """Start a rank like the fixture ``start_rank``; rank 0 is on the first host, or as ``options`` say."""
         master = ["--master_addr", self.network.hosts[0].address]
         return self.start(*self.network.rank_command(rank, world_size, *master, *options), **env)
 
     def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """A command to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
+        """Run a command on this host to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
         return self.namespace.execute(*named(self.name), *arguments, check=check, stdin=stdin)
 
     # -- names --------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str, *addresses: str) -> None:
-        """From now on this host's hosts file has these addresses for a name; none: the name is not in it."""
+        """Put these addresses for a name into this host's hosts file; without addresses, remove the name from it."""
         self._names[name] = addresses
         lines = [f"{address} {name}\n" for name, addresses in self._names.items() for address in addresses]
         # Written in place: the processes that run already have this very file mounted.
         (self.namespace.etc / "hosts").write_text("".join(lines))
 
     def resolver(self, address: str | None) -> None:
-        """Ask the name server at ``address``, such as ``network.silent``; None: there is none, and look-ups fail."""
+        """Use the name server at ``address``, such as ``network.silent``; with None no server, so look-ups fail."""
         text = f"nameserver {address}\n" if address else ""
         (self.namespace.etc / "resolv.conf").write_text(text)
 
@@ -169,7 +172,7 @@ class Host:
         self.namespace.execute("nft", "-f", "-", stdin=f"{table}{rules}\n")
 
     def drop_from(self, other: Host, port: int | None = None) -> None:
-        """Leave connections from ``other`` unanswered; those that it has already, and those to it, go on."""
+        """Leave new connections from ``other`` unanswered; existing connections and those to it are not affected."""
         self._on_connection_from(other, port, "drop")
 
     def reject_from(self, other: Host, port: int | None = None) -> None:
@@ -181,7 +184,7 @@ class Host:
         self.nft(f'add rule inet filter input iifname != "lo" tcp dport != {port} {_SYN} drop')
 
     def cut_from(self, *others: Host) -> None:
-        """Drop every packet to and from them, also those of the connections they have with this host."""
+        """Drop every packet to and from these hosts, also packets of existing connections."""
         for direction, other in ((end, other) for end in ("input {} saddr", "output {} daddr") for other in others):
             for family, address in (("ip", other.ipv4), ("ip6", other.ipv6)):
                 if address:
@@ -192,11 +195,11 @@ class Host:
         self.nft("flush table inet filter")
 
     def disconnect(self) -> None:
-        """Pull the cable out of the switch: no other host gets a word of it, and addresses and routes stay."""
+        """Pull the cable out of the switch: no host is notified, and addresses and routes stay."""
         self.network.switch.execute("ip", "link", "set", self.name, "down")
 
     def interface_down(self) -> None:
-        """As its administrator would do it: here the routes go too, and the other hosts get no word of it either."""
+        """Take the interface down as an administrator would: the routes go too, and no other host is notified."""
         self.namespace.execute("ip", "link", "set", "eth0", "down")
 
     def reconnect(self) -> None:

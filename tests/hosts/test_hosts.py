@@ -1,4 +1,4 @@
-"""The hosts can do what other tests have them do; tried with plain sockets, without a rank."""
+"""Hosts behave as the other tests expect; tried with plain sockets, without ranks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def listen(host: Host, *ports: int) -> None:
 
 
 def connect(host: Host, address: str, port: int) -> str:
-    """``connected``, or the name of the exception."""
+    """Return ``connected``, or the name of the exception."""
     return host.run(sys.executable, "-c", CONNECT, address, port).stdout.strip()
 
 
 def look_up(host: Host, name: str) -> list[str]:
-    """The IPv4 addresses of a name."""
+    """Return the IPv4 addresses of a name."""
     lines = host.run("env", "RES_OPTIONS=timeout:1 attempts:1", "getent", "ahostsv4", name, check=False).stdout
     return [line.split()[0] for line in lines.splitlines() if "STREAM" in line]
 
@@ -106,7 +106,7 @@ def test_a_host_without_its_cable_answers_nobody_and_keeps_its_address(hosts: Ho
     assert connect(second, first.address, 5001) == "connected"
 
 
-def test_what_a_killed_test_process_left_is_removed_and_what_a_living_one_has_is_not(
+def test_namespaces_of_a_killed_test_process_are_removed_and_those_of_a_running_one_stay(
     hosts: Hosts, start: Start
 ) -> None:
     (living,) = hosts(1)

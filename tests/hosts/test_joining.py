@@ -18,7 +18,7 @@ from tests.world.test_rendezvous import last_error
 
 
 def train(on: list[Host], folder: Path) -> tuple[dict, float]:
-    """One rank per host, to its end; the summary of the run, and the seconds until its process group was ready."""
+    """Train one rank per host; return the summary of the run, and the seconds until its process group was ready."""
     ranks = start_ranks(on)
     seconds = max(said(rank, "process group ready") for rank in ranks) - all_started(ranks)
     codes = [rank.wait() for rank in ranks]

@@ -1,6 +1,6 @@
 """A network that is cut while three hosts train: every rank ends, on both sides, and names the hosts on the other one.
 
-Nothing closes a connection here, so what is to be seen is silence.
+Nothing closes a connection here, so the ranks can only notice the silence.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SILENT = rf"has been silent for {PEER_TIMEOUT + 1} s\n"
 
 
 def start_ranks(three: list[Host], *options: object) -> list[RankProcess]:
-    """One rank per host, until they train."""
+    """Start one rank per host, and wait until they train."""
     ranks = [host.start_rank(rank, 3, *TRAINING, *options) for rank, host in enumerate(three)]
     ranks[0].wait_for("[rank 0] step 100/")
     return ranks
 
 
 def held_to(expected: dict[int, str], ranks: list[RankProcess], since: float, within: float) -> float:
-    """Each rank's error has to match its pattern, in time; returns the seconds that the slowest took."""
+    """Assert that each rank's error matches its pattern, in time; return the seconds that the slowest took."""
     moments = ended(dict(enumerate(ranks)), within + 20)
     for number, rank in enumerate(ranks):
         assert number in moments, f"rank {number} still runs; it said:\n{rank.err}"
@@ -68,7 +68,7 @@ def test_where_an_interface_goes_down_both_sides_end_and_name_the_other(hosts: H
     record(fault, "peer-lost, master-lost", named, seconds=seconds, within=WHERE_SILENT, codes=[14, 14, 14], row=18)
 
 
-def test_a_cut_between_two_followers_shows_as_a_stall_in_which_nobody_is_behind(hosts: Hosts) -> None:
+def test_a_cut_between_two_followers_is_a_stall_in_which_no_rank_is_behind(hosts: Hosts) -> None:
     """Both still reach rank 0, so all of them live; only what they have to tell each other does not arrive."""
     three = hosts(3)
     ranks = start_ranks(three, "--stall_timeout", STALL_TIMEOUT)
@@ -83,10 +83,9 @@ def test_a_cut_between_two_followers_shows_as_a_stall_in_which_nobody_is_behind(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 @pytest.mark.timeout(60 + 30 * CUTS)
 def test_cuts_at_random_moments(hosts: Hosts, tmp_path: Path) -> None:
-    """Each is drawn from its number, so it can be had again."""
+    """The number of a cut is its seed, so every cut can be repeated."""
     for number in range(CUTS):
         order = random.Random(number)
         three = hosts(3)

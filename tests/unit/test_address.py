@@ -129,6 +129,13 @@ def test_a_name_without_an_address_is_refused_at_once() -> None:
         address.resolve("no.such.host.invalid")
 
 
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greeting is awaited for 0.7 s and not for 3.5 s."""
+    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.7)
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_a_server_that_waits_for_a_line_is_given_one_and_named() -> None:
     def serve(connection: socket.socket) -> None:
         with connection.makefile("rb") as lines:
@@ -176,6 +183,7 @@ def test_rank_0_does_not_listen_at_an_address_of_another_host(port: int) -> None
     assert "127.0.0.1" in caught.value.why
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_port_in_use_names_the_process_that_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortInUse) as caught:
         listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]), ["127.0.0.1"])

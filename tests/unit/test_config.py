@@ -7,6 +7,7 @@ import pytest
 from ddp_manual.errors import BadOption
 from ddp_manual.options import as_flags
 from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.learning_rate import peak_lr
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.world_spec import WorldSpec
 
@@ -114,10 +115,10 @@ def test_the_agent_store_is_believed_only_at_its_own_address(monkeypatch: pytest
 
 
 def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed() -> None:
-    assert TrainConfig(lr=0.1).peak_lr(4) == pytest.approx(0.4)
-    assert TrainConfig(lr=0.1, lr_scaling="sqrt").peak_lr(4) == pytest.approx(0.2)
-    assert TrainConfig(lr=0.1, lr_scaling="none").peak_lr(4) == pytest.approx(0.1)
-    assert TrainConfig(lr=0.1, global_batch_size=200).peak_lr(4) == pytest.approx(0.1)
+    assert peak_lr(TrainConfig(lr=0.1), 4) == pytest.approx(0.4)
+    assert peak_lr(TrainConfig(lr=0.1, lr_scaling="sqrt"), 4) == pytest.approx(0.2)
+    assert peak_lr(TrainConfig(lr=0.1, lr_scaling="none"), 4) == pytest.approx(0.1)
+    assert peak_lr(TrainConfig(lr=0.1, global_batch_size=200), 4) == pytest.approx(0.1)
 
 
 def test_the_global_batch_is_divided_over_the_ranks() -> None:

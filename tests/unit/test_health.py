@@ -281,7 +281,7 @@ def test_a_heartbeat_is_one_whatever_a_program_has_put_there(value: object) -> N
     progress = Progress(phase="a\nb")
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
-    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J")
+    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J", debugging=False)
     assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a?b", place="?[2J")
 
 

@@ -11,19 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddp_manual import TrainConfig
+from ddp_manual import TrainConfig, terminal
 from ddp_manual.errors import BadOption, TrainingFailed
+from ddp_manual.messages import Progress
 from ddp_manual.signals import Requests
-from ddp_manual.terminal import ProgressLines as Bar
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.loop import Trainer
+from ddp_manual.training.loop import Run, Trainer
 from ddp_manual.training.metrics import Meter
-from ddp_manual.training.run import Run
-from ddp_manual.training.tracking import Tracker
 
 CPU = torch.device("cpu")
 SHAPE, CLASSES = (3, 8, 8), 2
@@ -159,7 +157,7 @@ def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1) -> Trainer:
     """For an epoch of batches of four."""
     drawn = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (samples, *SHAPE), generator=drawn, dtype=torch.uint8)
-    return Trainer.create(
+    return Trainer(
         model=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
         train=Split(images, torch.arange(samples) % CLASSES, data.DIGITS[:CLASSES]),
@@ -176,7 +174,7 @@ def trained(network: nn.Module, *, samples: int, fewest: int, settle: bool = Fal
     trainer = trainer_of(network, samples, fewest=fewest)
     if settle:
         trainer.settle_buckets()
-    *_, last = trainer.train_epoch(Position(), Meter(CPU), Requests(), on_step=lambda position: None)
+    *_, last = trainer.train_epoch(Position(), Meter(CPU), Requests())
     assert last.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
 
@@ -248,27 +246,8 @@ def test_the_loss_of_half_precision_scores_has_single_precision() -> None:
             losses.append(loss)
 
     trainer = trainer_of(Half(), 8)
-    list(trainer.train_epoch(Position(), Noting(CPU), Requests(), on_step=lambda position: None))
+    list(trainer.train_epoch(Position(), Noting(CPU), Requests()))
     assert {loss.dtype for loss in losses} == {torch.float32}
-
-
-def go(network: nn.Module, tracker: Tracker) -> None:
-    """Train for an epoch of eight samples, and test on them."""
-
-    class Doing:
-        phase, epoch, step, samples_per_second, step_seconds, saving = "", 0, 0, 0.0, 0.0, False
-
-    trainer = trainer_of(network, 8)
-    Run(
-        network=network,
-        trainer=trainer,
-        test=trainer.train,
-        tracker=tracker,
-        position=Position(),
-        history=History(),
-        options={},
-        doing=Doing(),
-    ).go(Bar(), Requests())
 
 
 def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
@@ -277,17 +256,19 @@ def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
             scores = super().forward(images)
             return scores if self.training else scores.where(torch.arange(CLASSES) > 0, -torch.inf)
 
+    network = NeverTheFirst()
+    trainer = trainer_of(network, 8)
+    run = Run(
+        network=network,
+        trainer=trainer,
+        test=trainer.train,
+        position=Position(),
+        history=History(),
+        options={},
+        files=None,
+        progress=Progress(),
+    )
+    run.train_epoch(Requests(), terminal.ProgressLines())
     with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
-        go(NeverTheFirst(), Tracker())
+        run.evaluate()
     assert "in eval() mode only" in caught.value.why
-
-
-def test_a_runs_last_checkpoint_is_saved_before_the_files_that_can_be_rebuilt_from_it() -> None:
-    told: list[str] = []
-
-    class Told(Tracker):
-        def __getattribute__(self, name: str) -> object:
-            return lambda *_: told.append(name)
-
-    go(models.build("mlp", device=CPU, seed=0, shape=SHAPE, classes=CLASSES), Told())
-    assert [name for name in told if name != "trained"] == ["checkpoint", "evaluated", "predicted"]

@@ -19,9 +19,10 @@ from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import collectives, pictures
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
+from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import evaluate
 from ddp_manual.training.predictions import Predictions, confusion_table, predict, table, write_files
-from ddp_manual.training.tracking import RunFiles
+from ddp_manual.training.results import RunFiles
 
 CLASSES = ("airplane", "automobile", "bird, or not")
 
@@ -95,7 +96,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_witho
     monkeypatch.setattr("ddp_manual.training.predictions.table", no_room)
     files = RunFiles(RunPaths(tmp_path), keep=1)
     with caplog.at_level(logging.WARNING):
-        files.predicted(five)
+        files.write_predictions(Position(), five)
     assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
     assert not list(tmp_path.iterdir())
     with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
@@ -110,8 +111,8 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
 
     monkeypatch.setattr(pictures, "font_for", no_font)
     files = RunFiles(RunPaths(tmp_path), keep=1)
-    files.started({}, five.split)
-    files.predicted(five)
+    files.start({}, five.split)
+    files.write_predictions(Position(), five)
     assert "samples.png: MemoryError: of mine" in caplog.text and "predictions.csv: MemoryError" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 

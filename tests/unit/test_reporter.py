@@ -1,4 +1,4 @@
-"""What a worker tells its agent, over a real channel."""
+"""What a worker tells its agent over a real channel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ddp_manual.messages import LineReader, encode
 from ddp_manual.worker.reporter import Reporter
 
 
-def test_what_is_said_first_comes_before_any_heartbeat() -> None:
-    """Also where the agent has spoken already, and so wakes the thread that sends heartbeats."""
+def test_the_first_message_comes_before_any_heartbeat() -> None:
+    """Even if the agent has spoken already, which wakes the thread that sends heartbeats."""
     channel, agents = socket.socketpair()
     agents.sendall(encode({"start": {}}))
     reporter = Reporter(channel, {"born": 1}, own_process=False)

@@ -22,7 +22,7 @@ from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import Meter
-from ddp_manual.training.tracking import RunFiles
+from ddp_manual.training.results import RunFiles
 from tests.alone import alone
 
 STEPS_PER_EPOCH = 4
@@ -121,6 +121,13 @@ def test_the_predictions_of_a_complete_run_are_made_anew_only_where_one_is_missi
     assert {name: (tmp_path / name).read_bytes() for name in PREDICTIONS} == before
 
 
+def test_the_checkpoint_is_written_before_the_files_that_can_be_rebuilt_from_it(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    (saved,) = checkpoint_files.find(RunPaths(tmp_path).checkpoints)
+    names = ("accuracies.json", "model.pt", *PREDICTIONS, "summary.json")
+    assert saved.path.stat().st_mtime_ns < min((tmp_path / name).stat().st_mtime_ns for name in names)
+
+
 @pytest.mark.parametrize("damaged", ["[1]", '{"final_test_accuracy": 1}', "{", '{"epochs": 1}'])
 def test_a_damaged_summary_is_written_again(tmp_path: Path, damaged: str) -> None:
     whole = run(tmp_path, epochs=1)
@@ -211,6 +218,6 @@ def test_a_model_of_an_epoch_that_is_trained_again_is_removed(
         paths.accuracies.write_text(there)
     evaluations = (Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch
     history = History(evaluations=evaluations)
-    RunFiles(paths, keep=3).resumed(position, history, nn.Linear(1, 1), complete=False)
+    RunFiles(paths, keep=3).rewind(position, history, nn.Linear(1, 1), complete=False)
     assert paths.model.exists() is stays
     assert accuracies(tmp_path) == [0.5] * position.epoch

@@ -18,13 +18,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_manual import cli
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError
 from ddp_manual.training import models, own_code
 from ddp_manual.training import own_data as sources_own
 from ddp_manual.training.data import Split
 from ddp_manual.training.sources import PARTS, source
-from tests.conftest import CIFAR_CLASSES
+from tests.conftest import CIFAR_CLASSES, Start, first_of_each_class
 
 
 def draw(path: Path, *, size: tuple[int, int] = (8, 8), mode: str = "RGB", colour: object = 0) -> Path:
@@ -100,26 +99,26 @@ def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: object, n
 
 
 def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for(
-    animals: Path, port: int, capsys: pytest.CaptureFixture[str]
+    animals: Path, port: int, start: Start
 ) -> None:
     shutil.rmtree(animals / "test")
-    said = []
-    for meeting in (["--world_size", "2", "--rank", "0", "--master_port", str(port)], []):
-        assert cli.run(["train", *meeting, "--dataset", f"folder:{animals}"]) == DataMissing.exit_code
-        said.append(err := capsys.readouterr().err)
-        assert "test cannot be read as a folder of images" in err
-    assert ["this rank trains alone" in err for err in said] == [False, True]
+    train = [sys.executable, "-m", "ddp_manual", "train", "--dataset", f"folder:{animals}"]
+    ranks = [start(*train, "--world_size", 2, "--rank", 0, "--master_port", port), start(*train)]
+    for rank in ranks:
+        assert rank.wait() == DataMissing.exit_code
+        assert "test cannot be read as a folder of images" in rank.err
+    assert ["this rank trains alone" in rank.err for rank in ranks] == [False, True]
 
 
 def test_images_to_test_on_of_another_size_are_refused_before_training(
-    animals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    animals: Path, tmp_path: Path, start: Start
 ) -> None:
     draw(animals / "test" / "dog" / "0.png", size=(12, 20))
-    options = ["train", "--dataset", f"folder:{animals}", "--no_ddp", "--run_dir", str(tmp_path / "run")]
-    assert cli.run(options) == BadOption.exit_code
-    said = capsys.readouterr().err
-    assert "the images to train on and to test on differ in shape" in said
-    assert "train has 3x8x8, test has 3x20x12" in said and "--image_size" in said
+    options = ["train", "--dataset", f"folder:{animals}", "--no_ddp", "--run_dir", tmp_path / "run"]
+    rank = start(sys.executable, "-m", "ddp_manual", *options)
+    assert rank.wait() == BadOption.exit_code
+    assert "the images to train on and to test on differ in shape" in rank.err
+    assert "train has 3x8x8, test has 3x20x12" in rank.err and "--image_size" in rank.err
 
 
 def test_what_is_hidden_or_a_folder_is_no_image_and_a_link_that_leads_nowhere_is_named(animals: Path) -> None:
@@ -196,7 +195,8 @@ def test_cifar_10_is_read_from_torchvisions_files(
     """Files made of some of the real images: the real ones are not to be had here, so their digests are replaced."""
     from torchvision.datasets import CIFAR10
 
-    test = source(f"folder:{cifar10}").load(Path("unused"), "test")
+    few = first_of_each_class(cifar10, tmp_path / "few", train=1, test=2)
+    test = source(f"folder:{few}").load(Path("unused"), "test")
     assert not source("cifar10").is_prepared(tmp_path)
     with pytest.raises(DataMissing, match="cifar10 is not in"):
         source("cifar10").load(tmp_path, "test")

@@ -1,11 +1,10 @@
-"""What ``spawn`` refuses before it starts a process, and what comes back from one."""
+"""What ``spawn`` refuses before it starts a process, and how errors come back from a process."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
 import signal
-import subprocess
 import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
@@ -20,7 +19,7 @@ from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
 from ddp_manual.messages import Place
 from ddp_manual.worker import spawn as spawning
 from ddp_manual.worker.main import as_ours
-from tests.conftest import REPOSITORY
+from tests.conftest import Start
 
 
 def train(world: object, *args: object) -> None:
@@ -56,20 +55,22 @@ def local() -> Any:
         (lambda: WorldSpec(master_addr=7), "--master_addr 7 is not text"),
     ],
 )
-def test_what_cannot_be_called_in_another_process_is_refused_before_one_is_started(call: Any, named: str) -> None:
+def test_spawn_refuses_what_it_cannot_call_before_it_starts_a_process(call: Any, named: str) -> None:
     with pytest.raises(BadOption, match=named):
         call()
     assert multiprocessing.active_children() == []
 
 
-def test_a_function_that_was_typed_at_a_prompt_is_refused_with_where_to_put_it() -> None:
+def test_a_function_typed_at_a_prompt_is_refused_with_advice_where_to_put_it(start: Start) -> None:
     typed = "import ddp_manual\ndef train(world): pass\nddp_manual.spawn(train, 2)\n"
-    said = subprocess.run([sys.executable, "-"], input=typed, cwd=REPOSITORY, text=True, capture_output=True).stderr
+    script = start(sys.executable, "-c", typed)
+    assert script.wait() == 1
+    said = script.err
     assert "spawn cannot start train, which was typed into a notebook or at a prompt" in said
     assert "then: from training import train" in said
 
 
-def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
+def test_an_error_keeps_its_text_and_exit_code_when_it_is_copied_to_another_process() -> None:
     errors = [kind("a", why="b", next="c") for kind in every_error().values() if kind is not Stopped]
     for error in (*errors, Stopped(15, "after step 3", next="d")):
         copied = ForkingPickler.loads(ForkingPickler.dumps(error))
@@ -77,7 +78,7 @@ def test_an_error_is_copied_to_another_process_with_all_it_says() -> None:
         assert (copied.render(), copied.exit_code, copied.args) == (error.render(), error.exit_code, error.args)
 
 
-def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_launcher_may_not_spawn_but_ranks_of_spawn_may(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in launchers.IDENTITY_VARIABLES.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
     monkeypatch.setattr(launchers, "_set_by_us", {})
@@ -87,15 +88,15 @@ def test_a_launchers_ranks_do_not_each_spawn_their_own(monkeypatch: pytest.Monke
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
     place = Place(local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
-    with launchers.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # the launcher's ranks have joined
+    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, None):  # the launcher's ranks have joined
         assert launchers.launched_as() == "RANK=1, WORLD_SIZE=2"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launchers.launched_as() is None
-    with launchers.of_a_rank(2, 1, place, "127.0.0.1", 29500, None):  # a rank of spawn may spawn
+    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, None):  # a rank of spawn may spawn
         assert launchers.launched_as() is None
 
 
-def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None:
+def test_only_a_training_that_a_signal_stopped_says_how_to_go_on() -> None:
     stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
     assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
@@ -103,7 +104,7 @@ def test_only_a_training_that_a_signal_has_stopped_can_be_gone_on_with() -> None
     assert spawning._stopped([], signal.SIGINT).next == "start the script again"
 
 
-def test_a_process_group_that_is_opened_twice_is_to_be_left_to_join() -> None:
+def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="twice") as caught:  # as in a function that spawn calls
@@ -115,7 +116,7 @@ def test_a_process_group_that_is_opened_twice_is_to_be_left_to_join() -> None:
         dist.destroy_process_group()
 
 
-def test_a_world_is_not_trained_in_once_its_rank_has_left() -> None:
+def test_train_is_refused_after_the_rank_has_left() -> None:
     with join(world_size=1, rank=0, device="cpu") as world:
         world.check_open("train")
     with pytest.raises(BadOption, match="train was called after this rank had left"):

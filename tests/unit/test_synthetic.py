@@ -11,34 +11,30 @@ from ddp_manual.training.sources.synthetic import IMAGE_SIZE, draw_digits
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[Tensor, Tensor]:
-    return draw_digits(3000, seed=1)
+    """More than are drawn at once, which are 2,048."""
+    return draw_digits(2100, seed=1)
 
 
 def test_images_are_28x28_bytes_and_labels_are_int64(digits: tuple[Tensor, Tensor]) -> None:
     images, labels = digits
-    assert images.shape == (3000, IMAGE_SIZE, IMAGE_SIZE) and images.dtype == torch.uint8
-    assert labels.shape == (3000,) and labels.dtype == torch.int64
+    assert images.shape == (2100, IMAGE_SIZE, IMAGE_SIZE) and images.dtype == torch.uint8
+    assert labels.shape == (2100,) and labels.dtype == torch.int64
 
 
-def test_the_same_seed_draws_the_same_digits(digits: tuple[Tensor, Tensor]) -> None:
-    images, labels = draw_digits(3000, seed=1)
-    assert torch.equal(images, digits[0]) and torch.equal(labels, digits[1])
-
-
-def test_the_number_of_threads_does_not_change_the_digits(digits: tuple[Tensor, Tensor]) -> None:
+def test_the_same_seed_draws_the_same_digits_with_any_number_of_threads(digits: tuple[Tensor, Tensor]) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:
-        images, labels = draw_digits(3000, seed=1)
+        images, labels = draw_digits(2100, seed=1)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(images, digits[0]) and torch.equal(labels, digits[1])
 
 
 def test_another_seed_draws_other_digits(digits: tuple[Tensor, Tensor]) -> None:
-    images, labels = draw_digits(3000, seed=2)
-    assert not torch.equal(labels, digits[1])
-    assert not (images.flatten(1) == digits[0].flatten(1)).all(dim=1).any()
+    images, labels = draw_digits(300, seed=2)
+    assert not torch.equal(labels, digits[1][:300])
+    assert not (images.flatten(1) == digits[0][:300].flatten(1)).all(dim=1).any()
 
 
 def test_no_two_digits_are_the_same(digits: tuple[Tensor, Tensor]) -> None:
@@ -71,8 +67,8 @@ def test_a_negative_count_is_refused() -> None:
 def test_every_digit_is_drawn_about_equally_often(digits: tuple[Tensor, Tensor]) -> None:
     share = digits[1].bincount(minlength=10) / len(digits[1])
     assert len(share) == 10
-    # 3,000 draws: five standard deviations of a tenth are 0.027.
-    assert (share - 0.1).abs().max() < 0.027
+    # 2,100 draws: five standard deviations of a tenth are 0.033.
+    assert (share - 0.1).abs().max() < 0.033
 
 
 def test_the_order_of_the_digits_is_mixed(digits: tuple[Tensor, Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""What a thread is seen to do from another one, and what is shown of the stacks that faulthandler writes."""
+"""Where a thread is, seen from another thread, and what is shown of the stacks that faulthandler writes."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import pdb  # noqa: T100  # its prompt is what is looked for
+import pdb  # noqa: T100  # to look for its prompt
 import tempfile
 import threading
 import time
@@ -30,14 +30,14 @@ def a_thread_that(does: Callable[[], object]) -> Iterator[threading.Thread]:
 
 
 def seen_once(thread: threading.Thread, there: Callable[[Whereabouts], bool]) -> Whereabouts:
-    """Where the thread is when it has got there; where it was last, if it never does."""
+    """Return where the thread is once ``there`` is true, otherwise where it was last."""
     deadline = time.monotonic() + 30
     while not there(seen := whereabouts(thread.ident or 0)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return seen
 
 
-def test_a_thread_that_waits_for_what_was_begun_before_is_inside_a_collective() -> None:
+def test_a_thread_that_waits_for_an_async_collective_is_inside_it() -> None:
     begun = torch._C.Future([])  # type: ignore[attr-defined]
 
     def waits() -> None:
@@ -50,7 +50,7 @@ def test_a_thread_that_waits_for_what_was_begun_before_is_inside_a_collective() 
     assert seen.place.startswith("test_whereabouts.py:") and seen.place.endswith(" in waits")
 
 
-def test_a_thread_that_does_something_else_after_a_wait_is_not() -> None:
+def test_a_thread_that_has_finished_waiting_is_not_inside_a_collective() -> None:
     begun = torch._C.Future([])  # type: ignore[attr-defined]
     begun.set_result(None)
     waited, seen = threading.Event(), threading.Event()
@@ -69,7 +69,7 @@ def test_a_thread_that_does_something_else_after_a_wait_is_not() -> None:
     assert whereabouts(-1) == Whereabouts(inside=False, place="", debugging=False)
 
 
-def test_a_thread_at_the_prompt_of_a_debugger_is_on_the_line_of_the_program_that_called_it() -> None:
+def test_a_thread_in_a_debugger_is_on_the_line_of_the_program_that_called_the_debugger() -> None:
     come, go = os.pipe()
 
     def debugs() -> None:
@@ -84,14 +84,14 @@ def test_a_thread_at_the_prompt_of_a_debugger_is_on_the_line_of_the_program_that
     assert seen.place.startswith("test_whereabouts.py:") and seen.place.endswith(" in debugs")
 
 
-def test_an_exception_is_named_with_the_line_of_the_program_not_of_a_library() -> None:
+def test_an_exception_is_located_in_the_program_not_in_a_library() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(2).reshape(3)
     assert raised_at(caught.value).startswith("test_whereabouts.py:")
     assert raised_at(ValueError("never raised")) == ""
 
 
-def test_of_the_stacks_of_a_process_the_main_thread_comes_first_and_our_own_is_left_out() -> None:
+def test_stacks_show_the_main_thread_first_and_leave_out_the_reporters_thread() -> None:
     ours = Path(reporter.__file__)
     text = "\n".join(
         [
@@ -119,7 +119,7 @@ def test_of_the_stacks_of_a_process_the_main_thread_comes_first_and_our_own_is_l
     assert readable_stack("") == ""
 
 
-def test_what_faulthandler_writes_of_this_process_is_read_so() -> None:
+def test_the_stacks_that_faulthandler_writes_of_this_process_are_readable() -> None:
     leave = threading.Event()
     with tempfile.TemporaryFile() as file:
         with a_thread_that(lambda: leave.wait(30)) as thread:
@@ -129,5 +129,5 @@ def test_what_faulthandler_writes_of_this_process_is_read_so() -> None:
         file.seek(0)
         shown = readable_stack(file.read().decode())
     blocks = shown.split("thread 0x")
-    assert "in test_what_faulthandler_writes_of_this_process_is_read_so" in blocks[1]
+    assert "in test_the_stacks_that_faulthandler_writes_of_this_process_are_readable" in blocks[1]
     assert "in <lambda>" in shown

@@ -1,4 +1,4 @@
-"""Three ranks of which one comes to grief: what every survivor has to say, and how soon it has to be gone.
+"""Three ranks of which one fails: what every survivor has to say, and how soon it has to be gone.
 
 Seconds count from the signal, or from the line in which ``tests/faulty.py`` says that it strikes.
 """
@@ -20,14 +20,14 @@ from tests.faulty import faulty
 from tests.memory import MemoryGroup
 
 HOST = os.uname().nodename
-# Seconds, as the ranks of these tests are told them.
+# Seconds; the options of the ranks in these tests.
 PEER_TIMEOUT = 3
 STALL_TIMEOUT = 3
 # Seconds in which every survivor has to be gone.
 WHERE_SOCKETS_CLOSE = 2.0
 WHERE_SILENT = PEER_TIMEOUT + 2.0
 WHERE_STUCK = STALL_TIMEOUT + 3.0
-# Longer than any of these tests.
+# A training longer than any of these tests.
 TRAINING = (*LONGER, 500, "--peer_timeout", PEER_TIMEOUT)
 
 
@@ -51,12 +51,12 @@ class Three:
         return f"rank {self.victim} ({self.hosts[self.victim]}, pid {self.process.worker})"
 
     def signal_worker(self, number: int) -> None:
-        """As what the kernel or a person does to the process that trains; the rank's agent is another process."""
+        """Signal the process that trains; the rank's agent is another process."""
         os.kill(self.process.worker, number)
 
     @property
     def lost(self) -> str:
-        """The identifier where it goes without a word."""
+        """The identifier of the error if the victim dies without a message."""
         return "peer-lost" if self.victim else "master-lost"
 
 
@@ -68,7 +68,7 @@ def start_three(
     options: Sequence[object] = (),
     memory: MemoryGroup | None = None,
 ) -> Three:
-    """Every rank says which phase it is in; the victim has these faults too, and its memory is limited."""
+    """Start three ranks that report their phases; the victim has these faults, and ``memory`` as its limit."""
     commands = [rank_command(rank, 3, *TRAINING, *options) for rank in range(3)]
     commands = [faulty(command, *(faults if rank == victim else ())) for rank, command in enumerate(commands)]
     if memory is not None:
@@ -77,7 +77,7 @@ def start_three(
 
 
 def until_trained(three: Three, step: int = 100) -> None:
-    """Until rank 0 has said that a step is done."""
+    """Wait until rank 0 has logged a step."""
     three.ranks[0].wait_for(f"[rank 0] step {step}/")
 
 
@@ -89,13 +89,13 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
 
 
 def gone_at(pid: int, timeout: float = 60) -> float:
-    """When a process was seen to have ended."""
+    """Wait for the end of a process; return when it was seen."""
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, timeout)
     return time.monotonic()
 
 
 def ended(ranks: Mapping[int, RankProcess], timeout: float) -> dict[int, float]:
-    """When each rank was seen to have ended; one that has not by then is left out."""
+    """Return when each rank was seen to have ended, without the ranks that still run after ``timeout``."""
     moments: dict[int, float] = {}
     deadline = time.monotonic() + timeout
     while len(moments) < len(ranks) and time.monotonic() < deadline:
@@ -109,7 +109,7 @@ def ended(ranks: Mapping[int, RankProcess], timeout: float) -> dict[int, float]:
 def faults_found(
     three: Three, since: float, within: float, run_dir: Path, *, identifier: str, what: str, why: str = ""
 ) -> tuple[list[str], float]:
-    """What any survivor does wrong, and the seconds that the slowest took.
+    """Return what any survivor does wrong, and the seconds that the slowest took.
 
     Args:
         since: the moment of the fault.
@@ -140,7 +140,7 @@ def faults_found(
 
 
 def last_lines(text: str) -> str | None:
-    """The error, if it is the very last thing that was said."""
+    """Return the error, if it is the very end of the text."""
     match = re.search(
         r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z", text, re.MULTILINE
     )
@@ -158,7 +158,7 @@ def _wrong_in_file(file: Path, error: str | None) -> list[str]:
 
 
 def left_behind(ranks: Sequence[RankProcess], port: int) -> list[str]:
-    """Processes of a session that one of the ranks began, and whether rank 0's port is still taken."""
+    """List processes of the ranks' sessions that still run, and rank 0's port if it is still taken."""
     sessions = {rank.process.pid for rank in ranks}
     found = []
     for process in psutil.process_iter():

@@ -1,4 +1,4 @@
-"""A rank like any other, but that rank 0 is sent Ctrl-C while it leaves."""
+"""A normal rank, except that rank 0 receives a Ctrl-C while it leaves."""
 
 from __future__ import annotations
 

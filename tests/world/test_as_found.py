@@ -1,4 +1,4 @@
-"""A process that joins is, after it has left, as it was found; and it and its agent do not outlive each other."""
+"""``join`` leaves the process as it was before; and a process and its agent do not outlive each other."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _written(folder: Path, code: str) -> Path:
     return script
 
 
-def test_a_process_is_as_it_was_after_it_has_left_has_waited_in_vain_or_has_failed(
+def test_join_restores_the_process_after_a_run_after_a_timeout_and_after_an_exception(
     start: Start, tmp_path: Path
 ) -> None:
     script = start(sys.executable, _written(tmp_path, AS_FOUND), free_port())

@@ -28,7 +28,7 @@ HOST = os.uname().nodename
 
 
 def complete(*ranks: RankProcess) -> list[int]:
-    """The exit codes of ranks that have to train to the end, and to say nothing of an error."""
+    """Assert that ranks train to the end without an error; return their exit codes."""
     codes = [rank.wait() for rank in ranks]
     texts = "\n".join(rank.err for rank in ranks)
     assert codes == [0] * len(ranks) and "error[" not in texts, texts
@@ -36,7 +36,7 @@ def complete(*ranks: RankProcess) -> list[int]:
 
 
 def moments_of(text: str, ranks: list[RankProcess]) -> list[list[float]]:
-    """When each rank has said a line with ``text`` in it, one after the other, until all have ended."""
+    """Return the times of each rank's lines with ``text``; wait until all ranks have ended."""
     moments: list[list[float]] = [[] for _ in ranks]
     while any(rank.process.poll() is None for rank in ranks):
         for rank, seen in zip(ranks, moments, strict=True):
@@ -56,7 +56,7 @@ def test_a_missing_rank_is_named_every_10_seconds_by_all_who_wait_and_at_the_tim
     codes = [rank.wait() for rank in ranks]
     silences = [after - before for seen in named for before, after in zip([known, *seen], seen, strict=False)]
     assert [len(seen) >= 2 for seen in named] == [True, True]
-    # A line comes 10 s after the last one; a second more is for the reading of it.
+    # A line comes 10 s after the last one; another second is allowed for reading it.
     record(
         "rank 1 of 3 is not started",
         "a line on ranks 0 and 2",

@@ -118,8 +118,8 @@ def test_status_shows_who_waits_who_is_missing_and_who_was_refused(start: Start,
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
 
 
-def test_status_watch_follows_the_training_until_the_run_ends(start: Start, start_rank: Start, port: int) -> None:
-    ranks = [start_rank(rank, 2, *LONGER, 5, "--log_every", 20) for rank in range(2)]
+def test_status_follows_the_training_until_the_run_ends(start: Start, start_rank: Start, port: int) -> None:
+    ranks = [start_rank(rank, 2, *LONGER, 3, "--log_every", 20) for rank in range(2)]
     ranks[0].wait_for("step ")
     watching = look(start, port, "--watch", "--json")
     assert [rank.wait() for rank in ranks] == [0, 0]

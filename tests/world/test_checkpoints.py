@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or out of disk goes on as if nothing had happened: real ranks, real signals."""
+"""A run that was stopped, killed or out of disk space resumes as if nothing had happened: real ranks and signals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def parameters(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    """Bitwise the same parameters, and files as if it had never stopped."""
+    """Assert bitwise equal parameters, and files as if the run had never stopped."""
     expected = parameters(other)
     assert all(torch.equal(value, expected[name]) for name, value in parameters(run).items())
     assert (run / "accuracies.json").read_text() == (other / "accuracies.json").read_text()
@@ -278,7 +278,7 @@ def test_a_folder_that_a_run_trains_into_is_refused_to_another(start_world: Star
 
 def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_data: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can mount a small file system")
+        pytest.skip("only root can mount a small file system (run the tests as root)")
     full = tmp_path / "full"
     full.mkdir()
     options = f"--dataset synthetic --model mlp --data_dir {small_data} --epochs 1 --master_port 0"

@@ -51,7 +51,7 @@ STOPPED = rf"has been stopped by SIGSTOP for [{PEER_TIMEOUT}-{PEER_TIMEOUT + 1}]
 SILENT = rf"has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n"
 RAISED = r"left with error\[training-failed\]\n"
 STUCK = "is stuck while others wait"
-# Where a rank was seen last, in a run that any of these tests makes.
+# The last progress that errors name, in any of these runs.
 LAST_STEP = r"step [1-9]\d* of epoch [1-9]"
 # Bytes: a rank takes less than half of it.
 MEMORY = 1 << 30
@@ -68,7 +68,7 @@ def check(found: list[str]) -> None:
 
 
 def codes_of(three: Three) -> list[int]:
-    """In rank order; of a signal 128 + its number."""
+    """Return the exit codes in rank order, as a shell shows them: 128 + the number of a signal."""
     codes = [rank.wait(10) for rank in three.ranks]
     return [code if code >= 0 else 128 - code for code in codes]
 
@@ -140,7 +140,7 @@ def test_a_rank_that_freezes_is_named_by_all_others_and_leaves_when_it_thaws(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_stopped_is_named_at_once_and_lost_if_nobody_lets_it_go_on(
+def test_a_worker_that_is_stopped_is_named_at_once_and_lost_if_it_is_not_continued(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
 ) -> None:
     three = start_three(start, rank_command, victim)
@@ -232,7 +232,7 @@ def test_a_rank_in_a_dead_loop_is_named_by_all_with_the_line_it_is_on(
     record(fault, "peer-stalled", named, seconds=seconds, within=WHERE_STUCK, codes=codes, row=19)
 
 
-def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_named_by_all_others(
+def test_a_rank_that_the_oom_killer_ends_is_named_by_all_others(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
 ) -> None:
     group = memory(MEMORY)
@@ -257,7 +257,7 @@ def test_a_rank_that_the_kernel_ends_for_want_of_memory_is_named_by_all_others(
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank comes to grief at one moment."""
+    """One fault of one rank at one moment."""
 
     kind: str
     victim: int
@@ -302,7 +302,7 @@ class Trial:
             struck = f"{self.kind} in {self.moment.replace(':', ' ')}"
             three.process.wait_for(f"faulty: {struck} at ")
             since = said_at(three.process.err, struck)
-            # Eating takes its time.
+            # Filling the memory takes some time.
             return since if self.kind != "eat" else gone_at(three.process.worker, 30)
         three.process.wait_for("process group ready")
         time.sleep(self.seconds)
@@ -331,12 +331,11 @@ class Trial:
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 @pytest.mark.timeout(60 + 30 * TRIALS)
 def test_deaths_at_random_moments(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
 ) -> None:
-    """Each trial is drawn from its number, so it can be had again."""
+    """The number of a trial is its seed, so every trial can be repeated."""
     failed = []
     for number in range(TRIALS):
         trial = Trial.draw(random.Random(number))

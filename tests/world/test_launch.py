@@ -1,4 +1,4 @@
-"""The small orchestrator, on real processes."""
+"""``ddp-manual launch``: many ranks from one terminal, as real processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from ddp_manual.training import checkpoint_files
 from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start
+from tests.forking import make_commands_forks
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) ->
 def test_ctrl_c_ends_every_rank_that_is_just_being_started_within_5_seconds(
     launch: Start, number: int, ranks: int
 ) -> None:
-    """While torch is loaded, or the data."""
+    """The signal comes while torch is loaded, or the data."""
     launcher = launch(2, *LONGER, 200, max_restarts=3)
     while len(ranks_of(launcher)) < ranks:
         time.sleep(0.01)
@@ -162,7 +163,8 @@ def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(launch: Start) 
 
 def test_a_reader_that_goes_away_does_not_stop_the_ranks(start: Start, small_data: Path, tmp_path: Path) -> None:
     options = shlex.join(map(str, [*SHORT, "--data_dir", small_data, "--log_every", 1]))
-    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
+    python = make_commands_forks(tmp_path / "commands", []) / "python"
+    command = f"{python} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
     assert start("bash", "-c", f"{command} 2>&1 | head -n 3").wait() == 0
     assert (tmp_path / "run" / "summary.json").exists()
 
@@ -205,8 +207,8 @@ def test_a_run_whose_rank_raises_is_started_again_and_ends_with_the_same_paramet
     assert "going on after step 16, " in logs[0][1]
 
 
-def test_a_rank_that_is_killed_is_started_again_as_often_as_was_said(launch: Start) -> None:
-    """Also one that was killed with the process that forks."""
+def test_a_rank_that_is_killed_is_started_again_as_often_as_max_restarts_says(launch: Start) -> None:
+    """Also if the rank died with the process that forks the workers."""
     launcher = launch(1, *LONGER, 200, "--checkpoint_steps", 50, max_restarts=1)
     launcher.wait_for("[rank 0] step 100/")
     forker_of(launcher).kill()
@@ -218,7 +220,7 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_was_said(launch: Sta
     assert shlex.join([*launcher.arguments, "--resume", "auto"]) in last
 
 
-def test_torchrun_starts_a_run_again_which_goes_on_in_the_folder_of_that_torchrun(
+def test_a_run_that_torchrun_restarts_resumes_in_the_same_folder(
     start: Start, small_data: Path, tmp_path: Path, undisturbed: bytes
 ) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
@@ -281,7 +283,7 @@ def test_eight_ranks_train_together(launch: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_death_of_the_process_that_forks_ends_all_ranks_with_an_error(launch: Start, ranks: int) -> None:
-    """Before it has forked any, and while they train."""
+    """It dies before it has forked a worker, or while the workers train."""
     launcher = launch(2, *LONGER, 200)
     if ranks:
         launcher.wait_for("step 100/")

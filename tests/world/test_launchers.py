@@ -22,11 +22,11 @@ EVERY_MODEL = """
 
         train = task.train_as_agreed
 
-        def train_every_model(world, config, go_on):
+        def train_every_model(world, config, resume):
             run_dir = world.run_dir
             for model in MODELS:
                 world._folder.path = run_dir / model
-                summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), go_on)
+                summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), resume)
             return summary
 
         task.train_as_agreed = train_every_model

@@ -1,4 +1,4 @@
-"""How ranks of a user's own script leave: in order where their work is done, and always, whatever hangs meanwhile."""
+"""Ranks of a user's own script leave in order when their work is done, and leave in any case, whatever hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StartScript = Callable[..., list[RankProcess]]
 
 @pytest.fixture
 def start_script(start: Start, port: int, tmp_path: Path) -> StartScript:
-    """Two ranks of a script with this body."""
+    """Return a function that starts two ranks of a script with this body."""
 
     def start_script(body: str, **env: str) -> list[RankProcess]:
         script = tmp_path / "script.py"
@@ -111,5 +111,5 @@ def test_a_terminal_that_nobody_reads_does_not_keep_a_rank(
 
 
 def _state(pid: int) -> str:
-    """``S``: it waits, here for a reader of the pipe."""
+    """Return the state of a process; ``S`` is waiting, here for a reader of the pipe."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] if os.path.exists(f"/proc/{pid}") else ""

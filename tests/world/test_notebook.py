@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY, clean_environment, first_of_each_class, j
 NOTEBOOK = REPOSITORY / "examples" / "cifar10_two_ranks.ipynb"
 
 
-def test_it_is_stored_without_outputs_and_begins_with_what_can_be_changed() -> None:
+def test_the_notebook_is_stored_without_outputs_and_begins_with_its_settings() -> None:
     code = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
     assert [(cell.outputs, cell.execution_count) for cell in code] == [([], None)] * len(code)
     for name in ("images", "epochs", "options", "run_dir"):

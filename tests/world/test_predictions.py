@@ -1,4 +1,4 @@
-"""The predictions of a run, compared with those of torch alone from the same ``model.pt``."""
+"""The predictions of a run for each test image, compared with those of plain torch for ``model.pt``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_each_line_of_the_predictions_agrees_with_torch_alone(start_rank: Start, mnist: Path, tmp_path: Path) -> None:
+def test_the_predictions_equal_those_of_the_same_network_in_plain_torch(
+    start_rank: Start, mnist: Path, tmp_path: Path
+) -> None:
     """Three ranks do not divide 10,000 images; a few steps leave mistakes enough."""
     ranks = [start_rank(rank, 3, "--dataset", "mnist", "--data_dir", mnist, "--batch_size", 2000) for rank in range(3)]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
@@ -74,10 +76,10 @@ def test_each_line_of_the_predictions_agrees_with_torch_alone(start_rank: Start,
         assert (run / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluate_agrees_with_a_complete_run_and_resuming_it_restores_missing_predictions(
+def test_evaluate_finds_the_accuracy_of_a_complete_run_and_a_resume_restores_missing_predictions(
     start_rank: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run lacks its predictions if it was killed between its last checkpoint and its end."""
+    """A run that was killed between its last checkpoint and its end has no predictions."""
     assert start_rank(0, 1).wait() == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("*.pt")

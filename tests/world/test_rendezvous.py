@@ -24,7 +24,7 @@ HOST = os.uname().nodename
 
 
 def last_error(text: str) -> str:
-    """From the last ``error[`` on."""
+    """Return the text from the last ``error[`` on."""
     return text[text.rindex("error[") :]
 
 
@@ -59,7 +59,7 @@ def test_a_name_that_does_not_resolve_ends_the_rank_at_once(start_rank: Start) -
     assert last_error(lost.err).startswith("error[master-unresolvable]")
 
 
-def test_a_store_without_our_roll_call_is_not_waited_for(start_rank: Start, start: Start, port: int) -> None:
+def test_a_store_without_a_roll_call_ends_the_wait_at_once(start_rank: Start, start: Start, port: int) -> None:
     store = start(
         sys.executable,
         "-c",
@@ -182,7 +182,7 @@ def test_the_agent_of_a_rank_never_loads_torch_and_is_there_within_a_second(star
 def test_when_the_agent_is_killed_the_worker_is_gone_within_2_s_and_the_other_way_round(
     start_rank: Start, killed: str
 ) -> None:
-    """Of a rank that waits for another."""
+    """Both belong to a rank that waits for another rank."""
     rank_0 = start_rank(0, 2)
     rank_0.wait_for("waiting for rank 1; 1 of 2 here")
     worker = psutil.Process(rank_0.worker)

@@ -6,15 +6,13 @@ import secrets
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.coordinator_process import hosted, simulated_ranks
 from benchmarks.simulated_ranks import Order
 from tests.conftest import Start
 
 
 def cpu_seconds_of_a_roll_call(ranks: int) -> float:
-    """Of the coordinator, until all ranks have their place; a machine that is busy makes it no longer."""
+    """Return the CPU seconds of the coordinator until all ranks have their place; a busy machine hardly adds any."""
     nonce = secrets.token_hex(16)
     with (
         hosted(ranks, nonce, token=None) as (port, cpu_seconds),
@@ -25,14 +23,12 @@ def cpu_seconds_of_a_roll_call(ranks: int) -> float:
         return float(cpu_seconds("now")) - before
 
 
-@pytest.mark.alone
 def test_four_times_as_many_ranks_take_the_coordinator_about_four_times_as_long() -> None:
-    """Whatever looks at all ranks for each of them made it 19 times."""
+    """A coordinator that looked at all ranks for each rank took 19 times as long."""
     few, many = (min(cpu_seconds_of_a_roll_call(ranks) for _ in range(3)) for ranks in (256, 1024))
     assert many < 8 * few
 
 
-@pytest.mark.alone
 def test_64_ranks_that_come_at_once_meet_also_with_a_token(start: Start) -> None:
     benchmark = start(sys.executable, "-m", "benchmarks.rollcall", "--ranks", 64, "--repetitions", 1)
     assert benchmark.wait() == 0
@@ -40,8 +36,7 @@ def test_64_ranks_that_come_at_once_meet_also_with_a_token(start: Start) -> None
     assert len(row.strip("| ").split("|")) == 5
 
 
-@pytest.mark.alone
-def test_what_watching_costs_is_measured_of_coordinator_agents_and_reporters(start: Start, digits: Path) -> None:
+def test_the_watching_benchmark_measures_coordinator_agents_and_reporters(start: Start, digits: Path) -> None:
     sizes = ["--ranks", 64, "--repetitions", 1, "--seconds", 1, "--data_dir", digits]
     benchmark = start(sys.executable, "-m", "benchmarks.watching", *sizes)
     assert benchmark.wait() == 0

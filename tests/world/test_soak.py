@@ -1,4 +1,4 @@
-"""Trials that take long in full; ``./scripts/soak`` runs them so, and the tests a few rounds of each."""
+"""Long trials: the tests run a few rounds of each, ``./scripts/soak`` all of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from tests.conftest import SHORT, Start, first_of_each_class
 
-# Of each class; the whole subset, 1,000 or so, is what the accuracy is held of.
+# Images of each class; the accuracy is only checked with the whole subset, about 1,000.
 CIFAR_IMAGES = int(os.environ.get("DDP_MANUAL_SOAK_CIFAR_IMAGES", "13"))
 HEALTHY_STARTS = int(os.environ.get("DDP_MANUAL_SOAK_STARTS", "1"))
 
 
 @pytest.fixture
 def busy_cores(start: Start) -> None:
-    """Every core has something else to do."""
+    """Keep every core busy with something else."""
     for _ in range(len(os.sched_getaffinity(0))):
         start(sys.executable, "-c", "while True: pass")
 
@@ -29,9 +29,7 @@ def busy_cores(start: Start) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_cores")
-def test_no_fault_is_seen_in_healthy_starts_under_load(
-    start: Start, port: int, small_data: Path, tmp_path: Path
-) -> None:
+def test_healthy_starts_under_load_report_no_fault(start: Start, port: int, small_data: Path, tmp_path: Path) -> None:
     order = random.Random(0)
     for number in range(HEALTHY_STARTS):
         world_size = order.choice((2, 3))

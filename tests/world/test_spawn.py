@@ -152,4 +152,4 @@ def test_a_script_whose_ranks_would_start_ranks_is_told_what_it_lacks(start: Sta
     unguarded = start(sys.executable, script)
     assert unguarded.wait(20) == 1
     assert unguarded.err.count("spawn was called by a rank while it imported the script") == 1
-    assert 'put the call below a line: if __name__ == "__main__":' in unguarded.err
+    assert 'put the call of spawn below a line: if __name__ == "__main__":' in unguarded.err

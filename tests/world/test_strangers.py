@@ -34,8 +34,10 @@ HALF_A_REQUEST = VALIDATE + b"\x01" + (9).to_bytes(8, "little") + b"ddp"
 def ssh_server(start: Start, port: int, tmp_path: Path) -> RankProcess:
     """A real sshd on rank 0's port, with a key and a configuration of its own."""
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if program is None or os.geteuid() != 0:
-        pytest.skip("needs openssh-server and root")
+    if program is None:
+        pytest.skip("sshd not found (on Debian and Ubuntu: apt-get install openssh-server)")
+    if os.geteuid() != 0:
+        pytest.skip("only root can run sshd (run the tests as root)")
     Path("/run/sshd").mkdir(exist_ok=True)  # where Debian's sshd is built to lock its children in
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
     (tmp_path / "sshd.conf").write_text(f"ListenAddress 127.0.0.1:{port}\nPidFile none\n")
@@ -78,7 +80,7 @@ def listener(start: Start, port: int, then: str) -> RankProcess:
 
 
 def wait_until_it_listens(server: RankProcess, port: int) -> None:
-    """Without connecting to it."""
+    """Wait until a server listens, without connecting to it."""
     deadline = server.started + 20
     while not any(
         one.laddr.port == port and one.status == psutil.CONN_LISTEN
@@ -97,7 +99,7 @@ def wait_until_it_listens(server: RankProcess, port: int) -> None:
         ("random_bytes_listener", r"something else answers: [^\n]*\\x[^\n]*\n"),
     ],
 )
-def test_what_listens_in_rank_0s_place_is_named_to_rank_1_by_its_first_bytes_and_to_rank_0_by_its_process(
+def test_another_server_on_rank_0s_port_is_named_to_rank_1_by_its_first_bytes_and_to_rank_0_by_its_process(
     request: pytest.FixtureRequest, start_rank: Start, port: int, stranger: str, answer: str
 ) -> None:
     server: RankProcess = request.getfixturevalue(stranger)
@@ -123,7 +125,7 @@ def test_what_listens_in_rank_0s_place_is_named_to_rank_1_by_its_first_bytes_and
 
 
 def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: Start, start: Start, port: int) -> None:
-    """While it waits, while it trains, and with connections that are still open when it ends."""
+    """Strangers come while the run waits and while it trains, and some connections stay open until it has ended."""
     ranks = [start_rank(0, 2, *LONGER, 5)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     with ExitStack() as held:
@@ -141,7 +143,7 @@ def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: St
 
 
 def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:
-    """Each kind once; the connections that say nothing, or half of something, stay open until ``held`` is left."""
+    """Connect once as each kind of stranger; silent and half-finished connections stay open until ``held`` is left."""
     address = ("127.0.0.1", port)
     for first in (b"", VALIDATE):
         with socket.create_connection(address, 5) as connection, suppress(ConnectionError):

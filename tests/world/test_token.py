@@ -149,7 +149,7 @@ def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
 
 
 def turned_away(port: int, recorded: bytes) -> None:
-    """Whoever plays this back is welcomed by nobody."""
+    """Send recorded bytes to rank 0, which must refuse them."""
     with Stranger(port) as stranger:
         stranger.connection.sendall(recorded)
         answer = stranger.rest(timeout=0.5)
@@ -205,7 +205,7 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
     assert ("it is not signed with a token" if forged else "or was recorded elsewhere") in error
 
 
-def test_what_a_stranger_says_as_if_it_were_a_rank_is_not_listened_to(start_rank: Start, port: int) -> None:
+def test_messages_of_a_stranger_that_poses_as_a_rank_are_ignored(start_rank: Start, port: int) -> None:
     ranks = [start_rank(rank, 3, DDP_MANUAL_TOKEN=TOKEN) for rank in (0, 1)]
     for rank in ranks:
         rank.wait_for("waiting for rank 2; 2 of 3 here")
@@ -245,10 +245,10 @@ def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
             yield file, file.read_bytes()
 
 
-def test_two_ranks_with_the_same_token_train_and_it_is_nowhere_to_be_seen(
+def test_two_ranks_with_the_same_token_train_and_nothing_reveals_the_token(
     start_rank: Start, eavesdropper: Eavesdropper, tmp_path: Path, token_file: Path
 ) -> None:
-    """Neither on the wire, nor in torch's store, nor in a file."""
+    """The token is neither on the wire, nor in torch's store, nor in a file."""
     options = [*LONGER, 3, "--token_file", token_file]
     ranks = [start_rank(0, 2, *options)]
     ranks[0].wait_for("listening at")
@@ -290,7 +290,7 @@ def test_the_token_is_not_in_the_command_for_a_missing_rank_nor_in_a_failure_fil
     assert [place for place, text in places.items() if TOKEN.encode() in text] == []
 
 
-def test_a_token_that_is_none_is_refused_before_anything_listens(
+def test_an_unusable_token_is_refused_before_anything_listens(
     start: Start, start_rank: Start, rank_command: Callable[..., list[object]], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").write_text("\n")

@@ -19,7 +19,7 @@ SCRIPT = """
     import json, sys, time
     from pathlib import Path
     from ddp_manual import TrainConfig, join, train
-    from ddp_manual.training.trackers.jsonl import JsonLines
+    from ddp_manual.training.trackers import JsonLines
 
     def close_late(sink, *, complete):
         while not Path("rank-1-has-left").exists():

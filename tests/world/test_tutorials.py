@@ -33,13 +33,13 @@ def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
         outputs.setdefault(name, []).append(Path(path))
     assert list(outputs) == ["accuracies", "model", "predictions", "figures"]
     accuracies = json.loads(outputs["accuracies"][0].read_text())
-    assert len(accuracies) == 2 and accuracies[-1] > (0.95 if ALL_DIGITS else 0.8)
+    assert len(accuracies) == 2 and accuracies[-1] > (0.95 if ALL_DIGITS else 0.7)
     assert f"[rank 0] epoch 2/2: test accuracy {100 * accuracies[-1]:.2f}%" in said
     model = MLP()
     model.load_state_dict(torch.load(outputs["model"][0], weights_only=True))
     with open(outputs["predictions"][0]) as file:
         table = list(csv.DictReader(file))
-    assert len(table) == (10_000 if ALL_DIGITS else 2_000) and {f"p_{digit}" for digit in range(10)} < {*table[0]}
+    assert len(table) == (10_000 if ALL_DIGITS else 1_000) and {f"p_{digit}" for digit in range(10)} < {*table[0]}
     assert sum(row["guess"] == row["truth"] for row in table) / len(table) == pytest.approx(accuracies[-1])
     assert {path.name for path in outputs["figures"]} == {"confusion.png", "predictions.png", "samples.png"}
     config = outputs["model"][0].parent / "config.json"
@@ -87,10 +87,10 @@ for gpus in ("0", "4"):
 def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     folder = tutorials.workspace(tmp_path, digits, cifar10)
     shown, serial, spawned = tutorials.type_in(folder, 1, OMP_NUM_THREADS="1")
-    assert f"mnist, train: {60_000 if ALL_DIGITS else 10_000} images of 28x28 pixels, grey" in shown
+    assert f"mnist, train: {60_000 if ALL_DIGITS else 5_000} images of 28x28 pixels, grey" in shown
     assert (folder / "mnist-train.png").read_bytes().startswith(b"\x89PNG")
     accuracy = re.search(r"mlp on mnist: (\S+)% test accuracy after 1 epochs on 1 rank\(s\) \(none, ", serial)
-    assert accuracy and float(accuracy[1]) > (95 if ALL_DIGITS else 80)
+    assert accuracy and float(accuracy[1]) > (95 if ALL_DIGITS else 70)
     loss = re.search(r"^2 ranks, 1 epoch\(s\): loss (\S+), saved in spawned.pt$", spawned, re.MULTILINE)
     assert loss and float(loss[1]) < (1 if ALL_DIGITS else 2)
     assert set(torch.load(folder / "spawned.pt")) == {"1.weight", "1.bias", "3.weight", "3.bias"}
@@ -130,11 +130,12 @@ def test_4_a_minimal_torchrun_script(tmp_path: Path, digits: Path, cifar10: Path
     folder = tutorials.workspace(tmp_path / "typed", digits, cifar10)
     home = {"HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
     *said, compared = tutorials.type_in(folder, 4, OMP_NUM_THREADS="1", **home)
-    last_losses, steps = [], 600 if ALL_DIGITS else 100
+    last_losses: list[float] = []
+    logged = [*range(50, 601, 50)] if ALL_DIGITS else [25, 50]  # 25 is the end of an epoch
     for text, run, world_size in zip(said, (folder / "runs" / "two", folder / "runs" / "one"), (2, 1), strict=True):
         assert "wandb: offline (no login and no WANDB_API_KEY)" in text
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in metrics] == list(range(50, steps + 1, 50))
+        assert [line["step"] for line in metrics] == logged
         last_losses.append(metrics[-1]["loss"])
         (file,) = tracked.wandb_files(run)
         assert tracked.wandb_run(file)["display_name"].startswith(f"mlp-mnist-{world_size}ranks-")
@@ -142,7 +143,7 @@ def test_4_a_minimal_torchrun_script(tmp_path: Path, digits: Path, cifar10: Path
         for name, key in (("train/loss", "loss"), ("samples_per_second", "samples_per_second"), ("lr", "lr")):
             assert {step: curves[name][step] for step in curves[name]} == {line["step"]: line[key] for line in metrics}
         assert list(curves["test/accuracy"].values()) == json.loads((run / "accuracies.json").read_text())
-        assert curves["test/accuracy"][steps] > (0.96 if ALL_DIGITS else 0.8)
+        assert curves["test/accuracy"][logged[-1]] > (0.96 if ALL_DIGITS else 0.7)
         assert tracked.wandb_processes(run) == []
     assert last_losses[0] == pytest.approx(last_losses[1], rel=1e-3)
     assert re.search(r"^ +one +two$", compared, re.MULTILINE)
@@ -158,5 +159,5 @@ def test_5_ranks_by_hand(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     for said in (rank_0, recipe):
         [run_dir] = re.findall(r"  (runs/\S+)/summary.json", said)
         accuracies.append(json.loads((tmp_path / run_dir / "summary.json").read_text())["final_test_accuracy"])
-    assert accuracies[0] >= (0.99 if ALL_DIGITS else 0.95)
+    assert accuracies[0] >= (0.99 if ALL_DIGITS else 0.9)
     assert accuracies[1] == pytest.approx(0.815, abs=0.02) if ALL_DIGITS else accuracies[1] > 0.1

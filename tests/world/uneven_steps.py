@@ -23,7 +23,7 @@ with ddp_manual.join() as world:
     train = Split(images, torch.randint(0, 10, (61,), generator=drawn), data.DIGITS)
     network = models.build("mlp", device=world.device, seed=0)
     wrapped = models.wrap(network, world.device)
-    trainer = Trainer.create(
+    trainer = Trainer(
         model=wrapped,
         optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
         train=train,
@@ -34,9 +34,9 @@ with ddp_manual.join() as world:
     )
     position, meter, counted = Position(), Meter(world.device), 0.0
     while not trainer.epoch_plan.ended(position):
-        for sync in trainer.train_epoch(position, meter, Requests(), on_step=lambda position: None):
-            position = sync.position
-        assert sync.metrics is not None
+        for step in trainer.train_epoch(position, meter, Requests()):
+            position = step.position
+        assert step.metrics is not None
         position = position.next_epoch()
     values = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-    print(position.step, sync.metrics.loss, *values[:: len(values) // 500].tolist())
+    print(position.step, step.metrics.loss, *values[:: len(values) // 500].tolist())
