@@ -153,7 +153,7 @@ def test_status_watch_ends_with_the_failure_that_ended_the_run(
     watching = look(start, port, "--watch", "--json", **token)
     wait_until(lambda: watching.out.count("\n") > 0)
     os.kill(ranks[1].worker, signal.SIGKILL)
-    assert [rank.wait(30) for rank in ranks] == [14, 14]
+    assert [rank.wait(30) for rank in ranks] == [14, 137]
     assert watching.wait(30) == 14, watching.err
     *seen, last = [json.loads(line) for line in watching.out.splitlines()]
     assert last["error"]["identifier"] == "peer-lost" and "rank 1 " in last["error"]["what"]
