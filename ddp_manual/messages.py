@@ -238,10 +238,10 @@ class RunInfo:
         if self.run_dir is None or self.script:
             return "start all ranks again"
         if self.launched is not None:
-            return f"start all ranks again, from the last checkpoint: {self.launched}"
+            return f"start all ranks again, from the last checkpoint if there is one: {self.launched}"
         resume = "" if "--resume " in self.command else " --resume auto"
         return (
-            "start all ranks again, from the last checkpoint; rank 0 with:\n"
+            "start all ranks again, from the last checkpoint if there is one; rank 0 with:\n"
             f"{self.command_for(0)} --run_dir {shlex.quote(self.run_dir)}{resume}"
         )
 

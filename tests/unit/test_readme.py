@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 import pytest
-from ddp_manual.flags import given
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
 
@@ -127,5 +126,5 @@ def test_every_command_a_document_shows_is_one_that_the_command_line_accepts(doc
 def train(arguments: list[str]) -> None:
     """Make of the flags what a rank would make of them."""
     flags = COMMANDS["train"].make_context("train", arguments).params
-    TrainConfig(**given(TrainConfig, flags))
-    WorldSpec(**given(WorldSpec, flags))
+    TrainConfig(**cli.given(TrainConfig, flags))
+    WorldSpec(**cli.given(WorldSpec, flags))
