@@ -113,7 +113,7 @@ def call(option: str, value: str, **offered: Any) -> Any:
         signature.bind(**wanted)
     except TypeError as error:
         raise BadOption(
-            f"--{option} {value} needs an argument that it is not given: {error}",
+            f"--{option} {value} cannot be called: {error}",
             why=f"it is called with those of {', '.join(offered)} that it names, and with no other",
             next="give that parameter a default, or name a function that calls it with what it needs",
         ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from ddp_manual import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.training import own_code
+from tests.conftest import REPOSITORY
 
 Write = Callable[[str, str], Path]
 
@@ -133,6 +135,14 @@ def test_a_module_that_parses_arguments_does_not_see_those_of_our_command_line(
     monkeypatch.setattr(sys, "argv", ["q3.py", "--width", "7"])
     own_code.factory("model", "needed:Net")
     assert sys.modules["needed"].arguments.width == "7"
+
+
+def test_a_script_that_joins_keeps_its_arguments_for_its_modules() -> None:
+    script = (
+        "import sys; from ddp_manual import join, spawn, train; from ddp_manual.training import own_code;"
+        "sys.exit(bool(own_code.OUR_COMMAND_LINE & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("call", ["join", "spawn"])

@@ -346,7 +346,7 @@ def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
         ),
         ("class Few(Pictures): classes = 2\ndef made(): return Few(), Few()", "a int as the classes of its train part"),
         ("def made(): return part, [(Image.new('F', (8, 8)), 0)]", "pixels of mode F"),
-        ("def made(folder): return part, part", "needs an argument that it is not given: .*folder"),
+        ("def made(folder): return part, part", "cannot be called: missing a required argument: .folder"),
         ("def other(): return part, part", "has no function or class made"),
         ("made = 5", "has no function or class made"),
         ("import nonsense.of_mine", "cannot be imported"),
@@ -452,7 +452,7 @@ def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_t
             "has no parameter to train",
         ),
         ("made = torch.nn.Linear(192, 2)", "is a network, not a function that makes one"),
-        ("def made(width, depth=3): return None", r"needs an argument that it is not given: .*width"),
+        ("def made(width, depth=3): return None", r"cannot be called: missing a required argument: .width"),
     ],
 )
 def test_what_is_wrong_with_what_a_model_factory_returns_is_named(module: object, body: str, named: str) -> None:
