@@ -288,7 +288,7 @@ def test_a_rank_without_the_gpu_it_was_to_use_leaves_before_it_joins(start_rank:
 def test_a_download_that_never_ends_is_named_by_those_who_wait_for_it(start_rank: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute_proxy:
         proxy = f"http://127.0.0.1:{mute_proxy.getsockname()[1]}"
-        options = ["--dataset", "mnist", "--data_dir", tmp_path / "data", "--join_timeout", 8]
+        options = ["--dataset", "mnist", "--data_dir", tmp_path / "data", "--join_timeout", 5]
         ranks = [start_rank(rank, 2, *options, http_proxy=proxy, https_proxy=proxy) for rank in range(2)]
         known = said(ranks[1], "process group ready after")
         ranks[1].wait_for(f"waiting for rank 0 on {HOST} to download mnist (")
@@ -301,10 +301,10 @@ def test_a_download_that_never_ends_is_named_by_those_who_wait_for_it(start_rank
         with pytest.raises(BlockingIOError):
             mute_proxy.accept()
     error = last_error(ranks[1].err)
-    assert error.startswith(f"error[data-missing]: rank 0 on {HOST} did not download mnist within 8 s\n")
+    assert error.startswith(f"error[data-missing]: rank 0 on {HOST} did not download mnist within 5 s\n")
     assert f"error[peer-failed]: rank 1 ({HOST}, pid {ranks[1].worker}) left with error[data-missing]\n" in ranks[0].err
     assert codes == [14, 16]
-    seconds = told - known - 8
+    seconds = told - known - 5
     record(
         "a download never ends", "data-missing", "who downloads, what", seconds=seconds, within=2, codes=codes, row=23
     )

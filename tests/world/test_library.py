@@ -133,7 +133,7 @@ def test_a_process_joins_twice_one_run_after_the_other(start: Start, port: int, 
                     dist.all_reduce(total)
                     print(total.item())
                     if world.rank == late:
-                        time.sleep(5)
+                        time.sleep(3)
             """
         )
     )
