@@ -23,6 +23,7 @@ from typing import Any
 
 from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Seal
+from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode
 from ddp_manual.training.config import TrainConfig
 
@@ -190,7 +191,7 @@ def read_all(ready: Iterable[tuple[selectors.SelectorKey, int]]) -> None:
 
 
 def beat_until_the_input_ends(ranks: list[SimulatedRank], selector: selectors.BaseSelector) -> None:
-    beat_every = run_info(len(ranks)).beat_every
+    beat_every = heartbeat_period(run_info(len(ranks)))
     selector.register(sys.stdin, selectors.EVENT_READ)
     started = time.monotonic()
     for rank in ranks:

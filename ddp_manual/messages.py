@@ -223,16 +223,6 @@ class RunInfo:
     """Whether the ranks run the user's own script, whose options are unknown here."""
 
     @property
-    def beat_every(self) -> float:
-        """Seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
-        return max(0.5, self.world_size / 4000)
-
-    @property
-    def silence(self) -> float:
-        """Seconds after which a rank counts as silent: two heartbeats may be late, one unsent and one on its way."""
-        return self.peer_timeout + 2 * self.beat_every
-
-    @property
     def start_again(self) -> str:
         """What to do after the run has ended, as the end of a sentence."""
         if self.run_dir is None or self.script:
@@ -307,7 +297,10 @@ class Beat(_FromNetwork):
     def of(
         cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str, debugging: bool
     ) -> Beat:
-        """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``."""
+        """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``.
+
+        Texts are cut and made printable; numbers that are not finite become 0.
+        """
         return cls(
             phase=printable(str(progress.phase)),
             epoch=int(_number(progress.epoch)),

@@ -20,6 +20,7 @@ from typing import Any
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
 from ddp_manual.agent.handshakes import LONGEST_HELLO, TOKEN_OPTIONS, Handshakes, Peer
+from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
 from ddp_manual.agent.watch import Watch
@@ -317,7 +318,7 @@ class Coordinator:
             self._watch.health.restart(now)  # this process was stopped, perhaps with its whole host
         self._handshakes.abort_silent(now)
         if now >= self._next_beat:
-            self._next_beat = now + self.run.beat_every
+            self._next_beat = now + heartbeat_period(self.run)
             for peer in self._peers.values():
                 peer.connection.write(BEAT)
             if self._watch.failure is None:
@@ -343,7 +344,7 @@ class Coordinator:
         self._handshakes.send_sealed(peer, "seen", {**self._describe_run(), **({"stacks": found} if stacks else {})})
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return what observers see of the run at this moment."""
+        """Return the answer to ``status``: the run, its ranks and what each does, who is missing, refused or gone."""
         news = self.roll_call.news()
         del news["named"]
         return {

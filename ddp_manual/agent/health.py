@@ -22,6 +22,16 @@ SLOW_BY_AT_LEAST = 0.002
 _NOTHING_YET = Beat()
 
 
+def heartbeat_period(run: RunInfo) -> float:
+    """Return the seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
+    return max(0.5, run.world_size / 4000)
+
+
+def silent_after(run: RunInfo) -> float:
+    """Return the seconds after which a rank is silent: a heartbeat may be unsent, and another on its way."""
+    return run.peer_timeout + 2 * heartbeat_period(run)
+
+
 @dataclass(frozen=True)
 class Stall:
     """Some ranks wait in a collective for the others, which do not come."""
@@ -124,9 +134,9 @@ class Health:
     def silent(self, now: float) -> list[int]:
         """Return the ranks that have been silent for too long and those that soon will be, the longest first."""
         seconds = {rank: now - known.heard for rank, known in self._watched()}
-        if not seconds or max(seconds.values()) <= self._run.silence:
+        if not seconds or max(seconds.values()) <= silent_after(self._run):
             return []
-        late = 2.5 * self._run.beat_every
+        late = 2.5 * heartbeat_period(self._run)
         return sorted((rank for rank in seconds if seconds[rank] > late), key=lambda rank: -seconds[rank])
 
     def newly_stopped(self) -> list[tuple[int, str]]:
@@ -169,8 +179,17 @@ class Health:
         begun = self._ranks[rank].beat.collectives
         return [other for other in self.finished if self._ranks[other].began_other_than(begun, int.__lt__)]
 
-    def stall(self, now: float) -> Stall | None:
-        """Return the ranks that have waited in a collective for longer than stall_timeout, and those they wait for."""
+    def find_stall(self, now: float) -> Stall | None:
+        """Find ranks that have waited in a collective for longer than stall_timeout, and the ranks they wait for.
+
+        Ranks that have begun fewer collectives in the same process group are those they wait for.
+
+        Args:
+            now: seconds of rank 0's monotonic clock.
+
+        Returns:
+            None if no rank waits for that long.
+        """
         active = {rank: known for rank, known in self._watched() if known.beat.phase != LEAVING and not known.finished}
         # A person in a debugger may take as long as he likes.
         if len(active) < 2 or any(known.beat.debugging for known in active.values()):

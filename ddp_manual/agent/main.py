@@ -21,6 +21,7 @@ from ddp_manual import run_folder, signals
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.ending import Ended, Ending, StopSignals, write_failure
+from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
@@ -311,9 +312,9 @@ class Agent:
         if not self._placed:
             self._join.log_missing()
         if now >= self._next_beat:
-            self._next_beat = now + self._run.beat_every
+            self._next_beat = now + heartbeat_period(self._run)
             self._send_beat()
-        if now - self._heard > self._run.silence and passed < 1:
+        if now - self._heard > silent_after(self._run) and passed < 1:
             lost = verdicts.rank_0_lost(
                 self._run,
                 self.worker.beat,

@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from ddp_manual.agent.compatibility import named_gpu, shared_gpu, unlike, unlike_when_ready
+from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
 from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
 
@@ -75,7 +76,7 @@ class RollCall:
         refusal, warnings = unlike(info, self._rank_0, self.run, wall_clock)
         holder = self.members.get(info.rank)
         if refusal is None and holder is not None:
-            frozen = now - holder.heard > FROZEN_AFTER_BEATS * self.run.beat_every
+            frozen = now - holder.heard > FROZEN_AFTER_BEATS * heartbeat_period(self.run)
             if not frozen and holder.heard <= since:
                 return False
             refusal = self._taken(info, holder.info, frozen=frozen)
@@ -178,7 +179,7 @@ class RollCall:
 
     def silent(self, now: float) -> list[int]:
         """The ranks, without rank 0, that have been silent for too long."""
-        return [rank for rank, member in self.members.items() if rank and now - member.heard > self.run.silence]
+        return [rank for rank, member in self.members.items() if rank and now - member.heard > silent_after(self.run)]
 
     def infos(self) -> list[RankInfo]:
         """In the order of the ranks."""

@@ -81,7 +81,7 @@ class Watch:
             self._peers[0].connection.send({"line": verdicts.slow(self._info(rank), seconds, median)})
         if vain := health.waiting_in_vain(now, IN_VAIN):
             self._end_because_of_finished(vain[0], health.beat(vain[0]).place)
-        elif not self._naming_stalled and (stall := health.stall(now)) is not None:
+        elif not self._naming_stalled and (stall := health.find_stall(now)) is not None:
             self.in_background(self._name_stalled(stall))
 
     def lose(self, rank: int, reason: str) -> None:
@@ -129,7 +129,7 @@ class Watch:
         self._naming_stalled = True
         beats = {rank: self.health.beat(rank) for rank in stall.waiting}
         stacks = await self.stacks_of(stall.behind or verdicts.one_per_place(stall, beats))
-        self._naming_stalled, now_stalled = False, self.health.stall(time.monotonic())
+        self._naming_stalled, now_stalled = False, self.health.find_stall(time.monotonic())
         if now_stalled is not None:
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos, again = self._roll_call.infos(), self._run.start_again

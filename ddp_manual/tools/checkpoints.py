@@ -44,7 +44,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
             "epochs": checkpoint.described.get("epochs"),
             "test_accuracy": checkpoint.test_accuracy,
             "bytes": checkpoint.described.get("bytes"),
-            "written": checkpoint.written or None,
+            "written": checkpoint.written_at or None,
             "verdict": fault.why if fault else "ok",
             "state": "ok" if fault is None else "corrupt" if isinstance(fault, CheckpointCorrupt) else "unreadable",
             "marks": [mark for mark, chosen in marked.items() if checkpoint is chosen],

@@ -59,8 +59,8 @@ class Checkpoint:
         return int(self.path.name.split("-")[1])
 
     @property
-    def written(self) -> float:
-        """Seconds since 1970."""
+    def written_at(self) -> float:
+        """The Unix time at which it was written, as its description says; 0 if that cannot be read."""
         return float(self.described.get("written", 0.0))
 
     @property
@@ -215,7 +215,7 @@ def find(folder: Path) -> list[Checkpoint]:
             why=f"{error.strerror}: {error.filename or folder}",
             next="name a run's folder that this user may read",
         ) from error
-    return sorted(map(describe, paths), key=lambda checkpoint: (checkpoint.step, checkpoint.written), reverse=True)
+    return sorted(map(describe, paths), key=lambda checkpoint: (checkpoint.step, checkpoint.written_at), reverse=True)
 
 
 def _half_written(folder: Path) -> set[Path]:
@@ -299,7 +299,7 @@ def holds(folder: Path, step: int) -> bool:
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the one with the best test accuracy; the newest of several."""
     rated = [checkpoint for checkpoint in checkpoints if checkpoint.test_accuracy is not None]
-    return max(rated, key=lambda one: (one.test_accuracy, one.step, one.written), default=None)
+    return max(rated, key=lambda one: (one.test_accuracy, one.step, one.written_at), default=None)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -350,7 +350,11 @@ def _set_aside(checkpoint: Checkpoint) -> None:
 
 
 def with_torchrun_run_dir(config: TrainConfig) -> TrainConfig:
-    """Give ``--resume auto`` a folder to look in under torchrun: all that one torchrun starts has the same."""
+    """Return the config with a ``run_dir`` for ``--resume auto`` under torchrun, if none was given.
+
+    The folder is named after the torchrun process that has started this rank, so the ranks that it starts again after
+    a failure find the checkpoints of the attempt before. Another torchrun has another folder.
+    """
     agent = launchers.agent_identity()
     if config.resume != AUTO or config.run_dir is not None or agent is None:
         return config

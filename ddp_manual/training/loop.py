@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ddp_manual import messages, terminal
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Requests
-from ddp_manual.training import checkpoint, collectives, data, models
+from ddp_manual.training import checkpoint, collectives, data, ddp
 from ddp_manual.training.augment import Augment, Normalise
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
@@ -151,7 +151,7 @@ class Trainer:
         try:
             scores = self.model(images).float()  # a model may compute in half precision
         except RuntimeError as error:
-            if (unused := models.unused_parameters(self.model, error)) is not None:
+            if (unused := ddp.unused_parameters(self.model, error)) is not None:
                 raise unused from error
             raise
         if len(scores) > len(labels):
@@ -287,7 +287,7 @@ class Run:
         """
         trainer = self._trainer
         self._progress.phase = "evaluating"
-        models.share_buffers(self._network)
+        ddp.share_buffers(self._network)
         rank, world_size = trainer.rank, trainer.world_size
         predictions: Predictions | None = None
         if trainer.epoch_plan.ended(self.position.next_epoch()):

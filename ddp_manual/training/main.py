@@ -29,6 +29,7 @@ from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.datasets import source_of
+from ddp_manual.training.ddp import wrap_in_ddp
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.learning_rate import peak_lr
 from ddp_manual.training.loop import Run, Trainer
@@ -223,7 +224,7 @@ def _trainer(world: World, config: TrainConfig, network: nn.Module, data: Data) 
     """Wrap the network in DDP, unless ``--no_ddp``, and create its optimizer and trainer."""
     shape, classes = data.train.shape, len(data.train.classes)
     fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
-    model = network if config.no_ddp else models.wrap(network, world.device)
+    model = network if config.no_ddp else wrap_in_ddp(network, world.device)
     return Trainer(
         model=model,
         optimizer=torch.optim.SGD(

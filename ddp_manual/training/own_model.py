@@ -126,15 +126,17 @@ def _check_state(name: str, model: nn.Module) -> None:
 def fewest_samples(
     name: str, model: nn.Module, device: torch.device, shape: tuple[int, int, int], classes: int, *, with_ddp: bool
 ) -> int:
-    """Try one training step, on a copy, for what would otherwise end the run at some later step; a collective.
+    """Check that the network can be trained, with one step on a copy, and find the smallest batch it trains on.
+
+    A collective if ``with_ddp``: every rank calls it, and all of them find the same.
 
     Returns:
-        How many samples a batch of training needs at least: 2 for batch normalisation without height and width, which
-        cannot normalise a single value, and where the network cannot be tried; otherwise 1.
+        Samples. 2 if a batch of one fails, as in batch normalisation over a single value, or if the network cannot be
+        copied and so not be tried; otherwise 1.
 
     Raises:
-        BadOption: the step fails; or DDP trains it, and a parameter gets no gradient, for which DDP would wait, or the
-            backend does not carry a buffer's type.
+        BadOption: the step fails; or, with DDP, a parameter gets no gradient, or the backend cannot send a buffer of
+            that type.
     """
     if with_ddp:
         _check_buffers(name, model)

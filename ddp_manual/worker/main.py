@@ -159,7 +159,7 @@ class Rank:
             progress=self.reporter.progress,
             _folder=RunFolder(path, path),
             _store=store,
-            _roster=placed["roster"] or [_roster_line(device)],
+            _roster=placed["roster"] or [_describe_only_rank(device)],
             _requests=self.reporter.requests,
             _tell=self.reporter.send,
             _own_process=self.reporter.own_process,
@@ -218,8 +218,8 @@ class Rank:
         return cause if isinstance(cause, PeerGone) else error
 
 
-def _roster_line(device: torch.device) -> dict[str, Any]:
-    """Describe the only rank of a run, which has no coordinator to do so."""
+def _describe_only_rank(device: torch.device) -> dict[str, Any]:
+    """Make the roster's entry for the rank of a ``--no_ddp`` run; otherwise rank 0's coordinator makes the roster."""
     versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
     host, pid = launchers.host_name(), os.getpid()
     return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}

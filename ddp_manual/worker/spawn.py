@@ -173,17 +173,18 @@ def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tupl
 
 
 def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
-    """Wait until all have ended, or one has failed and the others have had the time to leave.
+    """Wait until all ranks have ended, or until LEAVE_WITHIN seconds after the first of them has failed.
 
     Returns:
-        The rank that failed first: one that did not lose another rank, since a rank that did may be reaped earlier.
+        The rank to blame: the first to fail whose exit code does not say that it lost another rank. If all of them say
+        so, the first that failed. None if all ranks ended with 0.
     """
     failed: list[_Rank] = []
     deadline = float("inf")
     running = list(ranks)
     while running and time.monotonic() < deadline:
         for rank in list(running):
-            status = rank.status
+            status = rank.exit_code
             if status is None:
                 continue
             running.remove(rank)
@@ -191,18 +192,18 @@ def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
                 failed.append(rank)
                 deadline = min(deadline, time.monotonic() + LEAVE_WITHIN)
         time.sleep(LOOK_EVERY)
-    return next((rank for rank in failed if rank.status != PeerGone.exit_code), failed[0]) if failed else None
+    return next((rank for rank in failed if rank.exit_code != PeerGone.exit_code), failed[0]) if failed else None
 
 
 def _stop_in_order(ranks: Sequence[_Rank], number: int) -> None:
     """Pass a signal on, once, and let the ranks end by themselves; a second signal is raised again."""
-    running = [rank for rank in ranks if rank.status is None]
+    running = [rank for rank in ranks if rank.exit_code is None]
     if running:
         terminal.say("stopping; a second signal ends all ranks at once")
     for rank in running:
         rank.signal(number)
     began = time.monotonic()
-    while any(rank.status is None for rank in ranks) and time.monotonic() < began + STOP_WITHIN:
+    while any(rank.exit_code is None for rank in ranks) and time.monotonic() < began + STOP_WITHIN:
         try:
             time.sleep(LOOK_EVERY)
         except StopSignal:
@@ -216,7 +217,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
         for rank in ranks:
             rank.end(number)
         deadline = time.monotonic() + grace
-        while any(rank.status is None for rank in ranks) and time.monotonic() < deadline:
+        while any(rank.exit_code is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY)
 
 
@@ -279,8 +280,11 @@ class _Rank:
         return self.process.pid
 
     @property
-    def status(self) -> int | None:
-        """Its exit code. Its sentinel cannot tell, since processes that it has forked hold it open."""
+    def exit_code(self) -> int | None:
+        """The exit code of the process, negative after a signal; None while it runs.
+
+        multiprocessing's sentinel does not tell, since processes that the rank has forked hold it open.
+        """
         return self.process.exitcode
 
     def signal(self, number: int) -> None:
@@ -288,7 +292,7 @@ class _Rank:
             os.kill(self.pid, number)
 
     def end(self, number: int) -> None:
-        if self.status is None:
+        if self.exit_code is None:
             try:
                 os.killpg(self.pid, number)
             except ProcessLookupError:  # it does not lead a group yet
@@ -304,7 +308,7 @@ def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
 
 def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
     """Return why the rank that failed first has failed."""
-    status = rank.status
+    status = rank.exit_code
     assert status is not None
     who = f"rank {rank.report.rank} (pid {rank.pid})"
     errors = {other.report.rank: error for other in ranks if (error := other.report.read(ERROR)) is not None}

@@ -36,15 +36,22 @@ def main(channel: int) -> None:
     sys.path[0] = start["path"]
     rank = Rank(reporter, spec, start)
     try:
-        work(rank, start)
+        train_or_check(rank, start)
     except BaseException as error:
         rank.tell(error)
     reporter.unwinding = False
     threading.Event().wait()
 
 
-def work(rank: Rank, start: Mapping[str, Any]) -> None:
-    """Train or check together with the other ranks, and send the result to the agent."""
+def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
+    """Join the process group, train (or measure, for ``ddp-manual check``), leave, and send the result to the agent.
+
+    Args:
+        start: the agent's first message: ``config`` if the rank is to train, and how to ``go_on`` after a signal.
+
+    Raises:
+        BaseException: what ends the rank; the caller tells the agent.
+    """
     config = TrainConfig(**start["config"], sources=start["config_sources"]) if "config" in start else None
     own_code = check_own_code(config, rank.spec.rank) if config is not None else {}
     with rank.live(own_code) as world:

@@ -64,7 +64,7 @@ def test_a_rank_that_has_left_in_order_is_not_missed() -> None:
     health.leave(1)
     beat_until(health, 400, {0: training(1, 1)})
     assert health.silent(400) == []
-    assert health.stall(400) is None
+    assert health.find_stall(400) is None
 
 
 def test_after_rank_0_itself_was_stopped_all_ranks_have_the_full_time_again() -> None:
@@ -78,8 +78,8 @@ def test_the_rank_with_fewer_collectives_is_behind_and_the_others_wait() -> None
     waits, stuck = training(7, 8, inside=True), training(7, 7)
     health = health_of(waits, waits, stuck)
     beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
-    assert health.stall(300.0) is None
-    stall = health.stall(300.1)
+    assert health.find_stall(300.0) is None
+    stall = health.find_stall(300.1)
     assert stall is not None
     assert (stall.waiting, stall.behind) == ([0, 1], [2])
 
@@ -90,7 +90,7 @@ def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
     for second in range(1, 302):
         health.hear(0, waits, second)
         health.hear(1, training(7 + second, 7), second)
-    stall = health.stall(301)
+    stall = health.find_stall(301)
     assert stall is not None
     assert (stall.waiting, stall.behind) == ([0], [1])
 
@@ -99,7 +99,7 @@ def test_no_rank_is_behind_if_all_wait_in_the_same_collective() -> None:
     waits = training(7, 8, inside=True)
     health = health_of(waits, waits, waits)
     beat_until(health, 301, {0: waits, 1: waits, 2: waits})
-    stall = health.stall(301)
+    stall = health.find_stall(301)
     assert stall is not None
     assert (stall.waiting, stall.behind) == ([0, 1, 2], [])
 
@@ -109,7 +109,7 @@ def test_a_rank_in_a_collective_that_another_rank_has_completed_is_not_behind() 
     ahead, waits = training(8, 9, inside=True), training(7, 8, inside=True)
     health = health_of(ahead, waits, waits)
     beat_until(health, 301, {0: ahead, 1: waits, 2: waits})
-    stall = health.stall(301)
+    stall = health.find_stall(301)
     assert stall is not None
     assert (stall.waiting, stall.behind, stall.fewer) == ([0, 1, 2], [], [1, 2])
 
@@ -134,7 +134,7 @@ def test_with_nccl_the_rank_on_another_line_than_the_others_is_behind() -> None:
     waits, stuck = training(7, 9, place="train.py:9 in loss"), training(7, 8, place="train.py:3 in load")
     health = health_of(waits, waits, stuck, async_collectives=True)
     beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
-    stall = health.stall(301)
+    stall = health.find_stall(301)
     assert stall is not None
     assert stall.behind == [2]
 
@@ -143,7 +143,7 @@ def test_ranks_that_compute_are_not_stalled_whatever_their_numbers_of_collective
     talked, silent = training(7, 9), training(7, 3)
     health = health_of(talked, talked, silent)
     beat_until(health, 301, {0: talked, 1: talked, 2: silent})
-    assert health.stall(301) is None
+    assert health.find_stall(301) is None
 
 
 @pytest.mark.parametrize("phase", ["loading", "evaluating", "saving"])
@@ -151,14 +151,14 @@ def test_a_long_phase_in_which_no_rank_waits_is_not_a_stall(phase: str) -> None:
     busy = Beat(phase=phase, epoch=1, step=5, collectives={"0": 4})
     health = health_of(busy, busy)
     beat_until(health, 1000, {0: busy, 1: busy})
-    assert health.stall(1000) is None
+    assert health.find_stall(1000) is None
 
 
 def test_ranks_that_are_leaving_are_never_stalled() -> None:
     leaves, works = Beat(phase="leaving", collectives={"0": 5}, inside=True), training(7, 4)
     health = health_of(leaves, works)
     beat_until(health, 400, {0: leaves, 1: works})
-    assert health.stall(400) is None
+    assert health.find_stall(400) is None
 
 
 def test_collectives_of_a_process_group_are_compared_among_its_members_only() -> None:
@@ -166,7 +166,7 @@ def test_collectives_of_a_process_group_are_compared_among_its_members_only() ->
     second = Beat(phase="training", step=3, collectives={"0": 5})
     health = health_of(first, second)
     beat_until(health, 400, {0: first, 1: second})
-    assert health.stall(400) is None
+    assert health.find_stall(400) is None
 
 
 def look_until(health: Health, seconds: float, since: float = 0.0) -> list[tuple[int, float, float]]:
@@ -234,9 +234,9 @@ def test_a_person_in_a_debugger_is_named_once_and_may_take_as_long_as_he_likes()
     assert [line["phase"] for line in health.progress(0.0)] == ["training", "in a debugger"]
     beat_until(health, 1000, {0: waits, 1: looks})
     assert health.newly_debugging() == []
-    assert health.stall(1000) is None
+    assert health.find_stall(1000) is None
     health.hear(1, training(7, 7), 1000.0)
-    stall = health.stall(1301)
+    stall = health.find_stall(1301)
     assert stall is not None and stall.behind == [1]
 
 
@@ -269,7 +269,7 @@ def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -
     for half_second in range(2, 2000):
         for rank in range(2):
             health.hear(rank, training(1, 2, inside=(half_second + rank) % 3 != 0), half_second / 2)
-            assert health.stall(half_second / 2) is None
+            assert health.find_stall(half_second / 2) is None
 
 
 class Odd:

@@ -19,6 +19,7 @@ from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.data import Split
+from ddp_manual.training.ddp import wrap_in_ddp
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.loop import Run, Trainer
 from ddp_manual.training.metrics import Meter
@@ -212,7 +213,7 @@ def test_parameters_that_only_some_steps_use_are_named(
     network.frozen = nn.Linear(1, 1).requires_grad_(False)
     network.add_module("12", nn.Linear(CLASSES, CLASSES))  # as in a Sequential
     with pytest.raises(TrainingFailed, match=r"in a step: 12\.weight, 12\.bias\n") as caught:
-        trained(models.wrap(network, CPU), samples=16, fewest=1)
+        trained(wrap_in_ddp(network, CPU), samples=16, fewest=1)
     assert "--no_ddp" in caught.value.next
 
 

@@ -13,6 +13,7 @@ from ddp_manual.signals import Requests
 from ddp_manual.training import data, models
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
+from ddp_manual.training.ddp import wrap_in_ddp
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import Meter
@@ -22,7 +23,7 @@ with ddp_manual.join() as world:
     images = torch.randint(0, 256, (61, 1, 28, 28), generator=drawn, dtype=torch.uint8)
     train = Split(images, torch.randint(0, 10, (61,), generator=drawn), data.DIGITS)
     network = models.build("mlp", device=world.device, seed=0)
-    wrapped = models.wrap(network, world.device)
+    wrapped = wrap_in_ddp(network, world.device)
     trainer = Trainer(
         model=wrapped,
         optimizer=torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
