@@ -119,7 +119,7 @@ class Coordinator:
         for peer in [*self._peers.values(), *self._handshakes.strangers]:
             if self._watch.failure and peer.rank is None and peer.nonce and peer not in self._handshakes.claims:
                 # An observer, which may look again too late to learn why the run has ended.
-                self._handshakes.send_sealed(peer, "seen", self._describe_run())
+                self._handshakes.send_sealed(peer, "last", self._describe_run())
             peer.connection.close()
 
     # -- connections --------------------------------------------------------------------------------------------

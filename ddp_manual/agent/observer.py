@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ddp_manual.agent.connection import Seal, Unsealed
@@ -14,22 +16,23 @@ ANSWER_TIMEOUT = 5.0
 
 
 async def look_at(
-    there: Probe, where: str, token: bytes | None, *, stacks: bool = False, nonce: str | None = None
+    there: Probe, where: str, token: bytes | None, *, stacks: bool = False, nonces: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Ask the coordinator that has greeted for its run as it is now.
 
     Args:
         where: the coordinator's address, for an error message.
         stacks: ask for the Python stacks of every rank too, once the ranks have met.
-        nonce: what the answer is bound to; the same for all looks over one connection, because a coordinator whose run
-            fails sends a last answer without being asked.
+        nonces: one for this look, to which its answer is bound, then that of the look before: a coordinator whose run
+            fails sends a last answer, without being asked, to the look that it has read last.
 
     Raises:
         MasterLost: the run has ended, or its coordinator does not answer.
         TokenMismatch: one side has a token, and the other side does not have this token.
     """
     assert there.connection is not None
-    seal, nonce = Seal(token), nonce or secrets.token_hex(8)
+    seal, nonces = Seal(token), nonces or (secrets.token_hex(8),)
+    nonce = nonces[0]
     purpose = f"look {there.greeting['challenge']}"
     there.connection.send({"look": seal.close(purpose, {"stacks": stacks, "nonce": nonce})})
     try:
@@ -45,6 +48,8 @@ async def look_at(
         try:
             if "refused" in answer:
                 raise from_dict(seal.open(f"refused {nonce}", answer["refused"]))
+            if "last" in answer:
+                return _open_last(seal, nonces, answer["last"])
             return dict(seal.open(f"seen {nonce}", answer["seen"]))
         except Unsealed as unsealed:
             reason = str(unsealed)
@@ -59,3 +64,10 @@ async def look_at(
         why=f"of its answer: {reason}",
         next="give the run's DDP_MANUAL_TOKEN or --token_file",
     )
+
+
+def _open_last(seal: Seal, nonces: Sequence[str], answer: Mapping[str, Any]) -> dict[str, Any]:
+    for nonce in nonces[1:]:
+        with suppress(Unsealed):
+            return dict(seal.open(f"last {nonce}", answer))
+    return dict(seal.open(f"last {nonces[0]}", answer))

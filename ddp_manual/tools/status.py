@@ -50,18 +50,19 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
     start_rank_0 = (
         f"ddp-manual train --world_size N --rank 0 --master_addr {spec.master_addr} --master_port {spec.master_port}"
     )
-    token, nonce = launchers.token(spec.token_file), secrets.token_hex(8)
+    token, nonces = launchers.token(spec.token_file), [secrets.token_hex(8)]
     waiting = Waiting(0.0, lambda line: None)
     there = await find_rank_0(spec, resolve(spec.master_addr), waiting, start_rank_0, who="status")
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
-        seen = await look_at(there, where, token, stacks=stacks, nonce=nonce)
+        seen = await look_at(there, where, token, stacks=stacks, nonces=nonces)
         yield seen
         while again:
             await asyncio.sleep(LOOK_EVERY)
+            nonces = [secrets.token_hex(8), nonces[0]]
             try:
-                seen = await look_at(there, where, token, stacks=stacks, nonce=nonce)
+                seen = await look_at(there, where, token, stacks=stacks, nonces=nonces)
             except MasterLost:
                 if not there.connection.closed:
                     raise

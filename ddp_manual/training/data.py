@@ -138,7 +138,7 @@ class Source(ABC):
         """
         self.fetch()
         caches = {part: self.cache(part) for part in parts}
-        missing = [part for part, cache in caches.items() if cache is None or cache.load(verify=True) is None]
+        missing = [part for part, cache in caches.items() if cache is None or cache.load() is None]
         if missing:
             logger.info("%sing %s", self.verb, self.name)
         for part in missing:
@@ -148,9 +148,11 @@ class Source(ABC):
 
     def load(self, part: str) -> Split:
         """Return ``train`` or ``test``, on the CPU; fast once it is prepared. Raises what ``prepare`` raises."""
-        cache = self.cache(part)
-        cached = cache.load() if cache else None
-        split = Split(*cached) if cached else self._in_memory.get(part) or self.read(part)
+        split = self._in_memory.get(part)
+        if split is None:
+            cache = self.cache(part)
+            cached = cache.load() if cache else None
+            split = Split(*cached) if cached else self.read(part)
         if self._classes is None:
             return split
         if len(self._classes) != len(split.classes):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +50,8 @@ DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tupl
 }
 DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
 IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# What keeps a file from being read that may be whole.
+OF_THIS_MACHINE = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 DRAWN_COUNTS = {"train": 60_000, "test": 10_000}
 DRAWN_SEEDS = {"train": 1, "test": 2}
 
@@ -322,10 +324,12 @@ def _unpacked(path: Path, read: Callable[[str], Tensor]) -> Tensor:
     with _naming(path, "a data set", DOWNLOAD_AGAIN):
         if path.suffix != ".gz":
             return read(str(path))
-        # torchvision would unpack it beside the archive, where this user may not be allowed to write.
-        with tempfile.NamedTemporaryFile() as plain, gzip.open(path) as archive:
-            shutil.copyfileobj(archive, plain)
-            plain.flush()
+        content = gzip.decompress(path.read_bytes())
+    # torchvision would unpack it beside the archive, where this user may not be allowed to write.
+    with writing(Path("the folder for temporary files"), "TMPDIR"), tempfile.NamedTemporaryFile() as plain:
+        plain.write(content)
+        plain.flush()
+        with _naming(path, "a data set", DOWNLOAD_AGAIN):
             return read(plain.name)
 
 
@@ -341,6 +345,10 @@ def _naming(path: Path, kind: str, then: str) -> Iterator[None]:
             f"{path} may not be read", why=str(error), next=f"make it readable for this user: chmod a+r {path}"
         ) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in OF_THIS_MACHINE:
+            raise DataMissing(
+                f"{path} cannot be read now", why=str(error), next="mend that, then start again"
+            ) from error
         raise DataCorrupt(
             f"{path} cannot be read as {kind}", why=f"{type(error).__name__}: {error}", next=then
         ) from error

@@ -203,7 +203,9 @@ def _load(world: World, config: TrainConfig) -> Data:
     """Load the training and the test set onto the rank's device, and check that all ranks have the same."""
     found = source_of(config)
     world.progress.phase = "loading"
-    world.once_per_host(f"{found.verb} {config.dataset}", found.prepare, timeout=world.spec.join_timeout)
+    # Reading a large folder of images takes longer than ranks take to join.
+    timeout = max(world.spec.join_timeout, world.spec.stall_timeout)
+    world.once_per_host(f"{found.verb} {config.dataset}", found.prepare, timeout=timeout)
     train, test = (found.load(part) for part in PARTS)
     parts = {"train": train, "test": test}
     digests = compare_data(

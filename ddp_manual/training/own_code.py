@@ -164,14 +164,15 @@ def _imported(option: str, value: str) -> ModuleType:
         BadOption: there is no such module, or it raises something, or it ends the program.
     """
     name = value.partition(":")[0]
-    if name == _main_name():
+    is_script = not OUR_COMMAND_LINE & sys.modules.keys()
+    if is_script and (name == _main_name() or _is_the_script(name)):
         return sys.modules["__main__"]
     if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
         raise _not_importable(option, value, ModuleNotFoundError(name=name))
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does; a console script has its own folder there instead
     typed = sys.argv
-    if OUR_COMMAND_LINE & sys.modules.keys():  # a script's own arguments may be meant for its modules too
+    if not is_script:  # whose own arguments may be meant for its modules too
         sys.argv = [name]
     _importing.append(name)
     try:
@@ -188,6 +189,15 @@ def _imported(option: str, value: str) -> ModuleType:
     finally:
         _importing.pop()
         sys.argv = typed
+
+
+def _is_the_script(name: str) -> bool:
+    """Tell whether a module is the file of the script that runs, by a name with its packages: ``pk.own``."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    below = Path(*name.split(".")).with_suffix(".py")
+    return Path(script).name == below.name and any(
+        os.path.exists(file := os.path.join(folder, below)) and os.path.samefile(file, script) for folder in sys.path
+    )
 
 
 def _not_importable(option: str, value: str, error: Exception) -> BadOption:

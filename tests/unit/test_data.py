@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
-from ddp_manual.training import datasets
+from ddp_manual.training import data_cache, datasets
 from ddp_manual.training.data import PARTS, Split, warn_of_untrained
 from ddp_manual.training.data_cache import FOLDER
 from tests.conftest import source
@@ -213,7 +214,7 @@ def test_a_damaged_cache_is_named_and_made_anew(
     path.write_bytes(damage(content))
     assert pixels(tiny_mnist) == list(range(12))
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert f"the cache {path} cannot be used and is made anew: " in warning.getMessage()
+    assert f"the cache {path} is damaged and is made anew: " in warning.getMessage()
     assert path.read_bytes() == content
 
 
@@ -246,6 +247,45 @@ def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(
     path.mkdir()  # as little can be done about it as about a file in a folder that is read-only
     path.with_name(f"{path.name}.kept").write_bytes(content)
     assert pixels(tiny_mnist) == list(range(12))
+
+
+def test_a_damaged_cache_that_nobody_can_remove_or_replace_is_not_used(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    path.write_bytes(flip(-1)(path.read_bytes()))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(data_cache, "_write", refuse)
+    assert pixels(tiny_mnist) == list(range(12))
+    # So does a rank that has not prepared the data itself.
+    assert source("mnist", tiny_mnist).load("test").images.flatten().tolist() == list(range(12))
+
+
+def test_a_cache_that_cannot_be_read_at_this_moment_is_not_removed(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    there = {path: path.read_bytes() for path in caches(tiny_mnist)}
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(data_cache.mmap, "mmap", no_memory)
+        assert pixels(tiny_mnist) == list(range(12))
+    assert {path: path.read_bytes() for path in caches(tiny_mnist)} == there
+
+
+def test_data_sets_whose_names_end_alike_keep_their_caches_in_one_folder(tmp_path: Path) -> None:
+    images, labels = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    for name in ("mnist-train", "fashion-mnist-train", "kmnist-train", "mnist-train"):
+        assert data_cache.DataCache(name, tmp_path, "0123").save(images, labels, ("0",))
+    assert len(caches(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "folder"])

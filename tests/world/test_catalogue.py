@@ -288,7 +288,7 @@ def test_a_rank_without_the_gpu_it_was_to_use_leaves_before_it_joins(start_rank:
 def test_a_download_that_never_ends_is_named_by_those_who_wait_for_it(start_rank: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute_proxy:
         proxy = f"http://127.0.0.1:{mute_proxy.getsockname()[1]}"
-        options = ["--dataset", "mnist", "--data_dir", tmp_path / "data", "--join_timeout", 5]
+        options = ["--dataset", "mnist", "--data_dir", tmp_path / "data", "--join_timeout", 5, "--stall_timeout", 5]
         ranks = [start_rank(rank, 2, *options, http_proxy=proxy, https_proxy=proxy) for rank in range(2)]
         known = said(ranks[1], "process group ready after")
         ranks[1].wait_for(f"waiting for rank 0 on {HOST} to download mnist (")
