@@ -166,11 +166,11 @@ def test_a_signal_to_a_rank_that_is_leaving_changes_nothing(start_world: StartWo
     assert said in ranks[0].err and (tmp_path / "whole" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("batch", "number"), [(60, signal.SIGTERM), (102, signal.SIGHUP)])
+@pytest.mark.parametrize(("batch", "number"), [(60, signal.SIGTERM), (104, signal.SIGHUP)])
 def test_stopped_at_2_ranks_and_resumed_at_1_and_at_4_each_image_is_seen_once(
     start: Start, port: int, small_data: Path, tmp_path: Path, batch: int, number: int
 ) -> None:
-    """102 images per step do not divide 6,000: the last step is a small one."""
+    """104 images per step do not divide 6,000: the last step is a small one."""
 
     def start_recording(name: str, world_size: int, run: Path, *options: object) -> list[RankProcess]:
         return [
