@@ -464,6 +464,14 @@ def python_path() -> list[str]:
     return [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
+def reopen_streams() -> None:
+    """A stream remembers whether its file could seek when it was opened; that of the fork may be of another kind."""
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        old = getattr(sys, name)
+        how = {"buffering": 1 if old.line_buffering else -1, "encoding": old.encoding, "errors": old.errors}
+        setattr(sys, name, open(number, "w", closefd=False, **how))  # noqa: SIM115
+
+
 def run(words: Sequence[str], path: Sequence[str]) -> None:
     """Run the program of a command as ``__main__``.
 
@@ -471,6 +479,7 @@ def run(words: Sequence[str], path: Sequence[str]) -> None:
         words: the command; the first one is Python.
         path: sys.path, without the program's own folder.
     """
+    reopen_streams()
     sys.path[:] = path
     sys.orig_argv[:] = words
     if any(Path(folder, "sitecustomize.py").exists() for folder in python_path()):
