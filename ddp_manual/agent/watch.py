@@ -84,11 +84,6 @@ class Watch:
         elif not self._naming_stalled and (stall := health.find_stall(now)) is not None:
             self.in_background(self._name_stalled(stall))
 
-    def lose(self, rank: int, reason: str) -> None:
-        """The connection of a rank has ended without a goodbye: so has the rank."""
-        verdict = verdicts.gone(self._info(rank), self.health.beat(rank), reason, self._run.start_again)
-        self.end_the_run(verdict)
-
     def take_failure(self, rank: int, message: Mapping[str, Any]) -> Verdict | None:
         """Take the last words of a rank; None: which rank is to blame will be known in a moment."""
         verdict = verdicts.verdict_by(self._info(rank), message["failed"])
