@@ -25,9 +25,9 @@ from ddp_manual.training import trackers
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.metrics import Metrics
-from ddp_manual.training.predictions import Predictions
+from ddp_manual.training.predictions import PredictedImage, Predictions, first_images
 from ddp_manual.training.results import RunFiles
-from ddp_manual.training.trackers import PredictedImage, TrackedRun, Tracker, Trackers, run_name
+from ddp_manual.training.trackers import TrackedRun, Tracker, Trackers, run_name
 
 SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
 
@@ -196,7 +196,7 @@ def test_the_table_has_the_first_100_predictions_as_they_are_ordered() -> None:
 
     probabilities = torch.stack([1 - torch.arange(120) / 200, torch.arange(120) / 200], dim=1)
     predictions = Predictions(probabilities, split)
-    images_of_the_table = trackers.first_images(predictions)
+    images_of_the_table = first_images(predictions)
     assert [image.number for image in images_of_the_table] == predictions.order[:100].tolist()
     first = images_of_the_table[0]
     assert (first.number, first.guess, first.truth) == (119, "dog", "cat")
