@@ -344,7 +344,7 @@ class WeightsAndBiases(Tracker):
     def close(self, *, complete: bool) -> None:
         within = UPLOAD_WITHIN if complete else STOP_WITHIN
         if self._uploads:
-            logger.info("wandb: finishing the upload, for up to %.0f s", within)
+            logger.info("wandb: finishing the upload, for up to %g s", within)
         failed: list[BaseException] = []
 
         def finish() -> None:
@@ -360,7 +360,7 @@ class WeightsAndBiases(Tracker):
         if failed:
             raise failed[0]
         if finishing.is_alive():
-            raise TimeoutError(f"wandb has not finished within {within:.0f} s")
+            raise TimeoutError(f"wandb has not finished within {within:g} s")
 
 
 def _earlier_id(run: TrackedRun) -> str | None:
