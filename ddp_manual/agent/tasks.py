@@ -29,7 +29,7 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     config = checkpoint_files.with_torchrun_run_dir(config)
     config.check_world(spec)
     if spec.rank == 0:
-        config.check_trackers()
+        config.check_trackers(spec)
         checkpoint_files.check_run_dir(config)
     return Task(
         start={

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,15 @@ from ddp_manual.training import config_file, own_code
 from ddp_manual.training.own_code import OWN_FACTORY
 from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
 
+logger = logging.getLogger(__name__)
+
 MODELS = ("convnet", "mlp", "classic", "cifar-cnn")
 DATASETS = ("mnist", "fashion-mnist", "kmnist", "synthetic", "cifar10")
 TRACKERS = ("tensorboard", "wandb", "jsonl")
 FOLDER_PREFIX = "folder:"
 FOLDER = {"folder:PATH": r"folder:.+"}
+# Seconds: up to 10 for the login and 15 to begin the run, and on a busy machine more to start wandb's own process.
+WANDB_BEGINS_WITHIN = 30.0
 # Two ways to say one thing.
 BATCH_SIZES = ("batch_size", "global_batch_size")
 # Extra -> the packages it brings, which only some options need; setup.cfg has the same extras.
@@ -194,11 +199,17 @@ class TrainConfig(Options):
         """``track``, one by one."""
         return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
 
-    def check_trackers(self) -> None:
+    def check_trackers(self, spec: WorldSpec) -> None:
         """Raise BadOption where a package for ``--track`` is missing; on rank 0, which alone has trackers."""
         for name in self.trackers:
             if name in PACKAGES:
                 require(name, f"--track {name}")
+        if "wandb" in self.trackers and spec.world_size > 1 and spec.stall_timeout < WANDB_BEGINS_WITHIN:
+            logger.warning(
+                "--stall_timeout %g may be too short for --track wandb: all ranks wait while rank 0 begins the run, "
+                "for up to %g s",
+                *(spec.stall_timeout, WANDB_BEGINS_WITHIN),
+            )
 
     @classmethod
     def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +90,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, run_dir=str(world.run_dir_of_join))
     config.check_world(world.spec)
     if world.rank == 0:
-        config.check_trackers()
+        config.check_trackers(world.spec)
         checkpoint_files.check_run_dir(config)
     agree_on_options(
         world,
@@ -112,7 +112,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
     if restart := launchers.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
     folder = checkpoint.held_run_dir(config, paths) if world.rank == 0 else nullcontext()
-    with folder, signals.ignore_save():
+    with folder, signals.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
 
@@ -170,10 +170,9 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
             )
             on_rank_0 = world.rank == 0
             bar = on_rank_0 and terminal.on_a_terminal()
-            with (
-                world.noting_signals() as requests,
-                terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=on_rank_0) as lines,
-            ):
+            # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
+            requests = until_finished.enter_context(world.noting_signals())
+            with terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=on_rank_0) as lines:
                 while not plan.ended(run.position):
                     asked = run.train_epoch(requests, lines)
                     if not plan.epoch_ended(run.position):
@@ -189,6 +188,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
                     if stop and not plan.ended(run.position):
                         collectives.wait_for_all_ranks(world.device)  # until rank 0 has saved
                         raise _stopped(stop, run.position.step, paths, how_to_resume)
+            world.stop_heeding_signals()
 
         # Finish.
         if summary is None:

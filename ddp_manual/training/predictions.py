@@ -6,10 +6,11 @@ import csv
 import io
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # With 1,000 classes the confusion matrix takes 8 MB. Nobody could read the table or the picture of more.
 MOST_CONFUSED = 1000
+
+# Images in a tracker's table of predictions.
+ROWS = 100
 
 COLUMNS = ("id", "truth", "guess", "confidence", "correct")
 
@@ -177,3 +181,34 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[by
         yield text.getvalue().encode()
         text.seek(0)
         text.truncate()
+
+
+class PredictedImage(NamedTuple):
+    """A test image and the prediction for it."""
+
+    number: int
+    """Its place in the test set, from 0."""
+    image: Tensor
+    """uint8 on the CPU, [H, W] or [H, W, 3]."""
+    guess: str
+    truth: str
+    scores: Mapping[str, float]
+    """Class -> probability."""
+
+
+def first_images(predictions: Predictions, rows: int = ROWS) -> list[PredictedImage]:
+    """Return the first images in the order of ``predictions``: mistakes first."""
+    split, classes = predictions.split, predictions.split.classes
+    found = []
+    for number in predictions.order[:rows].tolist():
+        image = split.images[number].cpu()
+        found.append(
+            PredictedImage(
+                number=number,
+                image=image[0] if len(image) == 1 else image.permute(1, 2, 0),
+                guess=classes[int(predictions.guess[number])],
+                truth=classes[int(predictions.truth[number])],
+                scores=dict(zip(classes, predictions.probabilities[number].tolist(), strict=True)),
+            )
+        )
+    return found

@@ -1,7 +1,9 @@
 """``--track``: TensorBoard, Weights & Biases and ``track.jsonl`` follow a run, on rank 0.
 
-They are called where something happens, without a thread or queue of our own. What may take long is theirs already:
-``wandb.log`` hands the values to wandb-core, a process of wandb's that writes and uploads them, and returns.
+They are called where something happens, without a queue of our own. What may take long is theirs already:
+``wandb.log`` hands the values to wandb-core, a process of wandb's that writes and uploads them, and returns. But a
+frozen wandb-core blocks ``wandb.log`` after some 800 calls; the other ranks then wait, and the run ends after
+``--stall_timeout``.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,19 +26,19 @@ from ddp_manual import launchers, run_folder
 from ddp_manual.errors import DdpManualError, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import escaped
-from ddp_manual.training.predictions import Predictions
+from ddp_manual.training.predictions import PredictedImage, Predictions, first_images
 
 logger = logging.getLogger(__name__)
 
-# Rows of the table of predictions.
-ROWS = 100
 # The results in TensorBoard's HPARAMS tab, beside the options.
 RESULTS = ("test/accuracy", "test/loss")
 PROJECT = "ddp_manual"
 # Seconds for the server of Weights & Biases to begin a run, while all ranks wait, and to take what is left of it at the
-# end, when all other ranks have left. Its own time-out for a login is 10 s.
+# end, when all other ranks have left: of a complete run, or of one that has stopped or failed. Its own time-out for a
+# login is 10 s.
 BEGIN_WITHIN = 15.0
 UPLOAD_WITHIN = 15.0
+STOP_WITHIN = 5.0
 
 
 class TrackedRun(NamedTuple):
@@ -51,19 +54,6 @@ class TrackedRun(NamedTuple):
     @property
     def step(self) -> int:
         return self.resumes_after or 0
-
-
-class PredictedImage(NamedTuple):
-    """A test image and the prediction for it."""
-
-    number: int
-    """Its place in the test set, from 0."""
-    image: torch.Tensor
-    """uint8 on the CPU, [H, W] or [H, W, 3]."""
-    guess: str
-    truth: str
-    scores: Mapping[str, float]
-    """Class -> probability."""
 
 
 class Tracker(ABC):
@@ -163,24 +153,6 @@ def run_name(hyperparameters: Mapping[str, Any]) -> str:
     """Return ``convnet-mnist-2ranks-1c5ad2c6``; of a path, as in ``folder:PATH``, the last part."""
     model, dataset = (hyperparameters[name].rstrip("/").rpartition("/")[2] for name in ("model", "dataset"))
     return f"{model}-{dataset}-{hyperparameters['world_size']}ranks-{hyperparameters['run_id']}"
-
-
-def first_images(predictions: Predictions, rows: int = ROWS) -> list[PredictedImage]:
-    """Return the first images in the order of ``predictions``: mistakes first."""
-    split, classes = predictions.split, predictions.split.classes
-    found = []
-    for number in predictions.order[:rows].tolist():
-        image = split.images[number].cpu()
-        found.append(
-            PredictedImage(
-                number=number,
-                image=image[0] if len(image) == 1 else image.permute(1, 2, 0),
-                guess=classes[int(predictions.guess[number])],
-                truth=classes[int(predictions.truth[number])],
-                scores=dict(zip(classes, predictions.probabilities[number].tolist(), strict=True)),
-            )
-        )
-    return found
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -370,9 +342,25 @@ class WeightsAndBiases(Tracker):
         self._run.summary.update({name: value for name, value in summary.items() if isinstance(value, (int, float))})
 
     def close(self, *, complete: bool) -> None:
+        within = UPLOAD_WITHIN if complete else STOP_WITHIN
         if self._uploads:
-            logger.info("wandb: finishing the upload, for up to %.0f s; Ctrl-C ends that", UPLOAD_WITHIN)
-        self._run.finish(exit_code=0 if complete else 1)
+            logger.info("wandb: finishing the upload, for up to %g s", within)
+        failed: list[BaseException] = []
+
+        def finish() -> None:
+            try:
+                self._run.finish(exit_code=0 if complete else 1)
+            except BaseException as error:
+                failed.append(error)
+
+        # In a thread, because it is wandb-core that counts finish_timeout: frozen, it would never answer.
+        finishing = threading.Thread(target=finish, name="ddp_manual wandb finish", daemon=True)
+        finishing.start()
+        finishing.join(within)
+        if failed:
+            raise failed[0]
+        if finishing.is_alive():
+            raise TimeoutError(f"wandb has not finished within {within:g} s")
 
 
 def _earlier_id(run: TrackedRun) -> str | None:

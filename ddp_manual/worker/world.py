@@ -159,7 +159,7 @@ class World(Place):
         """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them.
 
         After the body a person's script takes its signals itself again; in a process of ours a later signal is told
-        that this rank is leaving.
+        that this rank is leaving, as after ``stop_heeding_signals``.
         """
         self._tell({"notes": True, "heeds": True})
         try:
@@ -170,3 +170,7 @@ class World(Place):
                     yield self._requests
         finally:
             self._tell({"notes": self._own_process, "heeds": False})
+
+    def stop_heeding_signals(self) -> None:
+        """Answer a signal that comes from now on with: this rank is done, and is leaving."""
+        self._tell({"notes": True, "heeds": False})

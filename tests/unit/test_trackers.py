@@ -25,9 +25,10 @@ from ddp_manual.training import trackers
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.metrics import Metrics
-from ddp_manual.training.predictions import Predictions
+from ddp_manual.training.predictions import PredictedImage, Predictions, first_images
 from ddp_manual.training.results import RunFiles
-from ddp_manual.training.trackers import PredictedImage, TrackedRun, Tracker, Trackers, run_name
+from ddp_manual.training.trackers import TrackedRun, Tracker, Trackers, WeightsAndBiases, run_name
+from ddp_manual.world_spec import WorldSpec
 
 SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
 
@@ -86,6 +87,20 @@ def train(several: Trackers, steps: int) -> None:
         several.scalars(step, {"train/loss": 0.5})
 
 
+def interrupt_soon_while(action: Callable[[], None]) -> None:
+    """Raise KeyboardInterrupt in ``action``, which is to return within seconds."""
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        started = time.monotonic()
+        action()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert time.monotonic() - started < 5
+
+
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -123,18 +138,75 @@ def test_a_signal_ends_the_wait_for_a_tracker_at_the_end_and_nothing_else(
     hanging, healthy = Remembering(at_the_end=lambda: time.sleep(30)), Remembering()
     several = opened(hanging, healthy)
     train(several, 3)
-    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
-    timer.start()
-    try:
-        started = time.monotonic()
-        several.close()
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR2, before)
-    assert time.monotonic() - started < 5
+    interrupt_soon_while(several.close)
     assert warnings() == ["--track remembering: a signal came before it had finished (look elsewhere)"]
     assert healthy.complete is False
+
+
+class WandbRun:
+    """Stands for wandb's run; its end does what a test has it do."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish = finish
+
+    def finish(self, exit_code: int) -> None:
+        self._finish()
+
+
+@pytest.fixture
+def wandb_that_ends(opened: Callable[..., Trackers], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trackers]:
+    """Follow a run in wandb, which does this at the end."""
+    monkeypatch.setattr(trackers, "UPLOAD_WITHIN", 0.5)
+    monkeypatch.setattr(trackers, "STOP_WITHIN", 0.25)
+
+    def wandb_that_ends(finish: Callable[[], object]) -> Trackers:
+        def begin(tracker: WeightsAndBiases, run: TrackedRun) -> None:
+            tracker.advice = "to upload it: wandb sync runs/one"
+            tracker._run, tracker._uploads = WandbRun(finish), True
+
+        monkeypatch.setattr(WeightsAndBiases, "open", begin)
+        monkeypatch.setattr(WeightsAndBiases, "summary", lambda tracker, summary: None)
+        return opened(WeightsAndBiases())
+
+    return wandb_that_ends
+
+
+@pytest.mark.parametrize(("complete", "shown"), [(True, "0.5"), (False, "0.25")])
+def test_wandb_that_never_finishes_is_waited_for_no_longer_than_said(
+    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]], complete: bool, shown: str
+) -> None:
+    thawed = threading.Event()
+    several = wandb_that_ends(thawed.wait)
+    if complete:
+        several.summary({})
+    started = time.monotonic()
+    several.close()
+    assert float(shown) <= time.monotonic() - started < 5
+    thawed.set()
+    assert warnings() == [
+        f"--track wandb: TimeoutError: wandb has not finished within {shown} s (to upload it: wandb sync runs/one)"
+    ]
+
+
+def test_what_wandb_raises_at_its_end_is_warned_of(
+    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]]
+) -> None:
+    def fail() -> None:
+        raise ConnectionError("the server is gone")
+
+    wandb_that_ends(fail).close()
+    assert warnings() == ["--track wandb: ConnectionError: the server is gone (to upload it: wandb sync runs/one)"]
+
+
+def test_a_signal_ends_the_wait_for_wandb(
+    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thawed = threading.Event()
+    several = wandb_that_ends(thawed.wait)
+    monkeypatch.setattr(trackers, "STOP_WITHIN", 30)
+    interrupt_soon_while(several.close)
+    thawed.set()
+    assert warnings() == ["--track wandb: a signal came before it had finished (to upload it: wandb sync runs/one)"]
 
 
 def test_a_signal_before_the_end_is_not_the_trackers_to_take(opened: Callable[..., Trackers]) -> None:
@@ -196,7 +268,7 @@ def test_the_table_has_the_first_100_predictions_as_they_are_ordered() -> None:
 
     probabilities = torch.stack([1 - torch.arange(120) / 200, torch.arange(120) / 200], dim=1)
     predictions = Predictions(probabilities, split)
-    images_of_the_table = trackers.first_images(predictions)
+    images_of_the_table = first_images(predictions)
     assert [image.number for image in images_of_the_table] == predictions.order[:100].tolist()
     first = images_of_the_table[0]
     assert (first.number, first.guess, first.truth) == (119, "dog", "cat")
@@ -259,6 +331,21 @@ def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything
     assert f"error[bad-option]: --track {name} needs {name}, which this Python does not have" in said
     assert f"next: pip install {name}\n" in said and f"pip install -e '.[{name}]'" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("track", "world_size", "stall_timeout", "warned"),
+    [("wandb", 2, 20, True), ("wandb", 1, 20, False), ("wandb", 2, 30, False), ("jsonl", 2, 20, False)],
+)
+def test_a_stall_timeout_that_is_shorter_than_wandb_may_take_to_begin_is_warned_of(
+    warnings: Callable[[], list[str]], track: str, world_size: int, stall_timeout: float, warned: bool
+) -> None:
+    TrainConfig(track=track).check_trackers(WorldSpec(world_size=world_size, stall_timeout=stall_timeout))
+    expected = (
+        "--stall_timeout 20 may be too short for --track wandb: all ranks wait while rank 0 begins the run, for up to "
+        "30 s"
+    )
+    assert warnings() == ([expected] if warned else [])
 
 
 def test_a_folder_that_has_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,3 +108,29 @@ def test_a_second_signal_ends_a_script_at_once_and_says_what_is_lost(train: Star
         time.sleep(0.5)  # the moment between two presses
     assert ranks[1].wait(5) == 130
     assert "error[stopped]: stopped by Ctrl-C (SIGINT) at once, by a second signal" in ranks[1].err
+
+
+INTERRUPTED = """
+    import os, signal, sys
+    from ddp_manual import TrainConfig, join, train
+    from ddp_manual.training.results import RunFiles
+
+    def finish_interrupted(files, summary):
+        os.kill(os.getpid(), signal.SIGINT)
+        finish(files, summary)
+
+    finish, RunFiles.finish = RunFiles.finish, finish_interrupted
+    with join(world_size=1, rank=0) as world:
+        train(world, TrainConfig(dataset="synthetic", model="mlp", epochs=1, data_dir=sys.argv[1], run_dir="run"))
+"""
+
+
+def test_ctrl_c_while_the_summary_is_written_does_not_fail_a_complete_run(
+    start: Start, tmp_path: Path, small_data: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(INTERRUPTED))
+    rank = start(sys.executable, script, small_data, cwd=tmp_path)
+    assert rank.wait(60) == 0, rank.err
+    assert "Ctrl-C (SIGINT): this rank is done, and is leaving" in rank.err
+    assert (tmp_path / "run" / "summary.json").exists()
