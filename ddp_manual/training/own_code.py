@@ -23,6 +23,7 @@ OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\
 MAIN = ("__main__", "__mp_main__")
 # Where one of these is loaded, the arguments of this process are those of our own command line.
 OUR_COMMAND_LINE = {"ddp_manual.cli", "ddp_manual.worker.task"}
+PACKAGE = Path(__file__).resolve().parents[1]
 GUARD = 'put that below a line: if __name__ == "__main__":'
 MOST_NAMED = 8
 
@@ -164,15 +165,14 @@ def _imported(option: str, value: str) -> ModuleType:
         BadOption: there is no such module, or it raises something, or it ends the program.
     """
     name = value.partition(":")[0]
-    is_script = not OUR_COMMAND_LINE & sys.modules.keys()
-    if is_script and (name == _main_name() or _is_the_script(name)):
+    if _is_the_script(name):
         return sys.modules["__main__"]
     if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
         raise _not_importable(option, value, ModuleNotFoundError(name=name))
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does; a console script has its own folder there instead
     typed = sys.argv
-    if not is_script:  # whose own arguments may be meant for its modules too
+    if OUR_COMMAND_LINE & sys.modules.keys():  # a script's own arguments may be meant for its modules too
         sys.argv = [name]
     _importing.append(name)
     try:
@@ -192,12 +192,13 @@ def _imported(option: str, value: str) -> ModuleType:
 
 
 def _is_the_script(name: str) -> bool:
-    """Tell whether a module is the file of the script that runs, by a name with its packages: ``pk.own``."""
-    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    """Tell whether a module is the script that runs, by its own name or with its packages: ``pk.own``."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if PACKAGE in script.resolve().parents:  # a worker, whose modules are not the user's
+        return False
     below = Path(*name.split(".")).with_suffix(".py")
-    return Path(script).name == below.name and any(
-        os.path.exists(file := os.path.join(folder, below)) and os.path.samefile(file, script) for folder in sys.path
-    )
+    files = (Path(folder, below) for folder in sys.path) if below.name == script.name else ()
+    return name == _main_name() or any(file.exists() and file.samefile(script) for file in files)
 
 
 def _not_importable(option: str, value: str, error: Exception) -> BadOption:
