@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import platform
+import resource
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from ddp_manual.training import config, data, models
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.models import ConvNet
+from ddp_manual.worker import device
 from tests.conftest import source
 
 
@@ -169,3 +173,14 @@ def test_the_ranks_agree_about_once_a_second_and_after_the_first_step() -> None:
     assert steps_until_sync(float("inf")) == 1
     assert steps_until_sync(0.01) == 100
     assert steps_until_sync(7.0) == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc returns the memory")
+def test_a_rank_on_the_cpu_keeps_the_memory_that_a_step_frees() -> None:
+    device.pin(0, "cpu", 0, 1)
+    torch.set_num_threads(1)
+    torch.ones(8 << 20, dtype=torch.uint8)  # the kernel provides these pages once
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(8 << 20, dtype=torch.uint8)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000  # otherwise 2,048 of 4 KiB each time
