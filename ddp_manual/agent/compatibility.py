@@ -186,29 +186,16 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
     )
 
 
-def named_gpu(info: RankInfo, ready: Ready) -> str | None:
-    """Return the UUID of the GPU that a process was told to take; None if it gets one when all ranks are here."""
-    if ready.backend != "nccl" or info.local_rank is None or info.local_rank >= len(ready.gpus):
-        return None
-    return ready.gpus[info.local_rank]
-
-
-def shared_gpu(
-    ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place] | None = None
-) -> DdpManualError | None:
+def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place]) -> DdpManualError | None:
     """Return an error if two ranks have one GPU or a rank's GPU does not exist, because NCCL supports neither.
 
     Args:
-        ranks: all with the same backend.
-        places: says which GPU each rank gets; None while ranks are missing, when only a given --local_rank counts.
+        ranks: all ranks, with the same backend.
+        places: says which GPU each rank gets.
     """
-    if not ranks or ranks[0][1].backend != "nccl":
-        return None
     holders: dict[str, RankInfo] = {}
-    for info, ready in ranks:
-        local_rank = places[info.rank].local_rank if places else info.local_rank
-        if local_rank is None or ready.device != "cuda":
-            continue
+    for info, ready in ranks if ranks[0][1].backend == "nccl" else ():
+        local_rank = places[info.rank].local_rank
         if local_rank >= len(ready.gpus):
             return DeviceMissing(
                 f"{info.who} wants cuda:{local_rank}, which does not exist",

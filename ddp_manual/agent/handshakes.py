@@ -24,7 +24,6 @@ HELLO_EACH = 0.005
 # Strangers besides as many as there are ranks.
 MOST_STRANGERS = 64
 LONGEST_HELLO = 1 << 16
-TOKEN_OPTIONS = "DDP_MANUAL_TOKEN or --token_file"
 
 
 @dataclass(eq=False)
@@ -60,12 +59,8 @@ class Handshakes:
     def _run(self) -> RunInfo:
         return self._roll_call.run
 
-    def greet(self, connection: Connection, *, over: bool) -> Peer | None:
-        """Take a new connection, and send it the challenge; None: there are too many.
-
-        Args:
-            over: whether the run is ending.
-        """
+    def greet(self, connection: Connection) -> Peer | None:
+        """Take a new connection, and send it the challenge; None: there are too many."""
         if len(self.strangers) >= self._run.world_size + MOST_STRANGERS:
             # The stranger that has been silent for longest makes room: a rank says at once who it is.
             silent = next((peer for peer in self.strangers if peer not in self.claims), None)
@@ -77,41 +72,41 @@ class Handshakes:
         peer = Peer(connection, secrets.token_hex(16), time.monotonic())
         self.strangers[peer] = None
         rank_0 = {"host": self._run.host, "pid": self._run.pid, "token": bool(self._seal)}
-        connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, "over": over, **rank_0})
+        connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, **rank_0})
         return peer
 
-    def open_sealed(self, peer: Peer, kind: str, sealed: Mapping[str, Any], who: str, next: str) -> Any:
-        """Return the request of a connection, or the TokenMismatch with which it was refused."""
-        peer.nonce = printable(str(claimed(sealed).get("nonce", "")))
+    def open_sealed(self, peer: Peer, kind: str, sealed: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what a connection asks for, its ``hello`` or its ``look``; None: it was refused."""
+        says = claimed(sealed)
+        peer.nonce = printable(str(says.get("nonce", "")))
         try:
-            return self._seal.open(f"{kind} {peer.challenge}", sealed)
+            return dict(self._seal.open(f"{kind} {peer.challenge}", sealed))
         except Unsealed as reason:
+            who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
             error = TokenMismatch(
-                f"{who} does not have rank 0's token",
+                f"{who if kind == 'hello' else 'this process'} does not have rank 0's token",
                 why=f"rank 0 on {self._run.host} (pid {self._run.pid}) says of its request: {reason}",
-                next=next,
+                next="give every rank, and status, the same DDP_MANUAL_TOKEN or --token_file",
             )
-            # A process without a token reads the refusal unsealed; one with another token sees that it is signed.
+            if kind == "hello":
+                self._roll_call.refuse(who, error)
+            # A process without a token reads the refusal unsealed; a process with another token sees that it is signed.
             self.refuse(peer, error, sealed="sealed" in sealed)
-            return error
+            return None
 
     def send_sealed(self, peer: Peer, kind: str, content: Mapping[str, Any]) -> None:
         peer.connection.send({kind: self._seal.close(f"{kind} {peer.nonce}", content)})
 
     def read_hello(self, peer: Peer, sealed: Mapping[str, Any]) -> RankInfo | None:
         """Return which rank a connection wants to be; None: it was refused."""
-        says = claimed(sealed)
-        who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
-        opened = self.open_sealed(peer, "hello", sealed, who, "give every rank the same " + TOKEN_OPTIONS)
-        if isinstance(opened, TokenMismatch):
-            self._roll_call.refuse(who, opened)
+        hello = self.open_sealed(peer, "hello", sealed)
+        if hello is None:
             return None
-        hello = dict(opened)
         del hello["nonce"]
         try:
             return RankInfo.from_message(hello)
         except (TypeError, ValueError) as reason:
-            who = f"a process on {says.get('host')!r:.60}"
+            who = f"a process on {hello.get('host')!r:.60}"
             other_version = VersionMismatch(
                 f"{who} was started with another version of ddp_manual than rank 0",
                 why=f"rank 0 on {self._run.host} cannot read what it says of itself: {reason}",
@@ -128,9 +123,9 @@ class Handshakes:
         else:
             self.claims[peer] = info
 
-    def admit_claims(self) -> list[Peer]:
-        """Return the connections that belong to a rank from now on; refuse others, and let some wait."""
-        admitted = []
+    def admit_claims(self) -> dict[int, Peer]:
+        """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait."""
+        admitted = {}
         for peer, info in list(self.claims.items()):
             decision = self._roll_call.admit(info, time.monotonic(), peer.since, time.time())
             if isinstance(decision, DdpManualError):
@@ -140,7 +135,7 @@ class Handshakes:
                 peer.rank = info.rank
                 peer.connection.reader.longest = 1 << 18
                 self.send_sealed(peer, "welcome", {"run": vars(self._run)})
-                admitted.append(peer)
+                admitted[info.rank] = peer
         return admitted
 
     def refuse(self, peer: Peer, error: DdpManualError, *, sealed: bool = True) -> None:

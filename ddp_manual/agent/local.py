@@ -22,9 +22,8 @@ from typing import Any, TextIO
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import tasks
-from ddp_manual.agent.commands import PER_RANK_OPTIONS
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, check_torch_is_installed, first_of
+from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, check_torch_is_installed
 from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_LINE
@@ -94,7 +93,7 @@ def check_train_options(nproc: int, typed: Sequence[str]) -> None:
         )
     for option in typed:
         name = option.removeprefix("--").split("=")[0].replace("-", "_")
-        if option.startswith("--") and name in PER_RANK_OPTIONS:
+        if option.startswith("--") and name in tasks.PER_RANK_OPTIONS:
             raise BadOption(
                 f"--{name} cannot be passed on by launch",
                 why=f"launch gives every rank its --{name}",
@@ -290,17 +289,18 @@ class ForkedWorker(Worker):
         self._copies = copies
 
     async def _watch(self, gone: Callable[[], None]) -> None:
-        await first_of(self._speaks, self._hung_up)
-        if self._speaks.is_set():
+        while not self.said and not self.is_gone:
+            await asyncio.sleep(0.01)
+        if self.said:
             await super()._watch(gone)
             return
         await asyncio.sleep(LOOK_EVERY)  # perhaps only its child has ended, or the forker is about to end
         self.status = self._forker.poll()
-        self.ended.set()
+        self.ended = True
         gone()
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if self._speaks.is_set():
+        if self.said:
             await super().end(error, own=own)
             await asyncio.wait(self._copies, timeout=LAST_LINES_WITHIN)
         else:  # once it is forked it finds the channel closed, and ends

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.ending import Ended, Ending, StopSignals, write_failure
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
-from ddp_manual.agent.worker_process import Worker
+from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
 from ddp_manual.messages import Beat, Place, RunInfo, Steps, Verdict, last_words
 from ddp_manual.world_spec import WorldSpec
@@ -62,17 +62,13 @@ class Agent:
         self._print_error = print_error
         self._start_worker = start_worker
         self._alone = bool(task.start.get("alone"))
-        # The ranks of ``launch`` share one terminal, in which rank 0 says which ranks are missing.
-        log_waiting = log if task.launched is None or spec.rank == 0 else (lambda line: None)
-        self._join = Join(spec, task, steps=self.steps, log=log, log_waiting=log_waiting)
+        self._join = Join(spec, task, steps=self.steps, log=log)
         self._signals = StopSignals(spec.rank, task.is_script, log, self._to_worker)
         self._worker: Worker | None = None
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
         self._started = self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
-        self._ready: Mapping[str, Any] | None = None
-        self._ready_came = asyncio.Event()
         self._begun = self._placed = self._left = self._over = False
         self._sent_beat = Beat()
         self._own_words: DdpManualError | None = None
@@ -87,9 +83,13 @@ class Agent:
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         self._ending = Ending(self.spec.rank)
+        self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
-                self._check_host()
+                if self.spec.from_variables:
+                    self.log(", ".join(self.spec.from_variables))
+                with self.steps.step("open files") as step:
+                    step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self._worker = self._start_worker()
                 await self._worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
                 self._join.info = dataclasses.replace(self._join.info, pid=self._worker.pid)
@@ -103,17 +103,11 @@ class Agent:
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
-    def _check_host(self) -> None:
-        if self.spec.from_variables:
-            self.log(", ".join(self.spec.from_variables))
-        with self.steps.step("open files") as step:
-            step.detail = f"up to {raise_descriptor_limit(self.spec)}"
-
     async def _work_alone(self) -> None:
         run_id = self.spec.run_id or run_folder.new_run_id()
         self._run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
         self._begin(None)
-        await self._ready_came.wait()
+        await self._ready
         place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
         run = {"run_id": run_id, "run_dir": self._run_dir}
@@ -125,8 +119,8 @@ class Agent:
         run, connection = await self._join.join()
         self._begin(run.address)
         self._run, self._run_dir, self._heard = run, run.run_dir, time.monotonic()
-        if self._ready is not None:
-            self._send({"ready": self._ready})
+        if self._ready.done():
+            self._send({"ready": self._ready.result()})
         connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
 
     def _begin(self, store_address: str | None) -> None:
@@ -208,10 +202,10 @@ class Agent:
             if self.worker.take_beat(message["beat"]):
                 self._send_beat()
         elif "ready" in message:
-            self._ready = message["ready"]
             self.steps.extend_from(message.get("steps", []))
-            self._ready_came.set()
-            self._send({"ready": self._ready})
+            if not self._ready.done():
+                self._ready.set_result(message["ready"])
+            self._send({"ready": message["ready"]})
         elif "notes" in message:
             self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
         elif "signalled" in message:
@@ -243,7 +237,7 @@ class Agent:
             self._ending.fail(self._own_words)
             return
         self._send_beat()
-        self._ask_for_verdict({**message, "broken": message.get("broken", False)}, self._own_words)
+        self._ask_for_verdict(message, self._own_words)
 
     def _worker_gone(self) -> None:
         if self._result is not None or self._own_words is not None:
@@ -256,7 +250,7 @@ class Agent:
         again = self._run.start_again if self._run else "start this rank again"
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
         verdict = verdicts.lost(info, self.worker.beat, again, status=worker.status, oom=oom, stack=stack)
-        self._ask_for_verdict({"lost": verdict}, verdicts.error_for(self.spec.rank, verdict))
+        self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
 
     def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
         """Tell the coordinator why this rank ends; unless it replies with what ends the run, that is ``error``."""
@@ -291,11 +285,9 @@ class Agent:
         Args:
             seen_by: a terminal sends Ctrl-C to agent and script alike, and the script may see it later.
         """
-        if self._ending.has_come:  # this rank is leaving
-            self._ready_came.set()  # without what a check might still find out
-            return
-        error = self._signals.take(number, seen_by, self._run_dir)
-        if error is not None:
+        if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
+            self._ready.cancel()
+        elif error := self._signals.take(number, seen_by, self._run_dir):
             self._ending.fail(error)
 
     def _tick(self) -> None:
@@ -358,11 +350,10 @@ class Agent:
             self._send({"bye": error.what})
         elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
             self._send({"failed": last_words(error)})
-        failed = self._own_words is not None or self._worker is None or self._worker.ended.is_set()
+        failed = self._own_words is not None or self._worker is None or self._worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
-            with suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._ready_came.wait(), READY_WITHIN)
+            await asyncio.wait([self._ready], timeout=READY_WITHIN)
 
     async def _explain(self, error: DdpManualError) -> None:
         """Print the error, after the worker's last line, and leave it in the run's folder."""
@@ -379,11 +370,10 @@ class Agent:
     async def _let_others_read(self) -> None:
         """Wait until what was sent last has been read, or for a moment."""
         coordinator, connection = self._join.coordinator, self._join.connection
-        deadline = time.monotonic() + LAST_WORD_WITHIN
-        while time.monotonic() < deadline and (
-            (coordinator is not None and coordinator.is_being_read) or (connection is not None and connection.unsent)
-        ):
-            await asyncio.sleep(0.01)
+        await wait_until(
+            lambda: not (coordinator and coordinator.is_being_read) and not (connection and connection.unsent),
+            LAST_WORD_WITHIN,
+        )
 
     def give_up(self, error: DdpManualError) -> None:
         """End this rank for this reason, unless all ranks have joined: then the others say why."""

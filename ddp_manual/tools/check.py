@@ -13,10 +13,9 @@ from typing import Any
 
 from ddp_manual import launchers, terminal
 from ddp_manual.agent.address import resolve
-from ddp_manual.agent.commands import command_template
 from ddp_manual.agent.join import Task
 from ddp_manual.agent.network_interface import own_address
-from ddp_manual.agent.tasks import agent_in_this_terminal
+from ddp_manual.agent.tasks import agent_in_this_terminal, command_template
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.messages import Step
 from ddp_manual.terminal import byte_size, columns

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_manual import cli
-from ddp_manual.agent.commands import command_template
+from ddp_manual.agent.tasks import command_template
 from ddp_manual.errors import BadOption
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
