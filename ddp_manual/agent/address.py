@@ -47,7 +47,7 @@ REPLY_TIMEOUT = 5.0
 
 
 def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Return the IP addresses of a host name; rank 0 should listen at the first that it can.
+    """Return the IP addresses of a host name, and log them; rank 0 should listen at the first that it can.
 
     A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts). Other hosts know
     another address for it, so this host's real address then comes first.
@@ -74,23 +74,14 @@ def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[s
                 next=f"give the name with its domain, such as {host}.example.org, or rank 0's IP address",
             )
         log(f"rank 0's address {host} is all digits: it is read as the IP address {addresses[0]}, not as a name")
-    if _is_own_name(host) and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
+    first = ""
+    own_name = not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
+    if own_name and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
         addresses.insert(0, real)
+        first = f" ({real} first: other hosts cannot reach {addresses[-1]})"
+    if addresses != [host]:
+        log(f"rank 0's address {host} is {', '.join(addresses)}{first}")
     return addresses
-
-
-def describe_resolved(host: str, addresses: list[str]) -> str:
-    """Say what ``resolve`` returned for a name; "" for an IP address."""
-    if addresses == [host]:
-        return ""
-    own_name = _is_own_name(host) and len(addresses) > 1 and is_loopback(addresses[-1])
-    first = f" ({addresses[0]} first: other hosts cannot reach {addresses[-1]})" if own_name else ""
-    return f"rank 0's address {host} is {', '.join(addresses)}{first}"
-
-
-def _is_own_name(host: str) -> bool:
-    """Compare names without their domains."""
-    return not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
 
 
 def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:

@@ -25,13 +25,13 @@ from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
 from ddp_manual.agent.verdicts import Watch
 from ddp_manual.errors import DdpManualError, MasterLost
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode, printable
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode, last_words, printable
 from ddp_manual.terminal import Waiting
 
 TICK = 0.1
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
-# Seconds between two lots of news, for each rank that is here: every rank reads each of them.
+# Seconds between two messages of news, for each rank that is here: every rank reads all of them.
 NEWS_EACH = 1 / 1000
 # In a world of this many ranks heartbeats are gathered for this many seconds: a wake-up for each would cost more than
 # to read it.
@@ -84,7 +84,7 @@ class Coordinator:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether bytes are unsent, or another rank is still connected that has not said goodbye and is not silent."""
+        """Whether another rank may still read: bytes are unsent, or it has not left, is connected and not silent."""
         silent = self._watch.health.silent(time.monotonic())
         return any(
             peer.connection.unsent or (rank and not (peer.left or peer.connection.closed or rank in silent))
@@ -184,7 +184,7 @@ class Coordinator:
     def _refuse_all(self, error: DdpManualError) -> None:
         """End the wait of every rank."""
         members = self.roll_call.infos()
-        self._watch.failure = verdicts.verdict_about(members[0], error) if members else {}
+        self._watch.failure = verdicts.verdict_about(members[0], last_words(error)) if members else {}
         for peer in [*self._peers.values(), *self._handshakes.claims]:
             self._handshakes.refuse(peer, error)
         self._over = True
@@ -282,7 +282,7 @@ class Coordinator:
 
     def _take_failure(self, peer: Peer, rank: int, message: Mapping[str, Any]) -> None:
         """Take what has ended a worker: its own last words or, if it is ``lost``, what its agent says about it."""
-        verdict = verdicts.verdict_by(self.roll_call.info(rank), message["failed"], judged="lost" in message)
+        verdict = verdicts.verdict_about(self.roll_call.info(rank), message["failed"], judged="lost" in message)
         if self.roll_call.complete:
             broken_at = printable(str(message["place"])) if message.get("broken") else None
             self._watch.take_failure(rank, verdict, broken_at)

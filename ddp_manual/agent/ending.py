@@ -6,14 +6,10 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, run_folder
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by
-from ddp_manual.messages import last_words
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 
 
@@ -94,14 +90,6 @@ class Ending:
     def cancel_background(self) -> None:
         for task in self._working:
             task.cancel()
-
-
-def write_failure(run_dir: Path, rank: int, pid: int, error: DdpManualError) -> None:
-    """Leave the error as ``failure-rank<k>.json`` in the run's folder, if that can be written."""
-    about = {"rank": rank, "host": launchers.host_name(), "pid": pid}
-    with suppress(DdpManualError, OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        run_folder.write_json(run_folder.RunPaths(run_dir).failure(rank), {**last_words(error), **about})
 
 
 class StopSignals:

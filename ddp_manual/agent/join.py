@@ -15,7 +15,6 @@ from typing import Any
 from ddp_manual import launchers, run_folder
 from ddp_manual.agent import reachability
 from ddp_manual.agent.address import (
-    describe_resolved,
     listen,
     read_torchrun_address,
     refuse_loopback,
@@ -101,8 +100,6 @@ class Join:
         with self._steps.step("address") as step:
             found = resolve(spec.master_addr, self._log)
             step.detail = f"{spec.named('master_addr')} is {', '.join(found)}"
-            if words := describe_resolved(spec.master_addr, found):
-                self._log(words)
             refuse_loopback(spec, found)
         if spec.rank == 0:
             found = [await self._become_rank_0(found)]

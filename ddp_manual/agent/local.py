@@ -43,6 +43,9 @@ GIVE_UP_AFTER = 0.3
 # Seconds to copy what a worker has written last.
 LAST_LINES_WITHIN = 1.0
 
+Failure = tuple[int, DdpManualError]
+"""A rank, and the error that has ended it."""
+
 
 def launch_ranks(
     nproc: int, spec: WorldSpec, config: TrainConfig, typed: Sequence[str], run_dir: str | None, max_restarts: int = 0
@@ -120,11 +123,13 @@ class Launch:
             closing.callback(forker.close)
             restarts = 0
             while (failed := await self._attempt(spec, config, port, forker)) is not None:
-                if self.signalled or not failed.may_be_mended or restarts >= self.max_restarts:
+                rank, error = failed
+                what = f"error[{error.identifier}]: {error.what}"
+                if self.signalled or not may_be_mended(error) or restarts >= self.max_restarts:
                     break
-                say(f"restart {restarts + 1} of {self.max_restarts} after {failed.told}")
-                for rank in range(self.nproc):
-                    self.paths.set_failure_aside(rank, restarts)
+                say(f"restart {restarts + 1} of {self.max_restarts} after {what}")
+                for other in range(self.nproc):
+                    self.paths.set_failure_aside(other, restarts)
                 config = self._to_go_on(config)
                 forker.start_again()
                 restarts += 1
@@ -137,23 +142,23 @@ class Launch:
             )
         if failed is None:
             return 0
-        say(f"rank {failed.rank} failed first, with exit code {failed.error.exit_code}: {failed.told}")
+        say(f"rank {rank} failed first, with exit code {error.exit_code}: {what}")
         if saved:
             say(f"to go on from the newest checkpoint:\n  {self.go_on}")
-        return failed.error.exit_code
+        return error.exit_code
 
-    async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failed | None:
+    async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failure | None:
         """Start all ranks and wait for the last; returns the failure that has ended the attempt, if any."""
         with ExitStack() as closing:
             logs = [closing.enter_context(self.paths.log(rank).open("ab")) for rank in range(self.nproc)]
             outputs = [RankOutput(log, rank) for rank, log in enumerate(logs)]
             self.agents = [self._agent(rank, spec, config, port, forker, output) for rank, output in enumerate(outputs)]
-            failed: list[Failed] = []
+            failed: list[Failure] = []
 
             async def live(rank: int) -> None:
                 ended = await self.agents[rank].run()
                 if ended.error is not None:
-                    failed.append(Failed(rank, ended.error))
+                    failed.append((rank, ended.error))
                     await asyncio.sleep(GIVE_UP_AFTER)  # the others may learn why, and then say it themselves
                     for agent in self.agents:
                         agent.give_up(PeerFailed(f"rank {rank} has left", why=ended.error.what, next=ended.error.next))
@@ -162,7 +167,7 @@ class Launch:
 
             await asyncio.gather(*(live(rank) for rank in range(self.nproc)))
         # A rank that has lost a peer may have ended before that peer.
-        return next((one for one in failed if one.error.exit_code != PeerGone.exit_code), failed[0]) if failed else None
+        return min(failed, key=lambda failure: failure[1].exit_code == PeerGone.exit_code, default=None)
 
     def _agent(
         self, rank: int, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker, output: RankOutput
@@ -195,22 +200,10 @@ class Launch:
         return config.resumed()
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A rank that has failed."""
-
-    rank: int
-    error: DdpManualError
-
-    @property
-    def may_be_mended(self) -> bool:
-        """Whether to start all ranks again, as also after the kernel has killed a rank because memory ran out."""
-        code = self.error.exit_code
-        return code in MENDED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
-
-    @property
-    def told(self) -> str:
-        return f"error[{self.error.identifier}]: {self.error.what}"
+def may_be_mended(error: DdpManualError) -> bool:
+    """Return whether to start all ranks again, as also after the kernel has killed a rank because memory ran out."""
+    code = error.exit_code
+    return code in MENDED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
 
 
 async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import run_folder, signals
+from ddp_manual import launchers, run_folder, signals
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
-from ddp_manual.agent.ending import Ended, Ending, StopSignals, write_failure
+from ddp_manual.agent.ending import Ended, Ending, StopSignals
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import Worker, wait_until
@@ -63,8 +62,8 @@ class Agent:
         self._start_worker = start_worker
         self._alone = bool(task.start.get("alone"))
         self._join = Join(spec, task, steps=self.steps, log=log)
-        self._signals = StopSignals(spec.rank, task.is_script, log, self._to_worker)
-        self._worker: Worker | None = None
+        self._signals = StopSignals(spec.rank, task.is_script, log, lambda message: self.worker.send(message))
+        self.worker: Worker
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
         self._started = self._heard = self._ticked = time.monotonic()
@@ -74,11 +73,6 @@ class Agent:
         self._own_words: DdpManualError | None = None
         self._words_of_another: str | None = None
         self._result: Any = None
-
-    @property
-    def worker(self) -> Worker:
-        assert self._worker is not None
-        return self._worker
 
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
@@ -90,13 +84,17 @@ class Agent:
                     self.log(", ".join(self.spec.from_variables))
                 with self.steps.step("open files") as step:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
-                self._worker = self._start_worker()
-                await self._worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
-                self._join.info = dataclasses.replace(self._join.info, pid=self._worker.pid)
-                self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
-                self._tick()
+                self.worker = self._start_worker()
             except Exception as error:
                 self._ending.fail(error)
+                ended = await self._ending.wait()
+                assert ended.error is not None
+                self._print_error(ended.error)
+                return ended
+            await self.worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
+            self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
+            self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
+            self._tick()
             ended = await self._ending.wait()
             await self._leave(ended.error)
         return ended
@@ -111,7 +109,7 @@ class Agent:
         place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
         run = {"run_id": run_id, "run_dir": self._run_dir}
-        self._to_worker({"place": dataclasses.asdict(place), "run": run, "roster": []})
+        self.worker.send({"place": dataclasses.asdict(place), "run": run, "roster": []})
 
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
@@ -133,7 +131,7 @@ class Agent:
             self._begun = True
             spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
             here = {"store_address": store_address, "started": self._started}
-            self._to_worker({"start": {**self.task.start, **spec, **here}})
+            self.worker.send({"start": {**self.task.start, **spec, **here}})
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
@@ -155,11 +153,11 @@ class Agent:
         elif "stacks" in message:
             self._ending.in_background(self._send_stacks())
         elif "close" in message:
-            self._to_worker({"close": message["close"]})
+            self.worker.send({"close": message["close"]})
         elif "over" in message and self._placed:
             self._over = True
             self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-            self._to_worker({"close": False})
+            self.worker.send({"close": False})
 
     async def _send_stacks(self) -> None:
         self._send({"stacks": await self.worker.stack()})
@@ -171,7 +169,7 @@ class Agent:
         self._join.complete(nodes=message["place"]["nodes"])
         self._run = dataclasses.replace(self._run, pid=message["rank_0_pid"])
         run = {"run_id": self._run.run_id, "run_dir": self._run.run_dir}
-        self._to_worker({"roster": [], **message, "run": run, "interface": self._join.own_address.interface})
+        self.worker.send({"roster": [], **message, "run": run, "interface": self._join.own_address.interface})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
@@ -214,7 +212,7 @@ class Agent:
             self._run_dir = message["run_dir"]
         elif "finished" in message:
             if self._alone or self._over:
-                self._to_worker({"close": False})
+                self.worker.send({"close": False})
             else:
                 self._send_beat()
                 self._send({"finished": True})
@@ -273,7 +271,7 @@ class Agent:
         if coordinator is not None:
             coordinator.end()
         self._send({"bye": ""})
-        self._to_worker({"over": True})
+        self.worker.send({"over": True})
         if self._result is not None:
             self._ending.finish(self._result)
 
@@ -335,8 +333,7 @@ class Agent:
         keeps_store = own and self.spec.rank == 0 and not self.task.is_script
         if keeps_store:
             await self._let_others_read()
-        if self._worker is not None:
-            await self._worker.end(error, own=own)
+        await self.worker.end(error, own=own)
         if not keeps_store:
             await self._let_others_read()
         self._join.close()
@@ -350,7 +347,7 @@ class Agent:
             self._send({"bye": error.what})
         elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
             self._send({"failed": last_words(error)})
-        failed = self._own_words is not None or self._worker is None or self._worker.ended
+        failed = self._own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
             await asyncio.wait([self._ready], timeout=READY_WITHIN)
@@ -359,12 +356,14 @@ class Agent:
         """Print the error, after the worker's last line, and leave it in the run's folder."""
         if self._run is not None and not self._placed:
             self._join.fail(error)
-        if self._worker is not None:
-            await self._worker.silence()
+        await self.worker.silence()
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
         if self._run_dir and not never_a_rank:
-            pid = self._worker.pid if self._worker is not None else os.getpid()
-            write_failure(Path(self._run_dir), self.spec.rank, pid, error)
+            paths = run_folder.RunPaths(Path(self._run_dir))
+            about = {"rank": self.spec.rank, "host": launchers.host_name(), "pid": self.worker.pid}
+            with suppress(DdpManualError, OSError):
+                paths.run_dir.mkdir(parents=True, exist_ok=True)
+                run_folder.write_json(paths.failure(self.spec.rank), {**last_words(error), **about})
         self._print_error(error)
 
     async def _let_others_read(self) -> None:
@@ -383,7 +382,3 @@ class Agent:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._join.connection is not None:
             self._join.connection.send(message)
-
-    def _to_worker(self, message: Mapping[str, Any]) -> None:
-        if self._worker is not None:
-            self._worker.send(message)

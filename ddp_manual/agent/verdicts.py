@@ -24,7 +24,7 @@ from ddp_manual.errors import (
     from_dict,
     signal_name,
 )
-from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, RunInfo, Verdict, encode, shortened
+from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, RunInfo, Verdict, encode, last_words, shortened
 
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 STACKS_WITHIN = 2.0
@@ -37,27 +37,17 @@ BLAME_WITHIN = 1.5
 IN_VAIN = 2.0
 
 
-def verdict_by(info: RankInfo, words: Mapping[str, Any], *, judged: bool) -> Verdict:
-    """Make a verdict of the last words of a rank, which speaks for no other rank.
+def verdict_about(info: RankInfo, words: Mapping[str, Any], *, judged: bool = True) -> Verdict:
+    """Make a verdict of ``last_words`` about a rank.
 
     Args:
-        judged: whether they are its agent's words about its worker.
+        judged: whether the coordinator or the rank's agent says them, not its worker.
 
     Raises:
         KeyError, TypeError, ValueError: they are not an error.
     """
     about = {"rank": info.rank, "host": info.host, "pid": info.pid, "exit_code": int(words["exit_code"])}
     return {**shortened(words), **about, **({"judged": True} if judged else {})}
-
-
-def verdict_about(info: RankInfo, error: DdpManualError, exit_code: int | None = None) -> Verdict:
-    """Make a verdict of what the coordinator says about a rank.
-
-    Args:
-        exit_code: that rank's own exit code, if it differs from the error's.
-    """
-    about = {"rank": info.rank, "host": info.host, "pid": info.pid, "judged": True}
-    return {**shortened(error.as_dict()), **about, "exit_code": exit_code or error.exit_code}
 
 
 def error_for(rank: int, verdict: Mapping[str, Any]) -> DdpManualError:
@@ -74,16 +64,12 @@ def error_for(rank: int, verdict: Mapping[str, Any]) -> DdpManualError:
 
 
 def _lost(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
-    kind = PeerLost if info.rank else MasterLost
-    return verdict_about(info, kind(f"{info.who} {what}", why=why, next=next), exit_code)
+    error = (PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next)
+    return verdict_about(info, {**last_words(error), "exit_code": exit_code or error.exit_code})
 
 
 def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:
-    """Another rank has lost rank 0.
-
-    Args:
-        beat: what that other rank was doing.
-    """
+    """Return the error for a rank that has lost rank 0; ``beat`` is what that rank was doing."""
     return MasterLost(
         f"rank 0 ({run.host}, pid {run.pid}) {what}",
         why=f"{why}\nthis rank was {beat.at_step()}",
@@ -92,7 +78,7 @@ def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:
 
 
 def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: bool, stack: str) -> Verdict:
-    """A rank's worker has ended without a word; its agent says how.
+    """Make the verdict that an agent sends whose worker has ended without a word.
 
     Args:
         status: its exit code, or minus the signal's number; None if nobody could see that.
@@ -109,10 +95,10 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
     elif -status in CRASHES:
         what = signal_name(-status)
         why = f"its worker crashed in native code: {what}"
-        next = "mend the call that the stack shows; its last lines may say more"
+        next = "repair the call that the stack shows; its last lines may say more"
     elif status < 0:
         what = signal_name(-status)
-        why = f"{what} ended its worker; no memory cgroup of it has run out of memory"
+        why = f"{what} ended its worker; its memory cgroup has not run out of memory"
         next = f"look at its last lines, and at who sends signals on {info.host}"
     else:
         what = f"its worker exited with code {status} without a word"
@@ -128,7 +114,7 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
 
 
 def lost_its_place(info: RankInfo, seconds: float) -> PeerLost:
-    """A rank was frozen during the roll call; it reads this when it goes on."""
+    """Return the error for a rank that was frozen during the roll call, which it reads when it goes on."""
     return PeerLost(
         f"{info.who} was silent for {seconds:.0f} s, and has lost its place",
         why="its agent was stopped or frozen, or the network was cut, while rank 0 waited for other ranks",
@@ -139,7 +125,7 @@ def lost_its_place(info: RankInfo, seconds: float) -> PeerLost:
 def stalled(
     members: Sequence[RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
 ) -> Verdict:
-    """Ranks are alive, and do not come to the collective in which the others wait."""
+    """Make the verdict about ranks that are alive, and do not come to the collective in which the others wait."""
     shown = stall.behind[:2] or one_per_place(stall, beats)
     ranks = [*stall.behind, *stall.waiting]
     why = [
@@ -157,14 +143,14 @@ def stalled(
         if rank in stacks:
             why.append(f"the Python stack of {members[rank].who}:\n{stacks[rank][-LONGEST_TEXT:]}")
         else:
-            why.append(f"{members[rank].who} did not say where it is within the time for it")
+            why.append(f"{members[rank].who} did not send its Python stack in time")
     if stall.behind:
         first, *others = stall.behind
         info = members[first]
         also = f", and {in_words(as_ranges(others))}" if others else ""
         waiting = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
         what = f"{info.who}{also} is stuck while others wait: {waiting} for {stall.seconds:.0f} s"
-        next = "mend what the stack shows; work that takes this long while others wait needs a larger --stall_timeout"
+        next = "repair what the stack shows; work that takes this long while others wait needs a larger --stall_timeout"
     else:
         info = members[stall.waiting[0]]
         what = f"all ranks have waited in a collective for {stall.seconds:.0f} s, and none is behind"
@@ -174,10 +160,10 @@ def stalled(
         )
         if len(shown) > 1:
             next = (
-                "look at their lines: a collective is for all ranks, so neither one nor what calls one (a step, "
-                f"train()) may be below a line such as `if rank == 0`\nor {next}"
+                "look at their lines: a collective is for all ranks, so no collective, and no call that contains one "
+                f"(a step, train()), may be below a line such as `if rank == 0`\nor {next}"
             )
-    return verdict_about(info, PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}"))
+    return verdict_about(info, last_words(PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}")))
 
 
 def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:
@@ -321,10 +307,10 @@ class Watch:
                 why="a collective needs every rank, and they did not make the same number of calls\n"
                 f"this one was on {place or 'no line of Python'}",
                 next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for "
-                "less\nand let no rank alone, as below `if rank == 0`, call a collective or what contains one: a step, "
-                "train()",
+                "less\nand call no collective, nor what contains one (a step, train()), on one rank alone, as below "
+                "`if rank == 0`",
             )
-            self.end_the_run(verdict_about(self._info(rank), error), spared=self.health.finished)
+            self.end_the_run(verdict_about(self._info(rank), last_words(error)), spared=self.health.finished)
         return bool(early)
 
     async def _name_stalled(self, stall: Stall) -> None:
