@@ -71,20 +71,20 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
         differs = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {rank_0.host}'s"
         warnings.append(f"the clock of {info.host} is {differs}")
     if info.world_size != run.world_size:
-        error: DdpManualError = WorldSizeMismatch(
+        mismatch = WorldSizeMismatch(
             f"{info.who} expects {info.world_size} ranks, rank 0 expects {run.world_size}",
             why=f"rank 0 runs on {run.host} (pid {run.pid}) with world_size {run.world_size}; "
             f"rank {info.rank} has world_size {info.world_size} ({info.world_size_source})",
             next=run.command_for(min(info.rank, run.world_size - 1)),
         )
-        return error, warnings
+        return mismatch, warnings
     if info.host_id != rank_0.host_id and run.only_on_its_host:
-        error = LoopbackMaster(
+        loopback = LoopbackMaster(
             f"rank 0 listens on {run.address}, which is not for other hosts, and rank {info.rank} is on {info.host}",
             why=f"{info.who} came through a tunnel to {run.host}; the ranks could not connect to one another",
             next=f"give every rank an address of {run.host} that {info.host} can reach as --master_addr",
         )
-        return error, warnings
+        return loopback, warnings
     if all(getattr(info, name) == getattr(rank_0, name) for name in ("versions", "code", "options")):
         return None, warnings  # nearly all ranks; the comparison part by part below takes ten times as long
     for difference in (
@@ -153,7 +153,8 @@ def _both(
 
 
 def _other_device(info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready) -> DeviceMissing | None:
-    """One host found a GPU by itself and the other did not: the other host has a fault, not other options."""
+    """Return an error if one host found a GPU by itself and the other did not: the other host has a fault, not other
+    options."""
     chosen = {one.options.get("device", (None, "flag"))[1] for one in (ready, of_rank_0)}
     if ready.device == of_rank_0.device or chosen != {"default"}:
         return None

@@ -24,7 +24,7 @@ from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
 from ddp_manual.agent.verdicts import Watch
-from ddp_manual.errors import DdpManualError, MasterLost
+from ddp_manual.errors import DdpManualError, MasterLost, PeerLost
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode, last_words, printable
 from ddp_manual.terminal import Waiting
 
@@ -190,10 +190,8 @@ class Coordinator:
         self._over = True
 
     def _advance(self) -> None:
-        """Go on with the roll call as far as possible: compare ranks, try the network, tell the ranks to begin."""
-        if self.roll_call.complete or self._watch.failure is not None:
-            return
-        if not self.roll_call.all_here:
+        """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
+        if self.roll_call.complete or self._watch.failure is not None or not self.roll_call.all_here:
             return
         if self._probes is None:  # while the workers load torch
             self._probes = Probes(self.roll_call.infos(), self.roll_call.places(), time.monotonic())
@@ -207,7 +205,7 @@ class Coordinator:
             self._complete()
 
     def _complete(self) -> None:
-        """Everybody is here: send each rank its place, with which its worker begins."""
+        """Send each rank its place, with which its worker begins: all ranks are here."""
         places = self.roll_call.places()
         if (error := self.roll_call.shared_gpu()) is not None:
             self._refuse_all(error)
@@ -226,9 +224,13 @@ class Coordinator:
 
     def _wait_for_ranks(self, now: float, *, late: bool) -> None:
         for rank in self.roll_call.silent(now) if not late else []:
-            seconds = now - self.roll_call.members[rank].heard
-            how = f"has been silent for {seconds:.0f} s: its agent is stopped, or its host is gone"
-            self._dismiss(rank, verdicts.lost_its_place(self.roll_call.info(rank), seconds), how)
+            seconds = f"{now - self.roll_call.members[rank].heard:.0f} s"
+            error = PeerLost(  # the rank reads it when it goes on
+                f"{self.roll_call.info(rank).who} was silent for {seconds}, and has lost its place",
+                why="its agent was stopped or frozen, or the network was cut, while rank 0 waited for other ranks",
+                next="start this rank again: the others still wait for it",
+            )
+            self._dismiss(rank, error, f"has been silent for {seconds}: its agent is stopped, or its host is gone")
         self._advance()
         if self._all_were_here != self.roll_call.all_here:
             self._all_were_here, self._waits_since = self.roll_call.all_here, now
@@ -254,9 +256,8 @@ class Coordinator:
                 self._gathering = True
                 asyncio.get_running_loop().call_soon(self._gather)
         elif "ready" in message:
-            for unlike, error in self.roll_call.get_ready(rank, Ready.from_message(message["ready"])):
-                self.roll_call.refuse(self.roll_call.info(unlike).who, error)
-                self._dismiss(unlike, error, "has left: it was refused")
+            for other, error in self.roll_call.get_ready(rank, Ready.from_message(message["ready"])):
+                self._dismiss(other, error, "has left: it was refused")
             self._advance()
         elif "probed" in message:
             if self._probes is not None:
@@ -314,10 +315,10 @@ class Coordinator:
         if self.roll_call.complete and self._watch.failure is None:
             self._watch.check(now)
 
-    # -- observers --------- -----------------------------------------------------------------------------------
+    # -- observers ---------------------------------------------------------------------------------------------
 
     def _take_look(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
-        """An observer, which joins nothing, wants to see the run."""
+        """Show the run to an observer, which joins nothing."""
         look = self._handshakes.open_sealed(peer, "look", sealed)
         if look is not None:
             peer.since = time.monotonic()  # it may look again

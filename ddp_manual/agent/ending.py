@@ -39,14 +39,14 @@ class Ending:
         return self._done.done()
 
     async def wait(self) -> Ended:
-        """Wait for the end; returns how it came."""
+        """Wait until the rank ends, and return how."""
         try:
             return Ended(result=await self._done)
         except DdpManualError as error:
             return Ended(error=error)
 
     def finish(self, result: Any) -> None:
-        """The work is done; ``result`` is Stopped if a signal has stopped all ranks, which then left in order."""
+        """End the rank with its result: Stopped if a signal has stopped all ranks, which then left in order."""
         if isinstance(result, DdpManualError):
             self.fail(result)
         elif not self._done.done():

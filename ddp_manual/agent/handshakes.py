@@ -15,7 +15,7 @@ from typing import Any
 from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed
 from ddp_manual.agent.roll_call import RollCall
 from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
-from ddp_manual.messages import RankInfo, RunInfo, printable
+from ddp_manual.messages import RankInfo, printable
 
 PROTOCOL = 1
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
@@ -28,7 +28,7 @@ LONGEST_HELLO = 1 << 16
 
 @dataclass(eq=False)
 class Peer:
-    """A connection. ``rank`` is None until it belongs to a rank."""
+    """A connection to rank 0. ``rank`` is None until it belongs to a rank."""
 
     connection: Connection
     challenge: str
@@ -55,13 +55,9 @@ class Handshakes:
         self.claims: dict[Peer, RankInfo] = {}
         """Strangers that have said which rank they want to be."""
 
-    @property
-    def _run(self) -> RunInfo:
-        return self._roll_call.run
-
     def greet(self, connection: Connection) -> Peer | None:
         """Take a new connection, and send it the challenge; None: there are too many."""
-        if len(self.strangers) >= self._run.world_size + MOST_STRANGERS:
+        if len(self.strangers) >= self._roll_call.run.world_size + MOST_STRANGERS:
             # The stranger that has been silent for longest makes room: a rank says at once who it is.
             silent = next((peer for peer in self.strangers if peer not in self.claims), None)
             if silent is not None:
@@ -71,7 +67,8 @@ class Handshakes:
                 return None
         peer = Peer(connection, secrets.token_hex(16), time.monotonic())
         self.strangers[peer] = None
-        rank_0 = {"host": self._run.host, "pid": self._run.pid, "token": bool(self._seal)}
+        run = self._roll_call.run
+        rank_0 = {"host": run.host, "pid": run.pid, "token": bool(self._seal)}
         connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, **rank_0})
         return peer
 
@@ -83,9 +80,10 @@ class Handshakes:
             return dict(self._seal.open(f"{kind} {peer.challenge}", sealed))
         except Unsealed as reason:
             who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
+            run = self._roll_call.run
             error = TokenMismatch(
                 f"{who if kind == 'hello' else 'this process'} does not have rank 0's token",
-                why=f"rank 0 on {self._run.host} (pid {self._run.pid}) says of its request: {reason}",
+                why=f"rank 0 on {run.host} (pid {run.pid}) says of its request: {reason}",
                 next="give every rank, and status, the same DDP_MANUAL_TOKEN or --token_file",
             )
             if kind == "hello":
@@ -109,7 +107,7 @@ class Handshakes:
             who = f"a process on {hello.get('host')!r:.60}"
             other_version = VersionMismatch(
                 f"{who} was started with another version of ddp_manual than rank 0",
-                why=f"rank 0 on {self._run.host} cannot read what it says of itself: {reason}",
+                why=f"rank 0 on {self._roll_call.run.host} cannot read what it says of itself: {reason}",
                 next="install the same version on every host",
             )
             self._roll_call.refuse(who, other_version)
@@ -134,7 +132,7 @@ class Handshakes:
                 self.forget(peer)
                 peer.rank = info.rank
                 peer.connection.reader.longest = 1 << 18
-                self.send_sealed(peer, "welcome", {"run": vars(self._run)})
+                self.send_sealed(peer, "welcome", {"run": vars(self._roll_call.run)})
                 admitted[info.rank] = peer
         return admitted
 

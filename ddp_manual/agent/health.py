@@ -101,11 +101,11 @@ class Health:
         known.named -= {state for state in ("stopped", "debugging") if not getattr(beat, state)}
 
     def forget(self, rank: int, now: float) -> None:
-        """Another process is to be this rank."""
+        """Begin anew with a rank, which is another process from now on."""
         self._ranks[rank] = _Rank(now, now)
 
     def finish(self, rank: int) -> None:
-        """The rank has done its work, and may still wait for other ranks."""
+        """Note that a rank has done its work; it may still wait for other ranks."""
         self._ranks[rank].finished = True
 
     @property
@@ -113,11 +113,11 @@ class Health:
         return [rank for rank, known in enumerate(self._ranks) if known.finished or known.left]
 
     def leave(self, rank: int) -> None:
-        """The rank has left in order: it is watched no more."""
+        """Watch a rank no more, which has left in order."""
         self._ranks[rank].left = True
 
     def restart(self, now: float) -> None:
-        """Rank 0 itself was stopped for long, perhaps with its whole host: give all ranks the full time again."""
+        """Give all ranks the full time again: rank 0 itself was stopped for long, perhaps with its whole host."""
         for known in self._ranks:
             known.heard = known.changed = now
             known.stopped_since = known.stopped_since and now

@@ -97,7 +97,7 @@ class RollCall:
         """Take what a rank knows now that it has loaded torch.
 
         Returns:
-            The ranks to refuse, since they do not belong with rank 0, now that both know their devices.
+            The ranks that are refused, because they do not belong with rank 0 now that both know their devices.
         """
         member = self.members[rank]
         member.ready = ready
@@ -110,13 +110,14 @@ class RollCall:
         first = self.members.get(0)
         if first is None or first.ready is None:
             return []
-        compared = [self.members[one] for one in (self.members if rank == 0 else [rank])]
-        found = [
-            (one.info.rank, unlike_when_ready(one.info, one.ready, first.info, first.ready, self.run))
-            for one in compared
-            if one.ready is not None
-        ]
-        return [(one, error) for one, error in found if error is not None]
+        refused: list[tuple[int, DdpManualError]] = []
+        for other in self.members.values() if rank == 0 else [member]:
+            if other.ready is not None:
+                error = unlike_when_ready(other.info, other.ready, first.info, first.ready, self.run)
+                if error is not None:
+                    self.refuse(other.info.who, error)
+                    refused.append((other.info.rank, error))
+        return refused
 
     def leave(self, rank: int, how: str) -> None:
         """Make a rank missing again.

@@ -113,15 +113,6 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
     )
 
 
-def lost_its_place(info: RankInfo, seconds: float) -> PeerLost:
-    """Return the error for a rank that was frozen during the roll call, which it reads when it goes on."""
-    return PeerLost(
-        f"{info.who} was silent for {seconds:.0f} s, and has lost its place",
-        why="its agent was stopped or frozen, or the network was cut, while rank 0 waited for other ranks",
-        next="start this rank again: the others still wait for it",
-    )
-
-
 def stalled(
     members: Sequence[RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
 ) -> Verdict:
@@ -197,10 +188,6 @@ class Watch:
         self._naming_stalled = False
         self._working: set[asyncio.Task[None]] = set()
 
-    @property
-    def _run(self) -> RunInfo:
-        return self._roll_call.run
-
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
         self.health.hear(rank, beat, now)
@@ -226,7 +213,7 @@ class Watch:
                 self.send_to_all({"line": f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"})
         if not self._roll_call.complete:
             return
-        if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._run.peer_timeout):
+        if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._roll_call.run.peer_timeout):
             return
         for rank in health.newly("debugging"):
             where = health.beat(rank).place or "a line of its own"
@@ -265,7 +252,7 @@ class Watch:
 
     def _end_because_of_silent(self, now: float) -> bool:
         """End the run because of the rank that has been silent for too long; the others soon will be."""
-        found, world_size = self.health.silent(now), self._run.world_size
+        found, world_size = self.health.silent(now), self._roll_call.run.world_size
         if not found:
             return False
         (rank, seconds), infos = next(iter(found.items())), [self._info(rank) for rank in found]
@@ -297,7 +284,7 @@ class Watch:
         return found is not None
 
     def _end_because_of(self, info: RankInfo, what: str, *, why: str, next: str) -> None:
-        self.end_the_run(_lost(info, what, why=why, next=f"{next}\nthen {self._run.start_again}"))
+        self.end_the_run(_lost(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}"))
 
     def _end_because_of_finished(self, rank: int, place: str) -> bool:
         """End the run if ``rank`` is in a collective, at this place, which other ranks do not take part in any more."""
@@ -321,7 +308,7 @@ class Watch:
         self._naming_stalled, now_stalled = False, self.health.find_stall(time.monotonic())
         if now_stalled is not None:
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
-            infos, again = self._roll_call.infos(), self._run.start_again
+            infos, again = self._roll_call.infos(), self._roll_call.run.start_again
             self.end_the_run(stalled(infos, now_stalled, beats, stacks, again))
 
     def end_the_run(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
@@ -348,7 +335,7 @@ class Watch:
             self._first_finished = time.monotonic()
         if self._close_together is not None:
             self._peers[rank].connection.send({"close": self._close_together})
-        elif len(self.health.finished) == self._run.world_size:
+        elif len(self.health.finished) == self._roll_call.run.world_size:
             self._close_process_groups(together=True)
 
     def _close_process_groups(self, *, together: bool) -> None:
