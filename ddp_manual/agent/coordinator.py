@@ -145,7 +145,7 @@ class Coordinator:
                 return
             holder = self._peers.get(info.rank)
             if not self.roll_call.complete or (holder is not None and not holder.left):
-                self._handshakes.claim(peer, info)
+                self._handshakes.claims[peer] = info
                 self._peers.update(self._handshakes.admit_claims())
                 return
         peer.connection.send({"over": True})  # the process comes too early for the next run, and asks again

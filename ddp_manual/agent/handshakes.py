@@ -53,7 +53,7 @@ class Handshakes:
         # In the order in which they came, as a dict keeps it.
         self.strangers: dict[Peer, None] = {}
         self.claims: dict[Peer, RankInfo] = {}
-        """Strangers that have said which rank they want to be."""
+        """Strangers that have said which rank they want to be; ``admit_claims`` decides."""
 
     def greet(self, connection: Connection) -> Peer | None:
         """Take a new connection, and send it the challenge; None: there are too many."""
@@ -114,18 +114,13 @@ class Handshakes:
             self.refuse(peer, other_version)
             return None
 
-    def claim(self, peer: Peer, info: RankInfo) -> None:
-        """Note which rank a connection wants to be; ``admit_claims`` decides."""
-        if info.rank == 0 and peer.nonce != self._own_nonce:
-            self.refuse(peer, self._roll_call.taken_rank_0(info))
-        else:
-            self.claims[peer] = info
-
     def admit_claims(self) -> dict[int, Peer]:
         """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait."""
         admitted = {}
         for peer, info in list(self.claims.items()):
-            decision = self._roll_call.admit(info, time.monotonic(), peer.since, time.time())
+            false_rank_0 = info.rank == 0 and peer.nonce != self._own_nonce
+            now, wall_clock = time.monotonic(), time.time()
+            decision = self._roll_call.admit(info, now, peer.since, wall_clock, false_rank_0=false_rank_0)
             if isinstance(decision, DdpManualError):
                 self.refuse(peer, decision)
             elif decision:

@@ -42,7 +42,7 @@ RANK_0_FIRST = 1.0
 class Task:
     """What the worker of a rank is to do, and what of it all ranks must have in common."""
 
-    start: Mapping[str, Any]
+    start: Mapping[str, Any] = field(default_factory=dict)
     """The message that starts the worker."""
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
@@ -57,7 +57,7 @@ class Task:
     launched: str | None = None
     """The command that resumes the run, if ``launch`` has started the ranks."""
     wait_until_ready: bool = False
-    """Whether a failure waits for what the worker finds out, as ``check`` does."""
+    """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
     attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
     """Differs for each time that the ranks of one torchrun join."""
 
@@ -71,7 +71,7 @@ class Join:
 
     def __init__(self, spec: WorldSpec, task: Task, *, steps: Steps, log: Callable[[str], None]) -> None:
         self.info = RankInfo(rank=spec.rank, world_size=spec.world_size, host=launchers.host_name(), pid=os.getpid())
-        """What is known of this rank so far."""
+        """What this rank knows of itself so far, and says in its hello."""
         self.coordinator: Coordinator | None = None
         self.probe_server: asyncio.Server | None = None
         """Answers the other hosts' probes."""
@@ -189,7 +189,7 @@ class Join:
             self.connection.send({"probed": failures, "for": key})
 
     def complete(self, nodes: int) -> None:
-        """All ranks have joined, on so many hosts."""
+        """End the steps of joining: all ranks have joined, on so many hosts."""
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {nodes} host(s)")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
@@ -294,7 +294,11 @@ class Join:
             ) from None
 
     def _say_that_rank_0_is_silent(self, where: str) -> None:
-        """Raises MasterLost when the time is up, as for a process that was stopped after its greeting."""
+        """Log that rank 0, which may have been stopped after its greeting, does not answer the hello.
+
+        Raises:
+            MasterLost: the time is up.
+        """
         self._waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
         if self._waiting.over:
             waited = f"{self._waiting.waited:.0f} s"

@@ -84,7 +84,11 @@ def from_the_newest(typed: Sequence[str]) -> list[str]:
 
 
 def check_train_options(nproc: int, typed: Sequence[str]) -> None:
-    """Raises BadOption for options that ``launch`` would silently override, and for a script, which it cannot start."""
+    """Check the options for the ranks' training.
+
+    Raises:
+        BadOption: ``launch`` would silently override an option, or is given a script, which it cannot start.
+    """
     if typed and not typed[0].startswith("-"):
         program = typed[0]
         raise BadOption(

@@ -39,7 +39,7 @@ READY_WITHIN = 20.0
 
 
 class Agent:
-    """The agent of one rank.
+    """The agent of one rank, from ``run`` to the exit code.
 
     Args:
         start_worker: starts the worker's process, or returns the one that runs already.
@@ -163,7 +163,7 @@ class Agent:
         self._send({"stacks": await self.worker.stack()})
 
     def _take_place(self, message: Mapping[str, Any]) -> None:
-        """All ranks have joined: tell the worker its place, with which it begins to work."""
+        """Tell the worker its place, with which it begins to work: all ranks have joined."""
         assert self._run is not None
         self._placed = True
         self._join.complete(nodes=message["place"]["nodes"])
@@ -219,7 +219,7 @@ class Agent:
         elif "failed" in message:
             self._take_failure(message)
         elif "left" in message:
-            self._ending.in_background(self._part())
+            self._ending.in_background(self._leave_in_order())
         elif "done" in message:
             self._result = message["done"]
             if stopped := message.get("stopped"):
@@ -251,7 +251,7 @@ class Agent:
         self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
 
     def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
-        """Tell the coordinator why this rank ends; unless it replies with what ends the run, that is ``error``."""
+        """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
         if self._run is None or self._join.connection is None or self._join.connection.closed or self._over:
             self._ending.fail(error)
             return
@@ -262,8 +262,8 @@ class Agent:
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
         asyncio.get_running_loop().call_later(VERDICT_WITHIN, self._ending.fail, error)
 
-    async def _part(self) -> None:
-        """The worker has left: say goodbye. Rank 0 leaves last, because its worker has torch's store."""
+    async def _leave_in_order(self) -> None:
+        """Say goodbye after the worker has left. Rank 0 leaves last, because its worker has torch's store."""
         coordinator = self._join.coordinator
         if coordinator is not None:
             await coordinator.wait_for_goodbyes(self.log)
@@ -367,7 +367,7 @@ class Agent:
         self._print_error(error)
 
     async def _let_others_read(self) -> None:
-        """Wait until what was sent last has been read, or for a moment."""
+        """Wait until the other ranks have read what was sent last, at most for a moment."""
         coordinator, connection = self._join.coordinator, self._join.connection
         await wait_until(
             lambda: not (coordinator and coordinator.is_being_read) and not (connection and connection.unsent),

@@ -59,18 +59,23 @@ class RollCall:
 
     # -- what happens -------------------------------------------------------------------------------------------
 
-    def admit(self, info: RankInfo, now: float, since: float, wall_clock: float) -> DdpManualError | bool:
+    def admit(
+        self, info: RankInfo, now: float, since: float, wall_clock: float, *, false_rank_0: bool = False
+    ) -> DdpManualError | bool:
         """Admit a process as a rank, or refuse it, or let it wait.
 
         Args:
             since: when the process came. If another process holds its rank, the decision waits until that process was
                 heard from, is gone, or is known to be frozen.
             wall_clock: seconds since the epoch.
+            false_rank_0: whether it wants to be rank 0, and is not rank 0's own agent.
 
         Returns:
             True: it is a rank now. False: undecided; call this again. An error: why it is refused.
         """
         refusal, warnings = unlike(info, self._rank_0, self.run, wall_clock)
+        if false_rank_0:
+            refusal = self._taken(info, self._rank_0, frozen=False)
         holder = self.members.get(info.rank)
         if refusal is None and holder is not None:
             frozen = now - holder.heard > FROZEN_AFTER_BEATS * heartbeat_period(self.run)
@@ -129,12 +134,6 @@ class RollCall:
         self._loading.discard(rank)
         self.gone.append(f"{member.info.who} {how}")
         self.changed = True
-
-    def taken_rank_0(self, info: RankInfo) -> RankTaken:
-        """Refuse a process other than rank 0's own agent that wants to be rank 0."""
-        error = self._taken(info, self._rank_0, frozen=False)
-        self.refuse(info.who, error)
-        return error
 
     def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")

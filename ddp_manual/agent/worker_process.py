@@ -285,7 +285,7 @@ class ScriptWorker(Worker):
 
 
 def check_torch_is_installed() -> None:
-    """Raises BackendUnavailable before a worker is started in vain."""
+    """Raise BackendUnavailable before a worker is started in vain."""
     if find_spec("torch") is None:
         raise BackendUnavailable(
             "torch is not installed in this Python",

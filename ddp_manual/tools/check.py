@@ -46,9 +46,8 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     variables = launchers.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
     # The option has a rank that checks refused by a rank that trains.
-    checking = Task(
-        start={}, options={"command": ("check", "command")}, command=command_template(spec), wait_until_ready=True
-    )
+    options = {"command": ("check", "command")}
+    checking = Task(options=options, command=command_template(spec), wait_until_ready=True)
     agent = agent_in_this_terminal(spec, checking, print_error=lambda error: None)
     # The agent raises the same error below, after all that this host can find out by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:

@@ -373,7 +373,7 @@ def test_the_rank_of_a_process_that_is_gone_is_free() -> None:
 
 def test_once_all_ranks_are_here_a_newcomer_reads_that_no_rank_is_missing() -> None:
     roll_call = roll_call_of(*(info(rank, "a") for rank in range(3)))
-    error = roll_call.taken_rank_0(info(0, "b", pid=9))
+    error = roll_call.admit(info(0, "b", pid=9), 1.0, 1.0, 0.0, false_rank_0=True)
     assert isinstance(error, RankTaken)
     assert error.next.startswith("all ranks are here; to replace rank 0, end that process")
 
