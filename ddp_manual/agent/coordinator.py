@@ -197,11 +197,10 @@ class Coordinator:
             self._probes = Probes(self.roll_call.infos(), self.roll_call.places(), time.monotonic())
             for rank, request in self._probes.requests():
                 self._peers[rank].connection.send(request)
-        if not self._probes.over(time.monotonic()):
-            return
-        if failing := self._probes.failing:
+        failing = self._probes.failing(time.monotonic())
+        if failing:
             self._refuse_all(unreachable(failing))
-        elif self.roll_call.all_ready:
+        elif failing is not None and self.roll_call.all_ready:
             self._complete()
 
     def _complete(self) -> None:
