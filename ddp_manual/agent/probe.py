@@ -1,7 +1,8 @@
 """What answers at rank 0's address, the wait until rank 0's agent does, and what that agent shows of its run.
 
 The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked over
-a second connection whether it is torch's TCPStore or a server that waits for a line.
+a second connection whether it is torch's TCPStore or a server that waits for a line: an agent that is only busy could
+not read such a question.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LINE = b" / HTTP/1.0\r\n\r\n"
 # Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
 GREETED_WITHIN = 1.5
-REPLY_WITHIN = 0.9
+REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
 
 
