@@ -23,7 +23,7 @@ import psutil
 
 from ddp_manual import launchers
 from ddp_manual.agent.network_interface import at, family, interface_addresses, is_loopback, own_address
-from ddp_manual.agent.probe import VALIDATE, Probe, look_at, probe
+from ddp_manual.agent.probe import VALIDATE, look_at, probe
 from ddp_manual.agent.roll_call import MOST_NAMED, situation
 from ddp_manual.errors import (
     AddressNotLocal,
@@ -168,31 +168,26 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
     port = spec.master_port
     another = f"--master_port {port + 1 if port < 65535 else port - 1}"
     there = await probe(address, port)
-    if there.connection is not None:
+    if there.connection is None:
         return PortInUse(
-            f"another rank 0 is already running at {at(address, port)}",
-            why=f"it answers there, held by {_port_owner(port)}\n"
-            f"{await _describe_run(there, spec)}; this process is {spec.named('rank')}",
-            next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
-            f"if it is another run, give all its ranks a port of its own: {another}",
+            f"rank 0 cannot listen at {at(address, port)}: the port is in use",
+            why=f"it is held by {_port_owner(port)}",
+            next=f"end that process, or give every rank another port: {another}",
         )
-    return PortInUse(
-        f"rank 0 cannot listen at {at(address, port)}: the port is in use",
-        why=f"it is held by {_port_owner(port)}",
-        next=f"end that process, or give every rank another port: {another}",
-    )
-
-
-async def _describe_run(there: Probe, spec: WorldSpec) -> str:
     try:
-        seen = await look_at(there, at(there.address, spec.master_port), launchers.token(spec.token_file))
+        seen = await look_at(there, at(address, port), launchers.token(spec.token_file))
+        named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
+        run = f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
     except DdpManualError as error:
-        return f"of its run nothing is known: {error.what}"
+        run = f"of its run nothing is known: {error.what}"
     finally:
-        assert there.connection is not None
         there.connection.close()
-    named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
-    return f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
+    return PortInUse(
+        f"another rank 0 is already running at {at(address, port)}",
+        why=f"it answers there, held by {_port_owner(port)}\n{run}; this process is {spec.named('rank')}",
+        next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
+        f"if it is another run, give all its ranks a port of its own: {another}",
+    )
 
 
 def _port_owner(port: int) -> str:
