@@ -82,7 +82,7 @@ def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> N
     assert own_code.digest("model", "q3:Net")[0] == digest
     with pytest.raises(BadOption, match="has no function or class Later") as caught:
         own_code.factory("model", "q3:Later")
-    assert caught.value.why == f"{path} has Net, Outer, unnamed, as far as it has run"
+    assert caught.value.why == f"{path} defines Net, Outer, unnamed, as far as it has run"
     assert "q3" not in sys.modules
 
 
