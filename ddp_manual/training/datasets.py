@@ -138,7 +138,7 @@ class Downloaded(Source):
         return Split(images, torch.tensor(found.targets), tuple(found.classes))
 
     def _found(self, name: str) -> Path | None:
-        """torchvision keeps the archive and what was in it; either will do."""
+        """Return the path of a file, unpacked or not: torchvision keeps both, and people copy only one of them."""
         return next((path for path in (self._raw / name, self._raw / f"{name}.gz") if path.is_file()), None)
 
     def _missing(self, reason: str) -> DataMissing:
@@ -174,7 +174,7 @@ class ImageFolder(Source):
 
     @cached_property
     def _files_digest(self) -> str:
-        """Of both parts, as colours in one make the images of the other coloured too."""
+        """Of the files of both parts: a coloured image in one part makes the images of the other coloured too."""
         folders = [found for part in PARTS for found in os.walk(self.folder / part, followlinks=True)]
         return digest_of_files(self.folder, (Path(folder, name) for folder, _, names in folders for name in names))
 
@@ -192,7 +192,7 @@ class ImageFolder(Source):
         return Split(self._pixels([Path(path) for path, _ in samples]), torch.tensor(labels), classes)
 
     def _class_names(self) -> tuple[str, ...]:
-        """Of the training part, if there is one: a network can be tested without."""
+        """Return the class folders of the training part, or of the test part where that is all there is."""
         train, test = (self.folder / part for part in PARTS)
         if not train.is_dir():
             return self._class_folders("test")
@@ -209,22 +209,18 @@ class ImageFolder(Source):
         folder = self.folder / part
         try:
             names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+            if not names:
+                raise OSError(0, "it has no class folders", str(folder))
         except OSError as error:
             raise DataMissing(
                 f"{folder} cannot be read as a folder of images",
                 why=f"{error.strerror}: {error.filename}",
                 next="give --dataset folder:PATH where PATH has train/ and test/, each with one folder per class",
             ) from None
-        if not names:
-            raise DataMissing(
-                f"{folder} has no class folders",
-                why="each class is a folder of images there, named as the class",
-                next=f"put the images into folders such as {folder / 'cat'}",
-            )
         return tuple(names)
 
     def _samples(self, part: str) -> list[tuple[str, int]]:
-        """The path and the label of each image, in the order of classes and paths."""
+        """Return the path and the label of each image, in the order of classes and paths."""
         folder = self.folder / part
         self._class_folders(part)
 
@@ -246,7 +242,7 @@ class ImageFolder(Source):
         return 1 if all(_in_threads(lambda path: _opened(path, is_grey), files)) else 3
 
     def _pixels(self, files: Sequence[Path]) -> Tensor:
-        """uint8 [N, C, H, W]."""
+        """Read the files as uint8 [N, C, H, W]."""
         width, height = (self._size, self._size) if self._size else _opened(files[0], lambda image: image.size)
         shape = (len(files), self._channels, height, width)
         size, available = torch.Size(shape).numel(), psutil.virtual_memory().available
@@ -278,7 +274,7 @@ class ImageFolder(Source):
 
 
 def _torchvision() -> Any:
-    """torchvision.datasets; its import takes 1.6 s, which a start that finds a cache does not need."""
+    """Return torchvision.datasets; its import takes 1.6 s, which a start that finds a cache does not need."""
     from torchvision import datasets
 
     return datasets
@@ -291,7 +287,7 @@ def _make_data_dir(data_dir: Path) -> None:
 
 
 def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:
-    """Pillow decodes without Python's lock."""
+    """Run ``action`` on each item, on all cores: Pillow decodes without Python's lock."""
     with ThreadPoolExecutor(launchers.usable_cores()) as pool:
         return list(pool.map(action, items))
 
