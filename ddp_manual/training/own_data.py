@@ -94,7 +94,8 @@ class OwnData(Source):
 
     def _part(self, part: str, value: Any) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         """Return the images, the labels and the names of the classes (none, if they have no names) of a part."""
-        classes = getattr(value, "classes", None) or ()
+        classes = getattr(value, "classes", None)
+        classes = () if classes is None else classes
         if isinstance(classes, str) or not isinstance(classes, Iterable):
             raise self._wrong(f"a {type(classes).__name__} as the classes of its {part} part", "a name for each class")
         if _is_pair(value):
