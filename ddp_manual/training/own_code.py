@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddp_manual.errors import BadOption, DdpManualError
+from ddp_manual.errors import BadOption
 
 # folder:PATH may look like one, but is a folder of images.
 OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
@@ -182,21 +182,11 @@ def _imported(option: str, value: str) -> ModuleType:
     if OUR_COMMAND_LINE & sys.modules.keys():  # a script's own arguments may be meant for its modules too
         sys.argv = [name]
     _importing.append(name)
-    what = f"--{option} {value} cannot be imported"
     try:
         if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
             raise ModuleNotFoundError(name=name)
         return importlib.import_module(name)
-    except SystemExit as end:
-        said = f": {end.code}" if isinstance(end.code, str) else f"({end.code}); what it said is above"
-        raise BadOption(
-            f"--{option} {value}: importing {name} ended the program",
-            why=f"it called sys.exit{said}",
-            next=f"mend what it said\nor, if it is a program of its own, as with parse_args(): {GUARD}",
-        ) from end
-    except DdpManualError as error:
-        raise BadOption(what, why=f"{error.what}\n{error.why}", next=error.next) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise BadOption(
                 f"--{option} {value}: there is no module {name}",
@@ -206,9 +196,10 @@ def _imported(option: str, value: str) -> ModuleType:
                 else "start from the folder that has it, or put that folder into PYTHONPATH",
             ) from error
         raise BadOption(
-            what,
+            f"--{option} {value} cannot be imported",
             why=f"{type(error).__name__}: {error}",
-            next=f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {name}'",
+            next=f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {name}'\n"
+            f"if the module does more than define things, such as parse_args() or join(): {GUARD}",
         ) from error
     finally:
         _importing.pop()

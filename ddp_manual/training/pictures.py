@@ -191,28 +191,19 @@ def confusion_picture(confusion: Tensor, classes: Sequence[str]) -> bytes:
         if cell >= SMALLEST_WITH_NAME:
             pen.text((left - MARGIN, top + middle), name, fill=BLACK, font=font, anchor="rm")
         if cell == wanted:
-            pen.text((left + middle, top - MARGIN), name, fill=BLACK, font=font, anchor="mb")
-    picture.paste(_matrix(confusion, cell, font if cell == wanted else None), (left, top))
-    return _png(picture)
-
-
-def _matrix(confusion: Tensor, cell: int, font: Font | None) -> Image.Image:
-    """Draw the cells alone, each ``cell`` pixels wide and high; with a ``font`` their numbers too."""
-    shares = confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1)
-    diagonal = torch.eye(len(confusion), dtype=torch.bool)
-    weights = torch.where(diagonal, shares, 0.1 * (confusion > 0) + 0.9 * shares)[:, :, None]
-    fills = torch.where(diagonal[:, :, None], torch.tensor(ALL_RIGHT), torch.tensor(ALL_WRONG))
-    colours = (EMPTY + weights * (fills - EMPTY)).round().to(torch.uint8)
-    size = cell * len(confusion)
-    picture = Image.fromarray(colours.numpy()).resize((size, size), Image.Resampling.NEAREST)
-    pen = ImageDraw.Draw(picture)
+            pen.text((left + middle, top - MARGIN), name, fill=BLACK, font=font, anchor="ms")
+    pen.rectangle((left, top, left + size - 1, top + size - 1), fill=(EMPTY,) * 3)
+    counts, images = confusion.tolist(), confusion.sum(dim=1).tolist()
+    for row, column in confusion.nonzero().tolist():
+        share, x, y = counts[row][column] / images[row], left + column * cell, top + row * cell
+        full, weight = (ALL_RIGHT, share) if row == column else (ALL_WRONG, 0.1 + 0.9 * share)
+        red, green, blue = (round(EMPTY + weight * (value - EMPTY)) for value in full)
+        pen.rectangle((x, y, x + cell - 1, y + cell - 1), fill=(red, green, blue))
+        if cell == wanted:
+            colour = "white" if red + green + blue < 450 else "black"
+            at = (x + cell / 2 - 1, y + cell / 2 - 1)
+            pen.text(at, f"{counts[row][column]:,}", fill=colour, font=font, anchor="mm")
     for end in range(cell - 1, size, cell) if cell > 3 else ():
-        pen.line((end, 0, end, size), fill="white")
-        pen.line((0, end, size, end), fill="white")
-    if font:
-        dark = colours.sum(dim=2, dtype=torch.int64) < 450
-        for row, column in confusion.nonzero().tolist():
-            middle = ((column + 0.5) * cell - 1, (row + 0.5) * cell - 1)
-            number = f"{int(confusion[row, column]):,}"
-            pen.text(middle, number, fill="white" if dark[row, column] else BLACK, font=font, anchor="mm")
-    return picture
+        pen.line((left + end, top, left + end, top + size - 1), fill="white")
+        pen.line((left, top + end, left + size - 1, top + end), fill="white")
+    return _png(picture)
