@@ -279,7 +279,7 @@ def digest_of_files(folder: Path, files: Iterable[Path], *others: object) -> str
 
 
 def digest_of(images: Tensor, labels: Tensor) -> str:
-    """BLAKE2b of shapes and contents: 32 hexadecimal digits."""
+    """Return the BLAKE2b digest of shapes and contents: 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (images, labels):
         digest.update(repr(tuple(tensor.shape)).encode())
@@ -299,7 +299,7 @@ def check_shapes(dataset: str, train: Split, test: Split) -> None:
 
 
 def warn_of_untrained(train: Split) -> None:
-    """Name the classes without a training image; a label that is too large may have made them."""
+    """Log the classes that have no training image; a label that is too large may have made them."""
     trained = train.labels.bincount(minlength=len(train.classes)) > 0
     if not trained.all():
         names = [train.classes[index] for index in (~trained).nonzero().flatten().tolist()]
@@ -317,8 +317,8 @@ def share(order: Tensor, *, start: int, stop: int, rank: int, world_size: int) -
     """Return the samples that ``rank`` takes in a step in which all ranks together take ``order[start:stop]``.
 
     As in torch.utils.data.DistributedSampler, that is every world_size-th sample; but no sample is taken twice: where
-    there are not enough for all ranks, the shares differ by one sample or are empty. So any number of ranks can go on
-    from ``stop``, and no sample is repeated or left out.
+    there are not enough for all ranks, the shares differ by one sample or are empty. So any number of ranks can
+    continue from ``stop``, and no sample is repeated or left out.
     """
     return order[start + rank : stop : world_size]
 

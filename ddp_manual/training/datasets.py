@@ -255,22 +255,19 @@ class ImageFolder(Source):
         images = torch.empty(shape, dtype=torch.uint8)
 
         def read(index: int) -> None:
-            images[index] = _opened(files[index], lambda image: self._fitted(image, files, index, (width, height)))
+            image = _opened(files[index], eight_bit)
+            if self._size:
+                image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+            if image.size != (width, height):
+                raise BadOption(
+                    f"the images of {self.folder} differ in size",
+                    why=f"{files[0]} has {width}x{height} pixels, {files[index]} {image.width}x{image.height}",
+                    next="make them all alike: --image_size 64",
+                )
+            images[index] = as_tensor(image.convert("L" if self._channels == 1 else "RGB"))
 
         _in_threads(read, range(len(files)))
         return images
-
-    def _fitted(self, image: Image.Image, files: Sequence[Path], index: int, size: tuple[int, int]) -> Tensor:
-        image = eight_bit(image)
-        if self._size:
-            image = ImageOps.fit(image, size, Image.Resampling.BILINEAR)
-        if image.size != size:
-            raise BadOption(
-                f"the images of {self.folder} differ in size",
-                why=f"{files[0]} has {size[0]}x{size[1]} pixels, {files[index]} {image.size[0]}x{image.size[1]}",
-                next="make them all alike: --image_size 64",
-            )
-        return as_tensor(image.convert("L" if self._channels == 1 else "RGB"))
 
 
 def _torchvision() -> Any:

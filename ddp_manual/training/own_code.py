@@ -71,11 +71,11 @@ def _main_name() -> str:
 
 
 def refuse_while_importing(call: str) -> None:
-    """Raise BadOption where a module of the user's comes to ``call`` while it is imported for an option."""
+    """Raise BadOption if a module that an option names calls ``join`` or ``spawn`` while it is imported."""
     if _importing:
         raise BadOption(
             f"importing {_importing[-1]} calls {call}",
-            why="an option names it for what it defines, not to have it run",
+            why="an option names the module for what it defines, not to have it run",
             next=GUARD,
         )
 

@@ -52,7 +52,7 @@ class OwnData(Source):
         return self._parts[part]
 
     def _call(self) -> dict[str, Split]:
-        own_code.factory("dataset", self.name)  # what its module draws when it is imported is drawn before the seed
+        own_code.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
         random.seed(self._seed)
         torch.manual_seed(self._seed)
         numpy.random.seed(self._seed % 2**32)  # it takes no larger seed
@@ -64,7 +64,7 @@ class OwnData(Source):
         parts = {part: self._part(part, value) for part, value in zip(PARTS, made, strict=True)}
         classes = self._class_names(list(parts.values()))
         found = {part: Split(images, labels, classes) for part, (images, labels, _) in parts.items()}
-        # Last: so the second reading changes nothing, even if it draws from a generator of the user's own.
+        # Last, so that the second reading changes nothing, even if it draws from a generator of the user's own.
         with _generators_kept():
             varying = [part for part, value in zip(PARTS, made, strict=True) if _varies(value, found[part].images)]
         if varying and collectives.rank() == 0:
@@ -127,7 +127,7 @@ class OwnData(Source):
         if not len(images) or int(labels.min()) < 0:
             what = f"a {part} label {int(labels.min())}" if len(images) else f"a {part} part without images"
             raise self._wrong(what, "at least one image, and labels from 0")
-        # A factory may have put them on a GPU; the ranks compare, measure and move them from the CPU.
+        # A factory may have put the images on a GPU; the ranks compare, measure and move them from the CPU.
         return images.cpu().contiguous(), labels.cpu(), tuple(map(str, classes))
 
     def _gathered(self, part: str, dataset: Any) -> tuple[Tensor, Tensor]:
