@@ -51,7 +51,7 @@ _training, _data, _output, _checkpoints = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Options):
-    """What is trained, on what, and how. The ranks of a run must agree on all except paths and what rank 0 alone does.
+    """What is trained, on what, and how. The ranks must agree on all options except paths and those of rank 0 alone.
 
     Raises:
         BadOption: see ``validate``.
@@ -109,27 +109,27 @@ class TrainConfig(Options):
     )
     track: str | None = _output(
         None,
-        f"Follow the run elsewhere too: {', '.join(TRACKERS)}; several with commas between. Rank 0's counts.",
+        f"Follow the run elsewhere too: {', '.join(TRACKERS)}; several with commas between. Rank 0's value is used.",
         shared=False,
     )
     log_every: int = _output(100, "Steps between two lines of metrics; the end of an epoch has one too.", minimum=1)
     checkpoint_every: int = _checkpoints(
-        1, "Epochs between two checkpoints; the last epoch has one too. 0: none.", minimum=0
+        1, "Epochs between two checkpoints; the last epoch has one too. 0: no checkpoints.", minimum=0
     )
     checkpoint_steps: int = _checkpoints(
-        0, "Steps between two checkpoints, besides those of the epochs. 0: none.", minimum=0
+        0, "Steps between two checkpoints, besides those of the epochs. 0: no such checkpoints.", minimum=0
     )
     keep: int = _checkpoints(
         3, "How many of the newest checkpoints stay, and the one with the best test accuracy.", minimum=1, shared=False
     )
     resume: str | None = _checkpoints(
         None,
-        "Go on from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, otherwise from the beginning. "
-        "Rank 0's counts, and only its machine needs the file.",
+        "Continue from a checkpoint: a file or a run_dir; or auto, the newest in --run_dir, if there is one. "
+        "Rank 0's value is used, and only its machine needs the file.",
         shared=False,
     )
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Option -> "flag" or "from FILE"; what is not in it is a default. A dict, as Flyte knows no other mapping."""
+    """Option -> "flag" or "from FILE"; the other options have their defaults. Flyte knows no mapping but dict."""
 
     def __post_init__(self) -> None:
         with self.naming_files():
@@ -189,7 +189,7 @@ class TrainConfig(Options):
 
     @property
     def most_grad_norm(self) -> float:
-        """``clip_grad_norm``, or its default: without momentum, SGD is left as plain as it was asked for."""
+        """``clip_grad_norm``, or its default, which depends on the momentum: plain SGD is not clipped."""
         default = 1.0 if self.momentum else 0.0
         return default if self.clip_grad_norm is None else self.clip_grad_norm
 
@@ -219,8 +219,8 @@ class TrainConfig(Options):
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
         """Take flags first, then the JSON file at ``path`` (of a run's folder, its ``config.json``), then the defaults.
 
-        With another data set than the file's, its class names do not count, nor does its image size unless both are
-        folders of images.
+        If a flag names another data set than the file, the file's class names are ignored, and its image size too
+        unless the other data set is a folder of images.
 
         Raises:
             BadOption: the file cannot be read or holds no options, or a value cannot work.
@@ -248,12 +248,12 @@ class TrainConfig(Options):
         return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
 
     def to_json(self) -> str:
-        """Return every option except ``OF_ONE_RUN``, as a file for ``--config``."""
+        """Return the text of a file for ``--config``: every option except ``OF_ONE_RUN``."""
         options = {name: value for name, value in self.values().items() if name not in OF_ONE_RUN}
         return json.dumps(options, indent=2, allow_nan=False) + "\n"
 
     def check_world(self, spec: WorldSpec) -> None:
-        """Raise BadOption where global_batch_size does not divide evenly over the ranks, or no_ddp has several."""
+        """Raise BadOption if global_batch_size cannot be divided over the ranks, or --no_ddp has several ranks."""
         with self.naming_files():
             self.batch_size_per_rank(spec.world_size)
             if self.no_ddp and spec.world_size > 1:
@@ -264,7 +264,7 @@ class TrainConfig(Options):
                 )
 
     def batch_size_per_rank(self, world_size: int) -> int:
-        """Return how many samples each rank takes per step; BadOption: global_batch_size does not divide evenly."""
+        """Return how many samples each rank takes per step; raise BadOption if global_batch_size is not divisible."""
         if self.global_batch_size is None:
             return self.batch_size or 100
         share, rest = divmod(self.global_batch_size, world_size)
@@ -340,7 +340,7 @@ def is_folder(dataset: str) -> bool:
 
 
 def require(extra: str, for_what: str) -> None:
-    """Raise BadOption where a package of ``extra`` is missing; says what installs it. Nothing is imported.
+    """Raise BadOption if a package of ``extra`` is missing, with the command that installs it. Nothing is imported.
 
     Args:
         for_what: the option or command that needs it, such as ``--track wandb``.

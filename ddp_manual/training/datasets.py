@@ -290,7 +290,7 @@ def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:
 
 
 def _opened(path: Path, action: Callable[[Image.Image], T]) -> T:
-    with _naming(path, "an image", "mend or delete that file"), Image.open(path) as image:
+    with _naming(path, "an image", "fix or delete that file"), Image.open(path) as image:
         return action(image)
 
 
@@ -314,7 +314,7 @@ def _naming(path: Path, kind: str, then: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno:  # of the operating system: the file may be whole
-            raise DataMissing(f"{path} cannot be read", why=str(error), next="mend that, then start again") from error
+            raise DataMissing(f"{path} cannot be read", why=str(error), next="fix that, then start again") from error
         raise DataCorrupt(
             f"{path} cannot be read as {kind}", why=f"{type(error).__name__}: {error}", next=then
         ) from error

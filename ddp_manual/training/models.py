@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import collectives, own_code
-from ddp_manual.training.own_code import wrong
+from ddp_manual.training.own_code import factory_error
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -185,11 +185,11 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
     """
     if isinstance(own_code.factory("model", name), nn.Module):
         wanted = "its class, or a function that returns a new network, whose weights are drawn once the seed is set"
-        raise wrong("model", name, "is a network, not a function that makes one", wanted)
+        raise factory_error("model", name, "is a network, not a function that makes one", wanted)
     model = own_code.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module) or isinstance(model, (DataParallel, DistributedDataParallel)):
         wanted = "a torch.nn.Module that is not wrapped: it is wrapped in DDP here"
-        raise wrong("model", name, f"returned a {type(model).__name__}", wanted)
+        raise factory_error("model", name, f"returned a {type(model).__name__}", wanted)
     if isinstance(getattr(model, COMPILED, None), nn.Module):
         model.register_state_dict_post_hook(_without_prefix)
         model.register_load_state_dict_pre_hook(_with_prefix)
@@ -203,7 +203,7 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
         _scores(name, model, images[:1], classes)  # a single image may be left for the end of an evaluation
     model.train()
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise wrong("model", name, "has no parameter to train", "at least one parameter with requires_grad")
+        raise factory_error("model", name, "has no parameter to train", "at least one parameter with requires_grad")
     # What ``get_extra_state`` returns goes into the state dict, and need not be a tensor.
     extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
     content = io.BytesIO()
@@ -213,7 +213,7 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
     except Exception as error:  # of torch, of pickle, or of the user's own class
         what = f"has a state that cannot be read back without running code, in {', '.join(extra)}"
         wanted = "a get_extra_state() of numbers, texts, lists, dicts and tensors: no checkpoint here holds more"
-        raise wrong("model", name, what, wanted) from error
+        raise factory_error("model", name, what, wanted) from error
     return model
 
 
@@ -251,7 +251,7 @@ def _scores(name: str, model: nn.Module, images: Tensor, classes: int) -> Tensor
     if not isinstance(scores, Tensor) or list(scores.shape) != wanted or not scores.is_floating_point():
         given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
         what = f"gives {given} for {len(images)} image{'s'[: len(images) > 1]}{when}"
-        raise wrong("model", name, what, f"scores of {classes} classes, a float tensor {wanted}")
+        raise factory_error("model", name, what, f"scores of {classes} classes, a float tensor {wanted}")
     return scores
 
 
@@ -265,7 +265,7 @@ def _named_failure(name: str, images: Tensor, when: str) -> Iterator[None]:
     except Exception as error:
         what = f"fails{when} on images float32 {list(images.shape)}: {_in_one_line(error)}"
         wanted = "a network that takes them, and whose scores have gradients in training"
-        raise wrong("model", name, what, wanted) from error
+        raise factory_error("model", name, what, wanted) from error
 
 
 def fewest_samples(
@@ -331,7 +331,7 @@ def _check_buffers(name: str, model: nn.Module) -> None:
             kind = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
             what = f"has a buffer that cannot be sent to other ranks, {buffer_name}, {kind}: {_in_one_line(error)}"
             wanted = "one that torch.distributed.broadcast takes, such as a contiguous one of float32, int64 or bool"
-            raise wrong("model", name, what, wanted) from error
+            raise factory_error("model", name, what, wanted) from error
 
 
 def _in_one_line(error: Exception) -> str:

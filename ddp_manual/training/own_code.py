@@ -125,12 +125,12 @@ def call(option: str, value: str, **offered: Any) -> Any:
     return made_by(**wanted)
 
 
-def wrong(option: str, value: str, what: str, wanted: str, next: str | None = None) -> BadOption:
+def factory_error(option: str, value: str, what: str, wanted: str, next: str | None = None) -> BadOption:
     """Return the error for a factory that does not return what ``docs/own-model-and-data.md`` says."""
     return BadOption(
         f"--{option} {value} {what}",
         why=f"expected: {wanted}",
-        next=next or "mend the factory; docs/own-model-and-data.md has its signature and an example",
+        next=next or "fix the factory; docs/own-model-and-data.md has its signature and an example",
     )
 
 
@@ -198,7 +198,7 @@ def _imported(option: str, value: str) -> ModuleType:
         raise BadOption(
             f"--{option} {value} cannot be imported",
             why=f"{type(error).__name__}: {error}",
-            next=f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {name}'\n"
+            next=f"fix it; this shows more: {os.path.basename(sys.executable)} -c 'import {name}'\n"
             f"if the module does more than define things, such as parse_args() or join(): {GUARD}",
         ) from error
     finally:

@@ -113,7 +113,7 @@ class OwnData(Source):
             )
         images = images.unsqueeze(1) if images.dim() == 3 else images
         if images.dim() != 4 or images.shape[1] not in (1, 3) or images.dtype != torch.uint8:
-            how = None  # to mend the two most frequent mistakes
+            how = None  # to fix the two most frequent mistakes
             if images.is_floating_point():
                 how = "leave ToTensor and Normalize out, or use PILToTensor in place of ToTensor"
             elif images.dim() == 4 and images.shape[-1] in (1, 3):
@@ -155,7 +155,7 @@ class OwnData(Source):
         return torch.stack(images) if images else torch.empty(0, 1, 1, 1, dtype=torch.uint8), torch.tensor(labels)
 
     def _wrong(self, returned: str, wanted: str, next: str | None = None) -> BadOption:
-        return own_code.wrong("dataset", self.name, f"returned {returned}", wanted, next)
+        return own_code.factory_error("dataset", self.name, f"returned {returned}", wanted, next)
 
 
 def _varies(value: Any, images: Tensor) -> bool:

@@ -358,7 +358,7 @@ def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: object,
     [
         ("def made(): return [(image / 255, 0) for image in images], part", "leave ToTensor and Normalize out"),
         ("def made(): return part, (images.permute(0, 2, 3, 1), labels)", r"images.permute\(0, 3, 1, 2\)"),
-        ("def made(): return part, (images[:, :2], labels)", "mend the factory"),
+        ("def made(): return part, (images[:, :2], labels)", "fix the factory"),
     ],
 )
 def test_images_of_another_kind_are_answered_with_how_they_are_converted(
