@@ -34,7 +34,6 @@ NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})\.(pt|json)")
 SET_ASIDE = "set-aside"
 # Another format keeps ``format`` and ``sha256_of_this``, so that a program that does not know it can tell.
 FORMAT = 1
-MOST_NAMED = 8
 
 Fault = CheckpointCorrupt | BadOption
 """Why a checkpoint cannot be read: it is not what was written, or it may be and this process cannot read it now."""
@@ -66,8 +65,7 @@ class Checkpoint:
     @property
     def test_accuracy(self) -> float | None:
         """Of exactly these parameters: None within an epoch."""
-        accuracy: float | None = self.described.get("test_accuracy")
-        return accuracy
+        return self.described.get("test_accuracy")
 
 
 def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> Path:
@@ -82,8 +80,8 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
     digest = hashlib.sha256(content).hexdigest()
     path = folder / _name_of(step, digest)
     file = path.with_suffix(".json")
-    size_and_digest = {"bytes": len(content), "sha256": digest, "written": round(time.time(), 3)}
-    described = {"format": FORMAT, "step": step, **about, **size_and_digest}
+    written = round(time.time(), 3)
+    described = {"format": FORMAT, "step": step, **about, "bytes": len(content), "sha256": digest, "written": written}
     text = json.dumps({**described, "sha256_of_this": _digest_of(described)}, indent=2, allow_nan=False)
     with writing(folder, "--run_dir"):
         folder.mkdir(exist_ok=True)
@@ -186,12 +184,9 @@ def _unreadable(path: Path, why: str) -> BadOption:
 def run_dir_of(path: Path) -> Path:
     """Return the folder of the run that ``path``, a file of it or a folder, belongs to."""
     folder = path if path.is_dir() else path.parent
-    checkpoints = RunPaths(folder).checkpoints
-    names = Path(os.path.abspath(folder)).parts
-    levels = 2 if names[-2:] == (checkpoints.name, SET_ASIDE) else 1
-    if levels == 1 and (names[-1:] != (checkpoints.name,) or checkpoints.is_dir()):
-        return folder
-    for _ in range(levels):
+    while not (below := RunPaths(folder).checkpoints).is_dir():
+        if Path(os.path.abspath(folder)).name not in (below.name, SET_ASIDE):
+            break
         folder = folder / ".." if folder.name in ("", "..") else folder.parent
     return folder
 
@@ -233,18 +228,17 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
         CheckpointCorrupt: it has some, and none of them is whole.
         BadOption: a newer one may be whole, but cannot be read.
     """
-    found = find(folder)
     faults = []
-    for checkpoint in found:
+    for checkpoint in find(folder):
         try:
             return checkpoint, read(checkpoint)
         except CheckpointCorrupt as error:
             logger.warning("%s: %s; taking the one before", error.what, error.why)
             faults.append(f"{checkpoint.path.name}: {error.why}")
-    if not found:
+    if not faults:
         return None
     raise CheckpointCorrupt(
-        f"none of the {len(found)} checkpoints in {folder} is what was written",
+        f"none of the {len(faults)} checkpoints in {folder} is what was written",
         why="\n".join(faults),
         next="start anew with another --run_dir, without --resume",
     )
@@ -256,14 +250,13 @@ def named(path: Path) -> tuple[Checkpoint, bytes]:
     Raises:
         CheckpointMissing, CheckpointCorrupt, BadOption: there is none, or it is damaged, or cannot be read.
     """
-    if path.is_dir():
-        found = newest_whole(folder_of(path))
-        if found is None:
-            raise _missing(path, "the folder has no checkpoint")
-        return found
     check_named(path)
-    checkpoint = describe(path.with_suffix(".pt"))
-    return checkpoint, read(checkpoint)
+    if not path.is_dir():
+        checkpoint = describe(path.with_suffix(".pt"))
+        return checkpoint, read(checkpoint)
+    if found := newest_whole(folder_of(path)):
+        return found
+    raise _missing(path, "the folder has no checkpoint")
 
 
 def check_named(path: Path) -> None:
@@ -277,18 +270,12 @@ def check_named(path: Path) -> None:
 
 
 def _missing(path: Path, why: str) -> CheckpointMissing:
-    """Return the error for a ``--resume`` that names no checkpoint; it names the runs there that have some."""
     run_dir = run_dir_of(path)
-    runs = sorted({file.parent.parent for file in run_dir.glob("*/checkpoints/*.json")})
-    if run_dir.is_dir() and find(folder_of(run_dir)):
-        runs = [run_dir]
-    flags = [as_flags({"run_dir": run, "resume": AUTO}) for run in runs[-MOST_NAMED:]]
-    advice = [f"go on from the newest checkpoint of a run: {text}" for text in flags]
-    return CheckpointMissing(
-        f"no checkpoint at {path}",
-        why=why,
-        next="\n".join([*advice, "name a checkpoint or the folder of a run that has some; or leave --resume out"]),
-    )
+    advice = "name a checkpoint or the folder of a run that has some; or leave --resume out"
+    if find(folder_of(run_dir)):
+        go_on = as_flags({"run_dir": run_dir, "resume": AUTO})
+        advice = f"go on from the newest checkpoint of that run: {go_on}\n{advice}"
+    return CheckpointMissing(f"no checkpoint at {path}", why=why, next=advice)
 
 
 def holds(folder: Path, step: int) -> bool:

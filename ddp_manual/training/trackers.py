@@ -11,22 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ddp_manual import launchers, run_folder
 from ddp_manual.errors import DdpManualError, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import escaped
-from ddp_manual.training.predictions import PredictedImage, Predictions, first_images
+from ddp_manual.training.evaluate import Predictions
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +33,11 @@ logger = logging.getLogger(__name__)
 RESULTS = ("test/accuracy", "test/loss")
 PROJECT = "ddp_manual"
 # Seconds for the server of Weights & Biases to begin a run, while all ranks wait, and to take what is left of it at the
-# end, when all other ranks have left: of a complete run, or of one that has stopped or failed. Its own time-out for a
-# login is 10 s.
+# end, when all other ranks have left. Its own time-out for a login is 10 s.
 BEGIN_WITHIN = 15.0
 UPLOAD_WITHIN = 15.0
-STOP_WITHIN = 5.0
+# Test images in a tracker's table of predictions.
+MOST_PREDICTIONS = 100
 
 
 class TrackedRun(NamedTuple):
@@ -56,6 +55,19 @@ class TrackedRun(NamedTuple):
         return self.resumes_after or 0
 
 
+class PredictedImage(NamedTuple):
+    """A test image and the prediction for it."""
+
+    number: int
+    """Its place in the test set, from 0."""
+    image: Tensor
+    """uint8 on the CPU, [H, W] or [H, W, 3]."""
+    guess: str
+    truth: str
+    scores: Mapping[str, float]
+    """Class -> probability."""
+
+
 class Tracker(ABC):
     """A place from which a run can be followed. What a method raises ends the tracker, but not the run.
 
@@ -69,15 +81,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: TrackedRun) -> None:
-        """Begin to record ``run``, or go on with it."""
+        """Begin to record ``run``, or go on with it; and record its picture of the first images, if it has one."""
 
     @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record name -> value, such as ``train/loss``."""
-
-    @abstractmethod
-    def picture(self, step: int, name: str, file: Path) -> None:
-        """Record ``file``, a PNG."""
 
     @abstractmethod
     def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
@@ -106,47 +114,43 @@ class Trackers:
 
     def open(self, settings: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
         """Open all of them; ``settings`` is the content of ``config.json``."""
-        flat = {**settings, **settings.get("run", {})}
-        flat.pop("run", None)
+        flat = {**settings, **settings["run"]}
+        del flat["run"]
         shown = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
+        run = TrackedRun(run_name(shown), shown, paths, resumes_after)
         self._trackers = [KINDS[name]() for name in self._names]
-        if self._trackers:
-            run = TrackedRun(run_name(shown), shown, paths, resumes_after)
-            self._each(lambda tracker: tracker.open(run))
-            if paths.samples.exists():
-                self._each(lambda tracker: tracker.picture(run.step, "samples", paths.samples))
+        self._each(lambda tracker: tracker.open(run))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.scalars(step, values))
 
     def predictions(self, step: int, predictions: Predictions) -> None:
-        if self._trackers:
-            images = first_images(predictions)
-            self._each(lambda tracker: tracker.predictions(step, images))
+        images = first_images(predictions) if self._trackers else []
+        self._each(lambda tracker: tracker.predictions(step, images))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         self._complete = True
         self._each(lambda tracker: tracker.summary(summary))
 
     def close(self) -> None:
-        """Finish, for a bounded time; a signal ends the wait. For when no other rank waits for this one."""
-        self._each(lambda tracker: tracker.close(complete=self._complete), "")
+        """Finish; a signal ends the wait. For when no other rank waits for this one."""
+        self._each(lambda tracker: tracker.close(complete=self._complete), at_the_end=True)
         self._trackers = []
 
-    def _each(self, action: Callable[[Tracker], None], then: str = "; the run goes on without it") -> None:
+    def _each(self, action: Callable[[Tracker], None], *, at_the_end: bool = False) -> None:
         for tracker in tuple(self._trackers):
             try:
                 action(tracker)
+                continue
             except (Exception, SystemExit) as error:  # wandb has a sys.exit on one of its ways out
-                self._leave_out(tracker, f"{_in_one_line(error)}{then}")
+                said = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
+                reason = said.partition("\n")[0] + ("" if at_the_end else "; the run goes on without it")
             except (KeyboardInterrupt, StopSignal):
-                if then:
+                if not at_the_end:
                     raise
-                self._leave_out(tracker, "a signal came before it had finished")
-
-    def _leave_out(self, tracker: Tracker, reason: str) -> None:
-        self._trackers.remove(tracker)
-        logger.warning("--track %s: %s (%s)", tracker.name, reason, tracker.advice)
+                reason = "a signal came before it had finished"
+            self._trackers.remove(tracker)
+            logger.warning("--track %s: %s (%s)", tracker.name, reason, tracker.advice)
 
 
 def run_name(hyperparameters: Mapping[str, Any]) -> str:
@@ -155,11 +159,22 @@ def run_name(hyperparameters: Mapping[str, Any]) -> str:
     return f"{model}-{dataset}-{hyperparameters['world_size']}ranks-{hyperparameters['run_id']}"
 
 
-def _in_one_line(error: BaseException) -> str:
-    if isinstance(error, DdpManualError):
-        return error.what
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def first_images(predictions: Predictions) -> list[PredictedImage]:
+    """Return the first images in the order of ``predictions``: mistakes first."""
+    split, classes = predictions.split, predictions.split.classes
+    found = []
+    for number in predictions.order[:MOST_PREDICTIONS].tolist():
+        image = split.images[number].cpu()
+        found.append(
+            PredictedImage(
+                number=number,
+                image=image[0] if len(image) == 1 else image.permute(1, 2, 0),
+                guess=classes[int(predictions.guess[number])],
+                truth=classes[int(predictions.truth[number])],
+                scores=dict(zip(classes, predictions.probabilities[number].tolist(), strict=True)),
+            )
+        )
+    return found
 
 
 class JsonLines(Tracker):
@@ -175,12 +190,11 @@ class JsonLines(Tracker):
         if run.resumes_after is not None:
             run_folder.keep_json_lines(self._file, lambda line: line["step"] <= run.step)
         self._write("started", run.step, name=run.name, hyperparameters=dict(run.hyperparameters))
+        if run.paths.samples.exists():
+            self._write("image", run.step, name="samples", file=run.paths.samples.name)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._write("scalars", step, **values)
-
-    def picture(self, step: int, name: str, file: Path) -> None:
-        self._write("image", step, name=name, file=file.name)
 
     def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
         rows = [
@@ -223,16 +237,14 @@ class TensorBoard(Tracker):
         experiment, session, self._session_end = hparams(plain, dict.fromkeys(RESULTS, 0.0))
         for summary in (experiment, session):
             self._file.add_summary(summary, run.step)
+        if run.paths.samples.exists():
+            pixels = np.asarray(Image.open(run.paths.samples))
+            self._writer.add_image("samples", pixels, run.step, dataformats="HWC")
         self._writer.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def picture(self, step: int, name: str, file: Path) -> None:
-        pixels = np.asarray(Image.open(file))
-        self._writer.add_image(name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
         self._writer.flush()
 
     def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
@@ -308,6 +320,8 @@ class WeightsAndBiases(Tracker):
             logger.info("wandb: offline (%s); %s", why_offline, self.advice)
         else:
             logger.info("wandb: %s", self._run.url if mode == "online" else f"{mode}, as WANDB_MODE asks")
+        if run.paths.samples.exists():
+            self._run.log({"samples": wandb.Image(str(run.paths.samples))}, step=run.step)
 
     def _mode(self) -> tuple[Literal["online", "offline", "disabled", "shared"], str | None]:
         """Return the mode that WANDB_MODE or a settings file asks for, or "offline" without a login, and why."""
@@ -326,9 +340,6 @@ class WeightsAndBiases(Tracker):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def picture(self, step: int, name: str, file: Path) -> None:
-        self._run.log({name: self._wandb.Image(str(file))}, step=step)
-
     def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
         columns: list[str | int] = ["id", "image", "guess", "truth", *(f"score {name}" for name in images[0].scores)]
         rows = [
@@ -342,36 +353,16 @@ class WeightsAndBiases(Tracker):
         self._run.summary.update({name: value for name, value in summary.items() if isinstance(value, (int, float))})
 
     def close(self, *, complete: bool) -> None:
-        within = UPLOAD_WITHIN if complete else STOP_WITHIN
         if self._uploads:
-            logger.info("wandb: finishing the upload, for up to %g s", within)
-        failed: list[BaseException] = []
-
-        def finish() -> None:
-            try:
-                self._run.finish(exit_code=0 if complete else 1)
-            except BaseException as error:
-                failed.append(error)
-
-        # In a thread, because it is wandb-core that counts finish_timeout: frozen, it would never answer.
-        finishing = threading.Thread(target=finish, name="ddp_manual wandb finish", daemon=True)
-        finishing.start()
-        finishing.join(within)
-        if failed:
-            raise failed[0]
-        if finishing.is_alive():
-            raise TimeoutError(f"wandb has not finished within {within:g} s")
+            logger.info("wandb: finishing the upload, for up to %g s", UPLOAD_WITHIN)
+        self._run.finish(exit_code=0 if complete else 1)
 
 
 def _earlier_id(run: TrackedRun) -> str | None:
     """Return wandb's id of the run that resumes; None if it begins."""
-    if not run.resumes_after:
+    if not run.resumes_after or not run.paths.wandb_id.exists():
         return None
-    try:
-        found = json.loads(run.paths.wandb_id.read_bytes())["id"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        return None
-    return found if isinstance(found, str) else None
+    return str(json.loads(run.paths.wandb_id.read_bytes())["id"])
 
 
 KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WeightsAndBiases, JsonLines)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_manual import TrainConfig
 from ddp_manual.errors import CheckpointMismatch, DataDiffers
-from ddp_manual.training import checkpoint, collectives
+from ddp_manual.training import checkpoint, ddp
 from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
@@ -24,15 +24,15 @@ SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor(
 
 def compare(
     monkeypatch: pytest.MonkeyPatch, others: Split, hosts: list[str], *, own_factory: bool = False
-) -> dict[str, str]:
+) -> tuple[str, str]:
     """As rank 0 of two sees it, whose test part is the same as the other's."""
 
     def gathered(mine: Tensor) -> list[Tensor]:
         return [mine, torch.tensor([fingerprint(others), fingerprint(SPLIT)])]
 
-    monkeypatch.setattr(collectives, "all_gather", gathered)
-    parts = {"train": SPLIT, "test": SPLIT}
-    return compare_data(parts, torch.device("cpu"), lambda: hosts, own_factory=own_factory)
+    monkeypatch.setattr(ddp, "all_gather", gathered)
+    world: Any = SimpleNamespace(device=torch.device("cpu"), roster=lambda: [{"host": host} for host in hosts])
+    return compare_data(world, SPLIT, SPLIT, own_factory=own_factory)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_other_names_of_classes_are_other_data_but_the_same_samples(monkeypatch:
     renamed = replace(SPLIT, classes=("dog", "cat"))
     with pytest.raises(DataDiffers):
         compare(monkeypatch, renamed, ["a", "b"])
-    digests = compare(monkeypatch, SPLIT, ["a", "b"])
-    assert digests["train"] == digests["test"] and len(digests["train"]) == 32
+    train, test = compare(monkeypatch, SPLIT, ["a", "b"])
+    assert train == test and len(train) == 32
     assert fingerprint(renamed)[:3] == fingerprint(SPLIT)[:3]
 
 

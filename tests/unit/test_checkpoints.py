@@ -60,14 +60,15 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
 
 
 def taken(network: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
-    return checkpoint.take(
-        network,
-        optimizer,
-        Position(epoch=2, taken=7, step=33),
-        History(evaluations=EVALUATIONS, window=Window(loss=1.5, correct=3.0, count=4.0), train_seconds=2.5),
-        {"model": "convnet", "seed": 0},
+    trainer: Any = SimpleNamespace(
+        network=network,
+        optimizer=optimizer,
+        position=Position(epoch=2, taken=7, step=33),
+        history=History(evaluations=EVALUATIONS, window=Window(1.5, 3.0, 4.0), train_seconds=2.5),
+        options={"model": "convnet", "seed": 0},
         world_size=2,
     )
+    return checkpoint.take(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +152,6 @@ def test_a_state_of_another_network_does_not_fit() -> None:
     other = models.build("mlp", device=torch.device("cpu"), seed=0)
     with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written"):
         checkpoint.restore(Path("step.pt"), saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
-    network, optimizer = trained()
-    momentum = {0: {"momentum_buffer": torch.zeros(3)}}
-    with pytest.raises(CheckpointCorrupt, match="another shape"):
-        checkpoint.restore(Path("step.pt"), Saved(**{**vars(saved), "optimizer": momentum}), network, optimizer)
 
 
 def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
@@ -432,16 +429,20 @@ def resume(
     folder: Path, saved: Saved, network: nn.Module, train: Split, test: Split | None = None, **options: Any
 ) -> None:
     path = checkpoint_files.write(folder, saved.position.step, checkpoint.pack(saved), {})
+    config = TrainConfig(resume=str(path), **{"epochs": 9, **options})
     trainer: Any = SimpleNamespace(
+        config=config,
+        options=checkpoint.options_of(config, train, test or train),
         rank=0,
         world_size=1,
-        train=train,
+        device=torch.device("cpu"),
         epoch_plan=SimpleNamespace(samples=len(train), seen=lambda _: 0),
-        settle_buckets=int,
+        network=network,
         optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
+        settle_buckets=int,
+        resume=lambda position, history: None,
     )
-    config = TrainConfig(resume=str(path), **{"epochs": 9, **options})
-    checkpoint.resume(config, RunPaths(folder), trainer, network, checkpoint.options_of(config, train, test or train))
+    checkpoint.resume(RunPaths(folder), trainer)
 
 
 def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Path) -> None:
@@ -499,7 +500,7 @@ def test_a_run_that_is_resumed_with_other_options_is_answered_with_its_own_file_
     run_folder.write_json(paths.config, {})
     again = f"--config '{paths.config}' --run_dir '{paths.run_dir}' --resume auto"
     assert told(seed=1) == again
-    assert told(epochs=1) == f"{again} --epochs 4"
+    assert told(epochs=1) == again
 
 
 def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(tmp_path: Path) -> None:
