@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ddp_manual.training.data import Split
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.results import RunFiles
-from ddp_manual.training.trackers import PredictedImage, TrackedRun, Tracker, Trackers, first_images, run_name
+from ddp_manual.training.trackers import Table, Tracker, Trackers, run_name, table_of
 from ddp_manual.world_spec import WorldSpec
 
 SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
@@ -45,14 +45,14 @@ class Remembering(Tracker):
         self._at_step_3 = at_step_3
         self._at_the_end = at_the_end
 
-    def open(self, run: TrackedRun) -> None: ...
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None: ...
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if step == 3:
             self._at_step_3()
         self.steps.append(step)
 
-    def predictions(self, step: int, images: Sequence[PredictedImage]) -> None: ...
+    def predictions(self, step: int, table: Table) -> None: ...
 
     def summary(self, summary: Mapping[str, Any]) -> None: ...
 
@@ -201,12 +201,12 @@ def test_the_table_has_the_first_100_predictions_as_they_are_ordered() -> None:
 
     probabilities = torch.stack([1 - torch.arange(120) / 200, torch.arange(120) / 200], dim=1)
     predictions = Predictions(probabilities, split)
-    images_of_the_table = first_images(predictions)
-    assert [image.number for image in images_of_the_table] == predictions.order[:100].tolist()
-    first = images_of_the_table[0]
-    assert (first.number, first.guess, first.truth) == (119, "dog", "cat")
-    assert first.scores == pytest.approx({"cat": 0.405, "dog": 0.595})
-    assert first.image.shape == (4, 5, 3) and (first.image == 119).all()
+    found = table_of(predictions)
+    assert [row[0] for row in found.rows] == predictions.order[:100].tolist()
+    number, guess, truth, *scores = found.rows[0]
+    assert (number, guess, truth, found.classes) == (119, "dog", "cat", ("cat", "dog"))
+    assert scores == pytest.approx([0.405, 0.595])
+    assert found.images.shape == (100, 4, 5, 3) and (found.images[0] == 119).all()
 
 
 def test_names_that_are_not_utf_8_reach_a_tracker_with_escapes(tmp_path: Path) -> None:
