@@ -7,7 +7,6 @@ counts. Rank 0 raises what is wrong with it (no file, a damaged one, another run
 from __future__ import annotations
 
 import io
-import json
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -75,24 +74,19 @@ class Saved:
     random: Mapping[str, Any]
 
 
-def take(trainer: Trainer) -> Saved:
+def pack(trainer: Trainer) -> bytes:
     """Return the state as it is now; on rank 0, whose buffers count. All else is the same on all ranks."""
-    return Saved(
-        position=trainer.position,
-        history=trainer.history,
-        options=trainer.options,
-        world_size=trainer.world_size,
-        model=trainer.network.state_dict(),
-        optimizer=trainer.optimizer.state_dict()["state"],
-        random={"python": random.getstate()},
-    )
-
-
-def pack(saved: Saved) -> bytes:
-    tensors = {"model": on_cpu(saved.model), "optimizer": on_cpu(saved.optimizer)}
-    numbers = {"position": asdict(saved.position), "history": asdict(saved.history)}
     content = io.BytesIO()
-    torch.save({**vars(saved), **tensors, **numbers}, content)
+    state = {
+        "position": asdict(trainer.position),
+        "history": asdict(trainer.history),
+        "options": trainer.options,
+        "world_size": trainer.world_size,
+        "model": on_cpu(trainer.network.state_dict()),
+        "optimizer": on_cpu(trainer.optimizer.state_dict()["state"]),
+        "random": {"python": random.getstate()},
+    }
+    torch.save(state, content)
     return content.getvalue()
 
 
@@ -214,7 +208,7 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
 
     Raises:
         CheckpointMissing, CheckpointCorrupt: there is none, or it is damaged.
-        BadOption: it cannot be read; or starting from the beginning would overwrite another run, or a complete one.
+        BadOption: it cannot be read; or starting from the beginning would overwrite a complete run.
     """
     if config.resume is None:
         return None
@@ -222,27 +216,14 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
         return checkpoint_files.named(Path(config.resume))
     found = checkpoint_files.newest_whole(paths.checkpoints)
     if found is None:
-        _refuse_to_overwrite(config, paths)
+        if paths.summary.exists():
+            raise BadOption(
+                f"--run_dir {paths.run_dir} holds a complete run, without a checkpoint",
+                why=f"{paths.summary} exists",
+                next="choose another --run_dir: starting from the beginning here would overwrite its files",
+            )
         logger.info("no checkpoint in %s yet: starting from the beginning", paths.run_dir)
     return found
-
-
-def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
-    """A run without a checkpoint begins anew, over its own files but nobody else's."""
-    if not paths.config.exists():
-        return
-    complete = paths.summary.exists()
-    try:
-        there = dict(json.loads(paths.config.read_bytes()))
-        differing = ", ".join(name for name in MUST_MATCH if there.get(name) != getattr(config, name))
-    except (OSError, ValueError):
-        differing = "what cannot be read of it"
-    if complete or differing:
-        raise BadOption(
-            f"--run_dir {paths.run_dir} holds {'a complete run' if complete else 'another run'}, without a checkpoint",
-            why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {differing}",
-            next="choose another --run_dir: starting from the beginning here would overwrite its files",
-        )
 
 
 def _check_parameters(path: Path, saved: Saved, network: nn.Module) -> None:

@@ -276,7 +276,7 @@ class Trainer:
         self._check_parameters()
         with self.saving() as files:
             if files is not None:
-                files.save_checkpoint(checkpoint.take(self), self.epoch_plan)
+                files.save_checkpoint(self)
         self._progress.phase = "training"
 
     @contextmanager

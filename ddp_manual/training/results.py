@@ -21,9 +21,9 @@ from ddp_manual import run_folder, terminal
 from ddp_manual.errors import DdpManualError, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import checkpoint_files, own_code, pictures
-from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
+from ddp_manual.training.checkpoint import History, on_cpu, pack
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import EpochPlan, Position
+from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation, Predictions
 from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.trackers import Trackers
@@ -120,9 +120,9 @@ class RunFiles:
         torch.save(state, content)
         run_folder.write_bytes(self._paths.model, content.getvalue())
 
-    def save_checkpoint(self, saved: Saved, epoch_plan: EpochPlan) -> None:
-        position = saved.position
-        accuracies = [evaluation.accuracy for evaluation in saved.history.evaluations]
+    def save_checkpoint(self, trainer: Trainer) -> None:
+        position, epoch_plan = trainer.position, trainer.epoch_plan
+        accuracies = [evaluation.accuracy for evaluation in trainer.evaluations]
         description = {
             "epochs": round(epoch_plan.seen(position) / epoch_plan.samples, 4),
             "epochs_done": position.epoch,
@@ -130,10 +130,10 @@ class RunFiles:
             "samples_per_epoch": epoch_plan.samples,
             "test_accuracy": accuracies[-1] if accuracies and not position.taken else None,
             "test_accuracies": accuracies,
-            "world_size": saved.world_size,
-            "options": dict(saved.options),
+            "world_size": trainer.world_size,
+            "options": trainer.options,
         }
-        path = checkpoint_files.write(self._paths.checkpoints, position.step, pack(saved), description)
+        path = checkpoint_files.write(self._paths.checkpoints, position.step, pack(trainer), description)
         checkpoint_files.prune(self._paths.checkpoints, self._keep)
         logger.info("saved %s", path)
 

@@ -32,7 +32,7 @@ from ddp_manual.errors import (
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
 from ddp_manual.training import checkpoint, checkpoint_files, models
-from ddp_manual.training.checkpoint import History, Saved
+from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
@@ -41,6 +41,7 @@ from ddp_manual.training.metrics import Window
 from ddp_manual.world_spec import WorldSpec
 
 EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
+HISTORY = History(evaluations=EVALUATIONS, window=Window(1.5, 3.0, 4.0), train_seconds=2.5)
 
 
 def trained(steps: int = 3, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -59,27 +60,26 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
         optimizer.step()
 
 
-def taken(network: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
+def taken(network: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> bytes:
     trainer: Any = SimpleNamespace(
         network=network,
         optimizer=optimizer,
         position=Position(epoch=2, taken=7, step=33),
-        history=History(evaluations=EVALUATIONS, window=Window(1.5, 3.0, 4.0), train_seconds=2.5),
-        options={"model": "convnet", "seed": 0},
+        history=HISTORY,
+        options=options,
         world_size=2,
     )
-    return checkpoint.take(trainer)
+    return checkpoint.pack(trainer)
 
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    return checkpoint.pack(taken(*trained()))
+    return taken(*trained())
 
 
 def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> None:
     network, optimizer = trained()
-    saved = taken(network, optimizer)
-    content = checkpoint.pack(saved)
+    content = taken(network, optimizer, seed=5)
     train(network, optimizer, 3)
     drawn = random.random()
 
@@ -88,10 +88,8 @@ def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> Non
     checkpoint.restore(Path("step.pt"), read, again, its_optimizer)
     train(again, its_optimizer, 3)
     assert random.random() == drawn
-    assert (read.position, read.history, read.options, read.world_size) == (
-        *(saved.position, saved.history),
-        *(saved.options, saved.world_size),
-    )
+    assert (read.position, read.history) == (Position(epoch=2, taken=7, step=33), HISTORY)
+    assert (read.options, read.world_size) == ({"seed": 5}, 2)
     for name, value in network.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
 
@@ -101,7 +99,7 @@ def test_a_checkpoint_cut_off_at_any_tenth_is_named_and_the_one_before_is_taken(
     content: bytes, tmp_path: Path, tenths: int
 ) -> None:
     whole = checkpoint_files.write(tmp_path, 20, content, {})
-    other = checkpoint.pack(taken(*trained(4)))
+    other = taken(*trained(4))
     cut = checkpoint_files.write(tmp_path, 40, other, {})
     cut.write_bytes(other[: len(other) * tenths // 10])
     with pytest.raises(CheckpointCorrupt) as caught:
@@ -148,7 +146,7 @@ def test_any_damaged_bytes_end_in_checkpoint_corrupt(content: bytes) -> None:
 
 
 def test_a_state_of_another_network_does_not_fit() -> None:
-    saved = taken(*trained())
+    saved = checkpoint.unpack(Path("step.pt"), taken(*trained()))
     other = models.build("mlp", device=torch.device("cpu"), seed=0)
     with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written"):
         checkpoint.restore(Path("step.pt"), saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
@@ -375,19 +373,10 @@ def test_another_file_of_a_run_is_not_a_checkpoint_and_the_answer_names_the_run(
     assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
 
 
-def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_complete_one(tmp_path: Path) -> None:
+def test_starting_from_the_beginning_does_not_overwrite_a_complete_run(tmp_path: Path) -> None:
     paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
-    assert checkpoint.find_resumed(config, paths) is None
     run_folder.write_json(paths.config, TrainConfig().values())
     assert checkpoint.find_resumed(config, paths) is None
-    run_folder.write_json(paths.config, TrainConfig(seed=1, model="mlp").values())
-    with pytest.raises(BadOption, match="holds another run") as caught:
-        checkpoint.find_resumed(config, paths)
-    assert "differs in model, seed" in caught.value.why
-    paths.config.write_text("[]")
-    with pytest.raises(BadOption, match="holds another run"):
-        checkpoint.find_resumed(config, paths)
-    run_folder.write_json(paths.config, TrainConfig().values())
     run_folder.write_json(paths.summary, {})
     with pytest.raises(BadOption, match="holds a complete run"):
         checkpoint.find_resumed(config, paths)
@@ -426,9 +415,9 @@ def test_the_command_that_resumes_a_run_has_its_options(monkeypatch: pytest.Monk
 
 
 def resume(
-    folder: Path, saved: Saved, network: nn.Module, train: Split, test: Split | None = None, **options: Any
+    folder: Path, content: bytes, network: nn.Module, train: Split, test: Split | None = None, **options: Any
 ) -> None:
-    path = checkpoint_files.write(folder, saved.position.step, checkpoint.pack(saved), {})
+    path = checkpoint_files.write(folder, 33, content, {})
     config = TrainConfig(resume=str(path), **{"epochs": 9, **options})
     trainer: Any = SimpleNamespace(
         config=config,
@@ -449,7 +438,7 @@ def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Pa
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     config = TrainConfig(dataset="folder:here", image_size=28)
     network, optimizer = trained()
-    saved = replace(taken(network, optimizer), options=checkpoint.options_of(config, train, train))
+    saved = taken(network, optimizer, **checkpoint.options_of(config, train, train))
     larger = replace(train, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
     with pytest.raises(CheckpointMismatch) as caught:
         resume(tmp_path, saved, network, larger, dataset="folder:here", image_size=32)
@@ -466,7 +455,7 @@ def test_images_that_are_normalised_in_another_way_make_another_run(tmp_path: Pa
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
     options = checkpoint.options_of(TrainConfig(epochs=9), train, train)
-    then = replace(taken(network, optimizer), options=options)
+    then = taken(network, optimizer, **options)
     with pytest.raises(CheckpointMismatch, match="another run") as caught:
         resume(tmp_path, then, network, train, normalization="none")
     assert caught.value.why == "normalization: dataset in the checkpoint / none here (argument)"
@@ -476,7 +465,7 @@ def test_other_test_images_are_a_warning_and_not_refused(tmp_path: Path, caplog:
     images, labels = torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
     train, test, other = (Split(images, labels, ("a", "b"), digest=digest) for digest in ("one", "two", "three"))
     network, optimizer = trained()
-    then = replace(taken(network, optimizer), options=checkpoint.options_of(TrainConfig(epochs=9), train, test))
+    then = taken(network, optimizer, **checkpoint.options_of(TrainConfig(epochs=9), train, test))
     resume(tmp_path, then, network, train, test)
     assert "test images" not in caplog.text
     resume(tmp_path, then, network, train, other)
@@ -488,7 +477,7 @@ def test_a_run_that_is_resumed_with_other_options_is_answered_with_its_own_file_
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
     options = checkpoint.options_of(TrainConfig(momentum=0.5, epochs=4), train, train)
-    saved = replace(taken(network, optimizer), options=options)
+    saved = taken(network, optimizer, **options)
     paths = RunPaths(tmp_path / "a run")
     paths.checkpoints.mkdir(parents=True)
 
@@ -508,7 +497,7 @@ def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that
     options = checkpoint.options_of(TrainConfig(epochs=9), train, train)
     network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=(1, 32, 32), classes=10)
     with pytest.raises(CheckpointMismatch) as caught:
-        resume(tmp_path, replace(taken(*trained()), options=options), network, train)
+        resume(tmp_path, taken(*trained(), **options), network, train)
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"
 
 
@@ -520,7 +509,7 @@ def test_code_that_has_changed_since_the_checkpoint_is_a_warning_and_not_refused
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
     options = checkpoint.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train, train)
-    then = replace(taken(network, optimizer), options=options)
+    then = taken(network, optimizer, **options)
     resume(tmp_path, then, network, train, model="mine_resumed:net")
     (tmp_path / "mine_resumed.py").write_text("two = 2  # another")
     monkeypatch.delitem(sys.modules, "mine_resumed")
