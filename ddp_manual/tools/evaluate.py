@@ -178,18 +178,17 @@ def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
     A folder that came from elsewhere must not choose the code that is imported and called here: the run's own factories
     have to be named by flags too.
     """
-    known = TrainConfig.from_file(str(path)) if path.exists() else None
-    if known is None:
-        missing = [name for name in ("model", "dataset") if name not in flags]
-        if missing:
+    unsaid = [name for name in ("model", "dataset") if name not in flags]
+    if not path.exists():
+        if unsaid:
             raise BadOption(
-                f"{model} does not say which {' and '.join(missing)} it is of",
+                f"{model} does not say which {' and '.join(unsaid)} it is of",
                 why=f"there is no {path}, where a run writes that",
-                next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in missing),
+                next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in unsaid),
             )
         return TrainConfig(**flags, sources=dict.fromkeys(flags, "flag"))
-    own = {name: getattr(known, name) for name in ("model", "dataset") if name not in flags}
-    unnamed = {name: value for name, value in own.items() if is_own_factory(value)}
+    config = TrainConfig.from_file(str(path), **flags)
+    unnamed = {name: getattr(config, name) for name in unsaid if is_own_factory(getattr(config, name))}
     if unnamed:
         raise BadOption(
             f"the {' and the '.join(unnamed)} of {path.parent} {'are' if len(unnamed) > 1 else 'is'} code, which is "
@@ -197,7 +196,7 @@ def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
             why=f"{path} names " + " and ".join(unnamed.values()),
             next=f"if you trust that code, add {as_flags(unnamed)}",
         )
-    return TrainConfig.from_file(str(path), **flags)
+    return config
 
 
 class Trained(NamedTuple):
