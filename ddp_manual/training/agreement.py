@@ -20,15 +20,13 @@ if TYPE_CHECKING:
     from ddp_manual.worker.world import World
 
 
-# What to do about data of a user's own factory and about other data that differ: on rank 0's host, and on another one.
-NEXT_OF_OWN_FACTORY = (
-    "the factory does not return the same data each time: seed its own generators, and sort what it lists\n"
-    "those of random, numpy and torch are seeded before it is called",
-    "have the factory read the same files on every host, and return the same data each time",
+OWN_FACTORY_DIFFERS = (
+    "have the factory return the same data each time and on every host: seed its own generators, and sort what it "
+    "lists\nthose of random, numpy and torch are seeded before it is called"
 )
-NEXT = (
-    "start all ranks of a host in the same folder, with the same --data_dir",
-    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again",
+FILES_DIFFER = (
+    "give all ranks of a host the same --data_dir, and start them in the same folder\n"
+    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again"
 )
 
 
@@ -85,12 +83,11 @@ def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) 
             lines.append(
                 f"{part}: rank {rank} ({hosts[rank]}) has {count} samples, digest {images}, class names {names}"
             )
-    elsewhere = all(hosts[rank] != hosts[0] for rank in odd)
     raise DataDiffers(
         f"the data on {', '.join(dict.fromkeys(hosts[rank] for rank in odd))} are not those of rank 0 on {hosts[0]}: "
         f"rank{'s'[: len(odd) > 1]} {', '.join(map(str, odd))}",
         why="\n".join(lines),
-        next=(NEXT_OF_OWN_FACTORY if own_factory else NEXT)[elsewhere],
+        next=OWN_FACTORY_DIFFERS if own_factory else FILES_DIFFER,
     )
 
 

@@ -106,11 +106,7 @@ def describe(path: Path) -> Checkpoint:
 def _description(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     try:
-        described: Any = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise corrupt(path, f"{file.name}, which has its digest, is not there") from None
-    except OSError as error:
-        raise _unreadable(path, f"{file.name} cannot be read: {error.strerror}") from error
+        described: Any = json.loads(_content(path, file))
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
         raise corrupt(path, f"{file.name} is not JSON") from None
     if not isinstance(described, dict) or described.pop("sha256_of_this", None) != _digest_of(described):
@@ -149,18 +145,23 @@ def read(checkpoint: Checkpoint) -> bytes:
     if checkpoint.fault:
         raise checkpoint.fault
     path, size, expected = checkpoint.path, checkpoint.described["bytes"], checkpoint.described["sha256"]
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise corrupt(path, f"{path.name} is not there") from None
-    except OSError as error:
-        raise _unreadable(path, f"{path.name} cannot be read: {error.strerror}") from error
+    content = _content(path, path)
     if len(content) != size:
         raise corrupt(path, f"it has {len(content)} bytes instead of {size}")
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected:
         raise corrupt(path, f"its digest is {digest[:8]} instead of {expected[:8]}: some of its bytes have changed")
     return content
+
+
+def _content(path: Path, file: Path) -> bytes:
+    """Read one of the two files of the checkpoint ``path``."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise corrupt(path, f"{file.name} is not there") from None
+    except OSError as error:
+        raise _unreadable(path, f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:

@@ -14,7 +14,7 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -249,8 +249,15 @@ class WeightsAndBiases(Tracker):
         self._folder = paths.wandb
         self._folder.mkdir(parents=True, exist_ok=True)
         with launchers.wandb_files_below(self._folder):
-            mode, why_offline = self._mode()
-            settings = wandb.setup().settings
+            settings = wandb.setup(wandb.Settings(silent=True)).settings
+            why_offline = None
+            if settings.mode in ("online", "run"):
+                try:
+                    # Verified, because wandb.init cannot be tried twice with the id of a run that resumes.
+                    if not wandb.login(prompt=False, verify=True):
+                        why_offline = "no login and no WANDB_API_KEY"
+                except wandb.Error as error:
+                    why_offline = str(error).splitlines()[0]
             # A run that resumes keeps its id, and the name it has there: somebody may have changed that.
             earlier = None
             if resumes_after and paths.wandb_id.exists():
@@ -263,7 +270,7 @@ class WeightsAndBiases(Tracker):
                 dir=str(paths.run_dir),
                 config=dict(options),
                 allow_val_change=True,
-                mode=mode,
+                mode="offline" if why_offline else None,
                 # A run that the user's own script has begun is left alone.
                 reinit="create_new",
                 settings=wandb.Settings(
@@ -276,32 +283,21 @@ class WeightsAndBiases(Tracker):
                     x_transaction_log_flush_interval=1.0,
                 ),
             )
-        if mode != "disabled":
+        if not self._run.disabled:
             run_folder.write_json(paths.wandb_id, {"id": self._run.id})
-        self._uploads = mode == "online"
+        self._uploads = not (self._run.offline or self._run.disabled)
         # wandb sync passes over a run that was meant to be uploaded at once, unless told otherwise.
         every = "--include-online " if self._uploads else ""
         self.advice = f"to upload it: wandb sync {every}{shlex.quote(str(self._folder))}"
-        if why_offline is not None:
-            logger.info("wandb: offline (%s); %s", why_offline, self.advice)
+        why = why_offline or "as WANDB_MODE or a settings file asks"
+        if self._uploads:
+            logger.info("wandb: %s", self._run.url)
+        elif self._run.disabled:
+            logger.info("wandb: disabled (%s)", why)
         else:
-            logger.info("wandb: %s", self._run.url if mode == "online" else f"{mode}, as WANDB_MODE asks")
+            logger.info("wandb: offline (%s); %s", why, self.advice)
         if paths.samples.exists():
             self._run.log({"samples": wandb.Image(str(paths.samples))}, step=resumes_after or 0)
-
-    def _mode(self) -> tuple[Literal["online", "offline", "disabled", "shared"], str | None]:
-        """Return the mode that WANDB_MODE or a settings file asks for, or "offline" without a login, and why."""
-        mode = self._wandb.setup(self._wandb.Settings(silent=True)).settings.mode
-        if mode in ("offline", "dryrun"):
-            return "offline", "as WANDB_MODE or a settings file asks"
-        if mode in ("disabled", "shared"):
-            return mode, None
-        try:
-            # Verified, because wandb.init cannot be tried twice with the id of a run that resumes.
-            logged_in = self._wandb.login(prompt=False, verify=True)
-        except self._wandb.Error as error:
-            return "offline", str(error).splitlines()[0]
-        return ("online", None) if logged_in else ("offline", "no login and no WANDB_API_KEY")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
