@@ -14,11 +14,9 @@ from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
 from ddp_manual.tools.compare import Comparison, Point, RecordedRun
 
-REFERENCE: dict[str, Any] = {"color": "0.6", "linestyle": "--", "linewidth": 1.0, "zorder": 0}
-
 
 def write_plot(comparison: Comparison, path: Path) -> None:
-    """Draw loss and accuracy against step and against time, samples/s and efficiency against ranks, into ``path``.
+    """Draw loss and accuracy against step and against time, samples/s and efficiency of each run, into ``path``.
 
     Raises:
         BadOption: the name ends in no format that matplotlib knows, or the file cannot be written.
@@ -66,7 +64,7 @@ def _draw_learning(
     """Draw training loss and accuracy at the ``place`` of each point, and a circle for each test accuracy."""
     points = run.points
     above_0 = [point for point in points if point.loss > 0]  # the axis is logarithmic; a single class has loss 0
-    losses.plot([*map(place, above_0)], [point.loss for point in above_0], **style)
+    losses.plot([*map(place, above_0)], [point.loss for point in above_0], marker=".", **style)
     accuracies.plot([*map(place, points)], [100 * point.accuracy for point in points], alpha=0.5, **style)
     last = {point.epoch: point for point in points}
     ends = [(last[epoch], found) for epoch, found in enumerate(run.test_accuracies, start=1) if epoch in last]
@@ -75,26 +73,16 @@ def _draw_learning(
 
 
 def _draw_speed(comparison: Comparison, rates: Axes, efficiencies: Axes) -> None:
-    counts = set()
-    for index, (name, run) in enumerate(comparison.runs.items()):
-        if run.rate_per_rank is None:
-            continue
-        counts.add(ranks := run.facts["world_size"])
-        dot = {**_style(index), "linestyle": "", "marker": "o", "markersize": 9}
-        rates.plot([ranks], [run.facts["samples_per_second"]], **dot)
-        if (efficiency := comparison.efficiency(name)) is not None:
-            efficiencies.plot([ranks], [100 * efficiency], **dot)
-    if comparison.base is not None:
-        rate = comparison.runs[comparison.base].rate_per_rank or 0.0
-        ends = [min(counts), max(counts)]
-        rates.plot(ends, [rate * count for count in ends], label="in proportion to ranks", **REFERENCE)
-        rates.legend(loc="upper left")
-    efficiencies.axhline(100, **REFERENCE)
+    """Draw a bar for each run, above its number of ranks; none where it is not known."""
+    names, runs = [*comparison.runs], [*comparison.runs.values()]
+    look: dict[str, Any] = {
+        "color": [_style(index)["color"] for index in range(len(runs))],
+        "tick_label": [str(run.facts["world_size"] or "?") for run in runs],
+    }
+    rates.bar(range(len(runs)), [run.facts["samples_per_second"] or 0 for run in runs], **look)
     rates.set(xlabel="ranks", ylabel="samples/s over all ranks")
+    efficiencies.bar(range(len(runs)), [100 * (comparison.efficiency(name) or 0) for name in names], **look)
     efficiencies.set(xlabel="ranks", ylabel="efficiency (%): samples/s per rank,\nrelative to the fewest ranks")
-    for one in (rates, efficiencies):
-        one.set_ylim(bottom=0)
-        one.set_xticks(sorted(counts))
 
 
 def _style(index: int) -> dict[str, Any]:
