@@ -208,7 +208,7 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
 
     Raises:
         CheckpointMissing, CheckpointCorrupt: there is none, or it is damaged.
-        BadOption: it cannot be read; or starting from the beginning would overwrite a complete run.
+        BadOption: it cannot be read; or starting from the beginning would overwrite another or a complete run.
     """
     if config.resume is None:
         return None
@@ -216,12 +216,17 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
         return checkpoint_files.named(Path(config.resume))
     found = checkpoint_files.newest_whole(paths.checkpoints)
     if found is None:
-        if paths.summary.exists():
-            raise BadOption(
-                f"--run_dir {paths.run_dir} holds a complete run, without a checkpoint",
-                why=f"{paths.summary} exists",
-                next="choose another --run_dir: starting from the beginning here would overwrite its files",
-            )
+        if paths.config.exists():
+            there = TrainConfig.from_file(str(paths.config))
+            differing = [name for name in MUST_MATCH if getattr(there, name) != getattr(config, name)]
+            complete = paths.summary.exists()
+            if complete or differing:
+                which = "a complete run" if complete else "another run"
+                raise BadOption(
+                    f"--run_dir {paths.run_dir} holds {which}, without a checkpoint",
+                    why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {', '.join(differing)}",
+                    next="choose another --run_dir: starting from the beginning here would overwrite its files",
+                )
         logger.info("no checkpoint in %s yet: starting from the beginning", paths.run_dir)
     return found
 

@@ -373,10 +373,15 @@ def test_another_file_of_a_run_is_not_a_checkpoint_and_the_answer_names_the_run(
     assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
 
 
-def test_starting_from_the_beginning_does_not_overwrite_a_complete_run(tmp_path: Path) -> None:
+def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_complete_one(tmp_path: Path) -> None:
     paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
     run_folder.write_json(paths.config, TrainConfig().values())
     assert checkpoint.find_resumed(config, paths) is None
+    run_folder.write_json(paths.config, TrainConfig(seed=1, model="mlp").values())
+    with pytest.raises(BadOption, match="holds another run") as caught:
+        checkpoint.find_resumed(config, paths)
+    assert "differs in model, seed" in caught.value.why
+    run_folder.write_json(paths.config, TrainConfig().values())
     run_folder.write_json(paths.summary, {})
     with pytest.raises(BadOption, match="holds a complete run"):
         checkpoint.find_resumed(config, paths)
