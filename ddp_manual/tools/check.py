@@ -41,7 +41,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     sources = {name: spec.source(name) for name in spec.values()}
     if sources["join_timeout"] == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
-        # Only in this report: an option with a source would become a part of the commands that are told to type.
+        # Only in this report: an option with a source would become a part of the commands that errors suggest.
         sources["join_timeout"] = "check's default"
     variables = launchers.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()

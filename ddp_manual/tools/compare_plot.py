@@ -73,7 +73,7 @@ def _draw_learning(
 
 
 def _draw_speed(comparison: Comparison, rates: Axes, efficiencies: Axes) -> None:
-    """Draw a bar for each run, above its number of ranks; none where it is not known."""
+    """Draw a bar for each run, above its number of ranks; it has no height where the speed is not known."""
     names, runs = [*comparison.runs], [*comparison.runs.values()]
     look: dict[str, Any] = {
         "color": [_style(index)["color"] for index in range(len(runs))],

@@ -199,7 +199,8 @@ def folder_of(path: Path) -> Path:
 
 
 def find(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, newest first, also where one of the two files is lost; none half-written."""
+    """Return the checkpoints of a folder, newest first, even if one of the two files is lost; half-written ones do not
+    count."""
     try:
         paths = {path.with_suffix(".pt") for path in folder.iterdir() if NAME.fullmatch(path.name)}
         paths -= _half_written(folder)
@@ -223,10 +224,11 @@ def _half_written(folder: Path) -> set[Path]:
 def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
     """Return the newest checkpoint that is what was written, and its content; warn of each newer one that is not.
 
-    None: the folder has no checkpoint at all.
+    Returns:
+        None if the folder has no checkpoint at all.
 
     Raises:
-        CheckpointCorrupt: it has some, and none of them is whole.
+        CheckpointCorrupt: the folder has checkpoints, and none of them is whole.
         BadOption: a newer one may be whole, but cannot be read.
     """
     faults = []
@@ -285,13 +287,13 @@ def holds(folder: Path, step: int) -> bool:
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the one with the best test accuracy; the newest of several."""
+    """Return the checkpoint with the best test accuracy, and the newest of several."""
     rated = [checkpoint for checkpoint in checkpoints if checkpoint.test_accuracy is not None]
     return max(rated, key=lambda one: (one.test_accuracy, one.step, one.written_at), default=None)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all except the ``keep`` newest and the best. One without a good description stays where it is."""
+    """Remove all except the ``keep`` newest and the best. A checkpoint whose description cannot be read stays."""
     found = [checkpoint for checkpoint in find(folder) if checkpoint.fault is None]
     for checkpoint in found[keep:]:
         if checkpoint is not best(found):
@@ -320,7 +322,7 @@ def rewind(folder: Path, step: int) -> None:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Remove the ``.pt`` first: one without its description would look like somebody's loss."""
+    """Remove the ``.pt`` first: a ``.pt`` without its description would pass for a damaged checkpoint and be kept."""
     with writing(checkpoint.path, "--run_dir"):
         checkpoint.path.unlink(missing_ok=True)
         checkpoint.path.with_suffix(".json").unlink(missing_ok=True)

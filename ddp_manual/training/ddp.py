@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import TrainingFailed
 
-# None that is derived from them: batch renormalisation reads its running statistics in training too.
+# Not their subclasses: batch renormalisation, for one, reads its running statistics in training too.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -41,9 +41,10 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> DistributedDataParall
 
 
 def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
-    """Name the parameters without a gradient where ``error`` is what DDP raises about them, one step later.
+    """Name the parameters without a gradient if ``error`` is what DDP raises about them, one step later.
 
-    None: it is another error.
+    Returns:
+        None for any other error.
     """
     found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     if found is None or not isinstance(model, DistributedDataParallel):

@@ -89,7 +89,7 @@ class Trackers:
     """All trackers of a run. A tracker that raises is warned of once and left out; the run goes on.
 
     Args:
-        names: as ``--track`` has them; none are opened before ``open``.
+        names: as ``--track`` has them; only ``open`` opens them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -118,7 +118,7 @@ class Trackers:
         self._each(lambda tracker: tracker.summary(summary))
 
     def close(self) -> None:
-        """Finish; a signal ends the wait. For when no other rank waits for this one."""
+        """Finish, once no other rank waits for this one; a signal ends the wait."""
         self._each(lambda tracker: tracker.close(complete=self._complete), at_the_end=True)
         self._trackers = []
 
