@@ -60,8 +60,12 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     trained = _read_trained(run.config, config)
     step = path.stem if checkpoint_files.NAME.fullmatch(path.name) else None
     folder = out_dir or run.evaluation(config.dataset, step)
-    _check_holds_no_run(folder)
-
+    if RunPaths(folder).config.exists():
+        raise BadOption(
+            f"--out_dir {folder} is the folder of a run",
+            why="the run's own predictions would be replaced",
+            next="choose another --out_dir, or leave the option out for a new one in the run's",
+        )
     source = source_of(config)
     source.prepare(["test"])
     test = source.load("test")
@@ -233,16 +237,6 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
         if factory == described.get(name.removesuffix("_source")) and run.get(name, digest) != digest:
             logger.warning("the source of %s has changed since the run", factory)
     return Trained(Normalise(mean, std), (channels, height, width), classes)
-
-
-def _check_holds_no_run(folder: Path) -> None:
-    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
-    if there is not None:
-        raise BadOption(
-            f"--out_dir {folder} is the folder of a run",
-            why=f"{there} exists; the run's own predictions would be replaced",
-            next="choose another --out_dir, or leave the option out for a new one in the run's",
-        )
 
 
 def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, named_by_hand: bool) -> Split:
