@@ -254,7 +254,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
 def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     """Look at a data set before training on it: some labelled images as a PNG file, and how many each class has.
 
-    On a terminal, a few are drawn there too.
+    On a terminal with colours, a few are drawn there too.
     """
     from ddp_manual.tools import show_data
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ CHECK_JOIN_TIMEOUT = 30.0
 SLOW_LOOKUP = 0.5
 # Ranks; the matrix of round trips is as wide as it is high.
 WIDEST_MATRIX = 16
+MARKS = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
 
 
 def check(spec: WorldSpec) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     sources = {name: spec.source(name) for name in spec.values()}
     if sources["join_timeout"] == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
-        # Only in this report: an option with a source would become a part of the commands that are told to type.
+        # Only in this report: an option with a source would become a part of the commands that errors suggest.
         sources["join_timeout"] = "check's default"
     variables = launchers.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
@@ -74,18 +74,15 @@ def look_up_names(spec: WorldSpec, step: Step) -> None:
     """
     mine = own_address()
     addresses = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])
-    found = [(address, *_looked_up(address)) for address in addresses]
-    step.detail = ", ".join(f"{address} is {name or 'nameless'} ({took:.2f} s)" for address, took, name in found)
-    if max(took for _, took, _ in found) > SLOW_LOOKUP:
+    looked_up = []
+    for address in addresses:
+        started, name = time.monotonic(), "nameless"
+        with suppress(OSError):
+            name = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
+        looked_up.append((time.monotonic() - started, f"{address} is {name}"))
+    step.detail = ", ".join(f"{found} ({took:.2f} s)" for took, found in looked_up)
+    if max(looked_up)[0] > SLOW_LOOKUP:
         step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
-
-
-def _looked_up(address: str) -> tuple[float, str | None]:
-    """Return the seconds that looking up an address's name took, and the name if it has one."""
-    started, name = time.monotonic(), None
-    with suppress(OSError):
-        name = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
-    return time.monotonic() - started, name
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -114,26 +111,18 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def _steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format one line for each step, with a tick, a warning or a cross; in words where stdout cannot show those."""
-    marks = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
-    try:
-        "".join(marks.values()).encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        marks = {**dict.fromkeys(marks, "!"), "ok": "ok", "failed": "failed"}
     return columns(
-        [[marks[step["outcome"]], step["name"], f"{step['seconds']:.2f} s", step["detail"]] for step in steps]
+        [[MARKS[step["outcome"]], step["name"], f"{step['seconds']:.2f} s", step["detail"]] for step in steps]
     )
 
 
 def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
-    all_reduces = [
-        [byte_size(one["bytes"]), f"{1e3 * one['seconds']:.2f} ms", f"{byte_size(one['bus_bandwidth'], unit=1000)}/s"]
-        for one in measured["all_reduce"]
-    ]
-    lines = [
-        f"barrier: {1e6 * measured['barrier_seconds']:.0f} us",
-        *columns([["all-reduce", "time", "bus bandwidth"], *all_reduces]),
-    ]
+    lines = [f"barrier: {1e6 * measured['barrier_seconds']:.0f} us"]
+    rows = [["all-reduce", "time", "bus bandwidth"]]
+    for one in measured["all_reduce"]:
+        bandwidth = f"{byte_size(one['bus_bandwidth'], unit=1000)}/s"
+        rows.append([byte_size(one["bytes"]), f"{1e3 * one['seconds']:.2f} ms", bandwidth])
+    lines += columns(rows)
     times = {(pair["rank"], pair["other"]): f"{1e6 * pair['seconds']:.0f}" for pair in measured["round_trips"]}
     if not times:
         return lines

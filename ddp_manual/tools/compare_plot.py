@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
 from ddp_manual.tools.compare import Comparison, Point, RecordedRun
 
-# A line of more points than this has no mark on each.
-MOST_MARKS = 40
-# From this ratio of the most ranks to the fewest, the axis doubles from tick to tick.
-WIDE = 8
-REFERENCE: dict[str, Any] = {"color": "0.6", "linestyle": "--", "linewidth": 1.0, "zorder": 0}
-
 
 def write_plot(comparison: Comparison, path: Path) -> None:
-    """Draw loss and accuracy against step and against time, samples/s and efficiency against ranks, into ``path``.
+    """Draw loss and accuracy against step and against time, samples/s and efficiency of each run, into ``path``.
 
     Raises:
         BadOption: the name ends in no format that matplotlib knows, or the file cannot be written.
@@ -54,67 +47,44 @@ def _draw(comparison: Comparison, figure: Figure) -> None:
     ]
     for (label, place), losses, accuracies in zip(against, axes[0], axes[1], strict=True):
         for index, run in enumerate(comparison.runs.values()):
-            _draw_learning(losses, accuracies, run, place, index)
+            _draw_learning(losses, accuracies, run, place, _style(index))
         losses.set(xlabel=label, ylabel="training loss", yscale="log")
-        losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        losses.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        losses.yaxis.set_minor_formatter(NullFormatter())
         accuracies.set(xlabel=label, ylabel="accuracy (%): training as lines, test as circles")
     _draw_speed(comparison, *axes[2])
     for one in axes.flat:
         one.grid(alpha=0.3)
     handles = [figure.axes[0].plot([], [], **_style(index))[0] for index in range(len(comparison.runs))]
-    names = [f"{name} ({_ranks(run.world_size)})" for name, run in comparison.runs.items()]
+    names = [f"{name} (world size {run.facts['world_size'] or '?'})" for name, run in comparison.runs.items()]
     figure.legend(handles, names, loc="outside upper center", ncols=min(3, len(names)))
 
 
 def _draw_learning(
-    losses: Axes, accuracies: Axes, run: RecordedRun, place: Callable[[Point], float], index: int
+    losses: Axes, accuracies: Axes, run: RecordedRun, place: Callable[[Point], float], style: Mapping[str, Any]
 ) -> None:
     """Draw training loss and accuracy at the ``place`` of each point, and a circle for each test accuracy."""
-    line, points = _style(index), run.points
+    points = run.points
     above_0 = [point for point in points if point.loss > 0]  # the axis is logarithmic; a single class has loss 0
-    marker = "." if len(points) <= MOST_MARKS else ""
-    losses.plot([*map(place, above_0)], [point.loss for point in above_0], marker=marker, **line)
-    accuracies.plot([*map(place, points)], [100 * point.accuracy for point in points], alpha=0.5, **line)
-    ends = run.epoch_ends()
-    circles = {**line, "linestyle": "", "marker": "o"}
+    losses.plot([*map(place, above_0)], [point.loss for point in above_0], marker=".", **style)
+    accuracies.plot([*map(place, points)], [100 * point.accuracy for point in points], alpha=0.5, **style)
+    last = {point.epoch: point for point in points}
+    ends = [(last[epoch], found) for epoch, found in enumerate(run.test_accuracies, start=1) if epoch in last]
+    circles = {**style, "linestyle": "", "marker": "o"}
     accuracies.plot([place(point) for point, _ in ends], [100 * accuracy for _, accuracy in ends], **circles)
 
 
 def _draw_speed(comparison: Comparison, rates: Axes, efficiencies: Axes) -> None:
-    counts = set()
-    for index, (name, run) in enumerate(comparison.runs.items()):
-        if run.world_size is None or run.samples_per_second is None:
-            continue
-        counts.add(run.world_size)
-        dot = {**_style(index), "linestyle": "", "marker": "o", "markersize": 9}
-        rates.plot([run.world_size], [run.samples_per_second], **dot)
-        if (efficiency := comparison.efficiency(name)) is not None:
-            efficiencies.plot([run.world_size], [100 * efficiency], **dot)
-    if comparison.base is not None:
-        rate = comparison.runs[comparison.base].rate_per_rank or 0.0
-        ends = [min(counts), max(counts)]
-        rates.plot(ends, [rate * count for count in ends], label="in proportion to ranks", **REFERENCE)
-        rates.legend(loc="upper left")
-    efficiencies.axhline(100, **REFERENCE)
-    rates.set(ylabel="samples/s over all ranks")
-    rates.set_ylim(bottom=0)
-    rates.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    efficiencies.set(ylabel="efficiency (%): samples/s per rank,\nrelative to the fewest ranks")
-    efficiencies.set_ylim(bottom=0, top=max(110.0, efficiencies.get_ylim()[1]))
-    for one in (rates, efficiencies):
-        one.set(xlabel="ranks")
-        if counts and max(counts) >= WIDE * min(counts):
-            one.set_xscale("log", base=2)
-        one.set_xticks(sorted(counts), labels=map(str, sorted(counts)))
-        one.minorticks_off()
+    """Draw a bar for each run, above its number of ranks; it has no height where the speed is not known."""
+    names, runs = [*comparison.runs], [*comparison.runs.values()]
+    look: dict[str, Any] = {
+        "color": [_style(index)["color"] for index in range(len(runs))],
+        "tick_label": [str(run.facts["world_size"] or "?") for run in runs],
+    }
+    rates.bar(range(len(runs)), [run.facts["samples_per_second"] or 0 for run in runs], **look)
+    rates.set(xlabel="ranks", ylabel="samples/s over all ranks")
+    efficiencies.bar(range(len(runs)), [100 * (comparison.efficiency(name) or 0) for name in names], **look)
+    efficiencies.set(xlabel="ranks", ylabel="efficiency (%): samples/s per rank,\nrelative to the fewest ranks")
 
 
 def _style(index: int) -> dict[str, Any]:
     """Ten colours, then the same colours with other lines."""
     return {"color": f"C{index % 10}", "linestyle": ("-", "--", ":")[index // 10 % 3]}
-
-
-def _ranks(count: int | None) -> str:
-    return "? ranks" if count is None else f"{count} rank{'s'[: count > 1]}"

@@ -8,9 +8,8 @@ import logging
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +20,13 @@ from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.terminal import columns
 from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.augment import Normalise, unit_scale
-from ddp_manual.training.checkpoint import shapes
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.data import Source, Split
+from ddp_manual.training.data import Split
 from ddp_manual.training.datasets import source_of
+from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.evaluate import evaluate as evaluate_network
 from ddp_manual.training.own_code import is_own_factory
-from ddp_manual.training.predictions import Predictions, evaluate_and_predict, write_files
+from ddp_manual.training.results import write_predictions
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,12 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     trained = _read_trained(run.config, config)
     step = path.stem if checkpoint_files.NAME.fullmatch(path.name) else None
     folder = out_dir or run.evaluation(config.dataset, step)
-    _check_holds_no_run(folder)
-
+    if RunPaths(folder).config.exists():
+        raise BadOption(
+            f"--out_dir {folder} is the folder of a run",
+            why="the run's own predictions would be replaced",
+            next="choose another --out_dir, or leave the option out for a new one in the run's",
+        )
     source = source_of(config)
     source.prepare(["test"])
     test = source.load("test")
@@ -69,10 +73,15 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
         test = _fitting(path, trained, config, test, named_by_hand="classes" in flags)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = _network(path, parameters, config, test).to(device)
-    normalise = _normalise(trained if "normalization" not in flags else None, config, source, test)
+    if trained is not None and "normalization" not in flags:
+        normalise = trained.normalise
+    elif config.normalization == "none":
+        normalise = unit_scale(test.shape[0])
+    else:
+        normalise = source.normalise(source.load("train"))
     with writing(folder, "--out_dir"):  # before the evaluation, whose result would otherwise be lost
         folder.mkdir(parents=True, exist_ok=True)
-    evaluation, predictions = evaluate_and_predict(network, test.to(device), normalise, rank=0, world_size=1)
+    evaluation, predictions = evaluate_network(network, test.to(device), normalise, rank=0, world_size=1, predict=True)
     assert predictions is not None
     if not predictions.probabilities.isfinite().all():
         raise CheckpointCorrupt(
@@ -80,7 +89,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
             why=f"its loss over the test set of {config.dataset} is {evaluation.loss}",
             next="evaluate a checkpoint from before its training diverged",
         )
-    files = write_files(PredictionPaths(folder), predictions, option="--out_dir")
+    files = write_predictions(PredictionPaths(folder), predictions, option="--out_dir")
     return {
         "checkpoint": str(path),
         "model": config.model,
@@ -113,7 +122,7 @@ def text(report: Mapping[str, Any]) -> str:
 def read_model(path: Path) -> tuple[Path, dict[str, Any]]:
     """Read the model at ``path``: a ``model.pt``, a checkpoint, any file with a state dict, or the folder of a run.
 
-    Of a run's folder it is the ``model.pt``, or the newest checkpoint that is whole if the run has no model yet.
+    In a run's folder it is the ``model.pt``, or the newest checkpoint that is whole if the run has no model yet.
 
     Returns:
         The path of the file, and its state dict on the CPU, without DDP's prefix.
@@ -123,35 +132,27 @@ def read_model(path: Path) -> tuple[Path, dict[str, Any]]:
         CheckpointCorrupt: the file holds no model, or its content has changed since it was written.
         BadOption: the file cannot be read.
     """
-    if path.is_dir():
-        model = RunPaths(path).model
-        found = None if model.exists() else checkpoint_files.newest_whole(checkpoint_files.folder_of(path))
-        if found:
-            return found[0].path, _parameters(found[0].path, found[1])
-        if not model.exists():
-            raise _missing(path, f"it has no {model.name}, and no checkpoint")
+    if path.is_dir() and (model := RunPaths(path).model).exists():
         path = model
-    elif checkpoint_files.NAME.fullmatch(path.name):
-        path = path.with_suffix(".pt")
-    if not path.exists():
-        raise _missing(path, "there is no such file or folder")
     try:
-        if checkpoint_files.NAME.fullmatch(path.name):
-            content = checkpoint_files.read(checkpoint_files.describe(path))
-        elif path.is_file():
-            content = path.read_bytes()
-        else:
+        if path.is_dir() or checkpoint_files.NAME.fullmatch(path.name):
+            checkpoint, content = checkpoint_files.named(path)
+            return checkpoint.path, _parameters(checkpoint.path, content)
+        if path.exists() and not path.is_file():
             raise OSError(0, "it is no regular file", str(path))
-    except CheckpointCorrupt as error:
-        error.next = f"what there is: ddp-manual checkpoints {path.parent}"
-        raise
+        return path, _parameters(path, path.read_bytes())
+    except (FileNotFoundError, CheckpointMissing):
+        raise CheckpointMissing(
+            f"no model at {path}",
+            why="there is no such file, or a folder with neither model.pt nor checkpoints",
+            next="name a run's folder, such as runs/<start time>-<run_id>, or a file in it",
+        ) from None
     except OSError as error:
         raise BadOption(
             f"--checkpoint {path} cannot be read",
             why=f"{error.strerror}: {path}",
             next="name a model.pt, a checkpoint or a run's folder that this user may read",
         ) from None
-    return path, _parameters(path, content)
 
 
 def _parameters(path: Path, content: bytes) -> dict[str, Any]:
@@ -160,42 +161,19 @@ def _parameters(path: Path, content: bytes) -> dict[str, Any]:
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         within = isinstance(read.get("model"), Mapping) and not isinstance(read.get("position"), torch.Tensor)
         found = {str(name): value for name, value in (read["model"] if within else read).items()}
+        why = f"it holds {', '.join([*found][:5]) or 'nothing'}, where tensors are wanted"
     except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
-        raise _no_model(path, f"torch cannot read it as one: {type(error).__name__}: {_reason(error)}") from error
+        # Not torch's own message: it advises weights_only=False, which would run code from the file.
+        found, why = {}, f"torch.load with weights_only=True cannot read it: {type(error).__name__}"
     tensors = [value for name, value in found.items() if not name.endswith(EXTRA_STATE)]
     if not tensors or not all(isinstance(value, torch.Tensor) for value in tensors):
-        raise _no_model(path, f"it holds {', '.join([*found][:5]) or 'nothing'}, where tensors are wanted")
+        raise CheckpointCorrupt(
+            f"{path} holds no model",
+            why=why,
+            next="name a run's folder, its model.pt, one of its checkpoints, or a file that torch.save has written of "
+            "a model's state_dict()",
+        )
     return found
-
-
-def _reason(error: Exception) -> str:
-    """Shorten torch's message to its first line, or to the unpickler's complaint, which torch wraps in advice."""
-    text, wrapped, complaint = str(error).partition("WeightsUnpickler error:")
-    line = (complaint if wrapped else text).strip().partition("\n")[0]
-    return line.partition(". ")[0] if wrapped else line
-
-
-def _no_model(path: Path, why: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(
-        f"{path} holds no model",
-        why=why,
-        next="name a run's folder, its model.pt, one of its checkpoints, or a file that torch.save has written of a "
-        "model's state_dict()",
-    )
-
-
-def _missing(path: Path, why: str) -> CheckpointMissing:
-    """Name the models that are near: the checkpoints of this run, or the runs in this folder."""
-    folder = path if path.is_dir() else path.parent
-    models = sorted(found.parent for found in folder.glob("*/model.pt")) if folder.is_dir() else []
-    lines = [f"ddp-manual evaluate --checkpoint {run}" for run in models[-checkpoint_files.MOST_NAMED :]]
-    if folder.is_dir() and checkpoint_files.find(checkpoint_files.folder_of(folder)):
-        lines = [f"what there is: ddp-manual checkpoints {folder}"]
-    return CheckpointMissing(
-        f"no model at {path}",
-        why=why,
-        next="\n".join(lines) or "name a run's folder, such as runs/<start time>-<run_id>, or a file in it",
-    )
 
 
 def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
@@ -204,18 +182,17 @@ def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
     A folder that came from elsewhere must not choose the code that is imported and called here: the run's own factories
     have to be named by flags too.
     """
-    known = TrainConfig.from_file(str(path)) if path.exists() else None
-    if known is None:
-        missing = [name for name in ("model", "dataset") if name not in flags]
-        if missing:
+    unsaid = [name for name in ("model", "dataset") if name not in flags]
+    if not path.exists():
+        if unsaid:
             raise BadOption(
-                f"{model} does not say which {' and '.join(missing)} it is of",
+                f"{model} does not say which {' and '.join(unsaid)} it is of",
                 why=f"there is no {path}, where a run writes that",
-                next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in missing),
+                next="say it, such as " + " ".join(f"--{name} {getattr(TrainConfig, name)}" for name in unsaid),
             )
         return TrainConfig(**flags, sources=dict.fromkeys(flags, "flag"))
-    own = {name: getattr(known, name) for name in ("model", "dataset") if name not in flags}
-    unnamed = {name: value for name, value in own.items() if is_own_factory(value)}
+    config = TrainConfig.from_file(str(path), **flags)
+    unnamed = {name: getattr(config, name) for name in unsaid if is_own_factory(getattr(config, name))}
     if unnamed:
         raise BadOption(
             f"the {' and the '.join(unnamed)} of {path.parent} {'are' if len(unnamed) > 1 else 'is'} code, which is "
@@ -223,27 +200,15 @@ def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
             why=f"{path} names " + " and ".join(unnamed.values()),
             next=f"if you trust that code, add {as_flags(unnamed)}",
         )
-    return TrainConfig.from_file(str(path), **flags)
+    return config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What a run's ``config.json`` says of the images its model was trained on.
+class Trained(NamedTuple):
+    """The images that a run's model was trained on, as its ``config.json`` describes them."""
 
-    Args:
-        mean, std: the pixels' mean and standard deviation by channel, on the scale 0 to 255.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    normalise: Normalise
     shape: Shape
     classes: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(length, int) and length > 0 for length in self.shape):
-            raise ValueError(f"shape is {self.shape}")
-        if not (len(self.mean) == len(self.std) == self.shape[0] and all(self.std) and self.classes):
-            raise ValueError(f"mean is {self.mean}, std {self.std}, shape {self.shape}, classes {self.classes}")
 
 
 def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
@@ -257,8 +222,10 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
     try:
         run = described["run"]
         mean, std = (tuple(map(float, run[name])) for name in ("mean", "std"))
-        channels, height, width = run["shape"]
-        found = Trained(mean=mean, std=std, shape=(channels, height, width), classes=tuple(map(str, run["classes"])))
+        channels, height, width = map(int, run["shape"])
+        classes = tuple(map(str, run["classes"]))
+        if not (len(mean) == len(std) == channels and all(std) and classes):
+            raise ValueError(f"mean is {mean}, std {std}, shape {run['shape']}, classes {classes}")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointCorrupt(
             f"{path} is not what a run has written",
@@ -269,17 +236,7 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
         factory = getattr(config, name.removesuffix("_source"))
         if factory == described.get(name.removesuffix("_source")) and run.get(name, digest) != digest:
             logger.warning("the source of %s has changed since the run", factory)
-    return found
-
-
-def _check_holds_no_run(folder: Path) -> None:
-    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
-    if there is not None:
-        raise BadOption(
-            f"--out_dir {folder} is the folder of a run",
-            why=f"{there} exists; the run's own predictions would be replaced",
-            next="choose another --out_dir, or leave the option out for a new one in the run's",
-        )
+    return Trained(Normalise(mean, std), (channels, height, width), classes)
 
 
 def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, named_by_hand: bool) -> Split:
@@ -293,7 +250,7 @@ def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, 
         raise CheckpointMismatch(
             f"{path} is a model for other images than those of {config.dataset}",
             why=f"it was trained on {wants}; {config.dataset} has {has}",
-            next=_what_fits(trained.shape, test.shape),
+            next="give a --dataset of such images; those of folder:PATH can be resized with --image_size",
         )
     if not named_by_hand and test.classes != trained.classes and sorted(test.classes) == sorted(trained.classes):
         logger.info("the classes of %s are put into the order they had in training", config.dataset)
@@ -304,46 +261,18 @@ def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, 
     return test
 
 
-def _what_fits(wanted: Shape, has: Shape) -> str:
-    """Say which images to give instead: another size can be converted, other channels cannot."""
-    channels, height, width = wanted
-    if channels != has[0]:
-        kind = {1: "grey", 3: "colour"}.get(channels, f"{channels}-channel")
-        return f"give a --dataset of {kind} images; or the model of a run that was trained on images like these"
-    resized = f"; those of folder:PATH can be resized with --image_size {height}" if height == width else ""
-    return f"give a --dataset of such images{resized if wanted != has else ''}"
-
-
 def _network(path: Path, parameters: Mapping[str, Any], config: TrainConfig, test: Split) -> nn.Module:
-    size: dict[str, Any] = {"shape": test.shape, "classes": len(test.classes)}
-    network = models.build(config.model, device=torch.device("cpu"), seed=0, **size)
+    classes = len(test.classes)
+    network = models.build(config.model, device=torch.device("cpu"), seed=0, shape=test.shape, classes=classes)
     try:
         network.load_state_dict(dict(parameters))
     except Exception as error:  # torch words each misfit in its own way
-        others = [name for name in models.MODELS if name != config.model and _fits(parameters, name, size)]
         raise CheckpointMismatch(
             f"{path} is no {config.model} for {_images(test)}",
             why=textwrap.shorten(str(error).partition(":")[2], 300, placeholder=" ..."),
-            next=f"it fits --model {others[0]}" if others else "give the --model and the --dataset it was trained on",
+            next="give the --model and the --dataset it was trained on",
         ) from error
     return network
-
-
-def _fits(parameters: Mapping[str, Any], name: str, size: Mapping[str, Any]) -> bool:
-    try:
-        with torch.device("meta"):
-            return shapes(models.MODELS[name](**size).state_dict()) == shapes(parameters)
-    except Exception:  # the images may be too small for this model
-        return False
-
-
-def _normalise(trained: Trained | None, config: TrainConfig, source: Source, test: Split) -> Normalise:
-    """Normalise as in the run; without a record of that, as a run on this data set would."""
-    if trained is not None:
-        return Normalise(trained.mean, trained.std)
-    if config.normalization == "none":
-        return unit_scale(test.shape[0])
-    return source.normalise(source.load("train"))
 
 
 def _by_class(predictions: Predictions) -> list[dict[str, Any]]:
@@ -352,9 +281,8 @@ def _by_class(predictions: Predictions) -> list[dict[str, Any]]:
     for index, name in enumerate(classes):  # not from the confusion matrix: of very many classes it fills the memory
         guesses = Counter(sorted(predictions.guess[predictions.truth == index].tolist()))
         images, right = guesses.total(), guesses.pop(index, 0)
-        mistakes = [[classes[guess], count] for guess, count in guesses.most_common(1)]
+        mistaken_for = next(([classes[guess], count] for guess, count in guesses.most_common(1)), None)
         accuracy = right / images if images else None
-        mistaken_for = mistakes[0] if mistakes else None
         found.append({"name": name, "images": images, "accuracy": accuracy, "mistaken_for": mistaken_for})
     return found
 

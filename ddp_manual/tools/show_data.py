@@ -1,4 +1,4 @@
-"""``ddp-manual show-data``: what is in a data set, as a picture, in numbers, and drawn in a terminal."""
+"""``ddp-manual show-data``: what is in a data set, as a picture, in numbers, and drawn on a terminal."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from ddp_manual.training.data import Split
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.pictures import drawn, image_grid, spread
 
-# In a terminal: the most characters of an image's width, the gap between two images, and how many rows of images.
+# On a terminal: the most characters of an image's width, the gap between two images, and how many rows of images.
 WIDEST = 32
 GAP = "  "
 ROWS = 2
 UPPER_HALF = "\N{UPPER HALF BLOCK}"
-# From dark to bright, for terminals without colours.
-INKS = " .:-=+*#%@"
 
 
 def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[str, Any]:
-    """Write ``count`` labelled images to ``out``, a PNG file; on a terminal, draw a few on stdout too.
+    """Write ``count`` labelled images to ``out``, a PNG file; on a terminal with colours, draw a few there too.
 
     Returns:
         dataset, part, images, shape (channels, height, width), classes (pairs of name and number) and picture.
@@ -79,10 +77,13 @@ def text(shown: Mapping[str, Any]) -> str:
 
 
 def _draw(split: Split, count: int) -> None:
-    """Draw as many images side by side as the terminal is wide for, with their classes below."""
+    """Draw as many images side by side as the terminal is wide for, with their classes below.
+
+    Each character shows two pixels: the upper one is its colour, the lower one its background.
+    """
     console = Console(highlight=False)
-    plain = console.no_color or console.color_system is None or console.options.ascii_only
-    # A character is one pixel wide and two high.
+    if console.no_color or console.color_system is None:
+        return
     height, width = split.shape[1:]
     scale = min(1.0, WIDEST / max(height, width))
     height, width = max(1, round(scale * height)), max(1, round(scale * width))
@@ -90,25 +91,15 @@ def _draw(split: Split, count: int) -> None:
     chosen = spread(split, min(count, ROWS * across))
     for first in range(0, len(chosen), across):
         row = chosen[first : first + across]
-        names = [Text(split.classes[int(split.labels[index])][:width].center(width)) for index in row]
-        images = [_lines(split, index, height, width, plain=plain) for index in row]
-        for line in (*zip(*images, strict=True), names):
-            console.print(Text(GAP).join(line), no_wrap=True, crop=True)
+        images = [drawn(split, index, width, height).convert("RGB").tobytes() for index in row]
+        for y in range(0, height, 2):
+            pixels = [(y * width + x, min(y + 1, height - 1) * width + x) for x in range(width)]
+            lines = (Text().join(_half_blocks(image, *pair) for pair in pixels) for image in images)
+            console.print(Text(GAP).join(lines), no_wrap=True, crop=True)
+        names = (Text(split.classes[int(split.labels[index])][:width].center(width)) for index in row)
+        console.print(Text(GAP).join(names), no_wrap=True, crop=True)
 
 
-def _lines(split: Split, index: int, height: int, width: int, *, plain: bool) -> list[Text]:
-    """Draw one image; each character shows two pixels, the upper as its colour and the lower as its background."""
-    picture = drawn(split, index, width, height)
-    grey, colours = picture.convert("L").tobytes(), picture.convert("RGB").tobytes()
-    lines = []
-    for row in range(0, height, 2):
-        line = Text()
-        for column in range(width):
-            upper, lower = (min(row + half, height - 1) * width + column for half in (0, 1))
-            if plain:
-                line.append(INKS[(grey[upper] + grey[lower]) * len(INKS) // 512])
-            else:
-                above, below = (Color.from_rgb(*colours[3 * pixel : 3 * pixel + 3]) for pixel in (upper, lower))
-                line.append(UPPER_HALF, Style(color=above, bgcolor=below))
-        lines.append(line)
-    return lines
+def _half_blocks(image: bytes, upper: int, lower: int) -> Text:
+    above, below = (Color.from_rgb(*image[3 * pixel : 3 * pixel + 3]) for pixel in (upper, lower))
+    return Text(UPPER_HALF, Style(color=above, bgcolor=below))

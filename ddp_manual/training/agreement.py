@@ -6,29 +6,27 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddp_manual.errors import ConfigMismatch, DataDiffers
 from ddp_manual.options import differing_options, side_by_side
-from ddp_manual.training import collectives
-from ddp_manual.training.data import Split, digest_of
+from ddp_manual.training import ddp
+from ddp_manual.training.data import PARTS, Split, digest_of
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
 
 
-# What to do about data of a user's own factory and about other data that differ: on rank 0's host, and on another one.
-NEXT_OF_OWN_FACTORY = (
-    "the factory does not return the same data each time: seed its own generators, and sort what it lists\n"
-    "those of random, numpy and torch are seeded before it is called",
-    "have the factory read the same files on every host, and return the same data each time",
+OWN_FACTORY_DIFFERS = (
+    "have the factory return the same data each time and on every host: seed its own generators, and sort what it "
+    "lists\nthose of random, numpy and torch are seeded before it is called"
 )
-NEXT = (
-    "start all ranks of a host in the same folder, with the same --data_dir",
-    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again",
+FILES_DIFFER = (
+    "give all ranks of a host the same --data_dir, and start them in the same folder\n"
+    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again"
 )
 
 
@@ -55,44 +53,41 @@ def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_d
             )
 
 
-def compare_data(
-    parts: Mapping[str, Split], device: torch.device, hosts: Callable[[], Sequence[str]], *, own_factory: bool
-) -> dict[str, str]:
+def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) -> tuple[str, str]:
     """Compare every rank's data with rank 0's: lengths, digests and names of classes; a collective.
 
     Args:
-        parts: on the CPU. The digest of a part that comes from a cache is the one in the cache.
-        device: of the process group's tensors.
-        hosts: returns the host of each rank; called only if the data differ.
+        train, test: on the CPU. Of a split that comes from a cache, the digest is the one in the cache.
         own_factory: whether a factory of the user's returned the data.
 
     Returns:
-        A digest of each part's images and labels: 32 hexadecimal digits.
+        A digest of each split's images and labels: 32 hexadecimal digits.
 
     Raises:
         DataDiffers: on every rank, naming the hosts whose data are not rank 0's.
     """
-    mine = torch.tensor([fingerprint(split) for split in parts.values()], device=device)
-    ranks = torch.stack(collectives.all_gather(mine)).tolist()
+    mine = torch.tensor([fingerprint(train), fingerprint(test)], device=world.device)
+    ranks = torch.stack(ddp.all_gather(mine)).tolist()
     odd = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
     if not odd:
-        return {part: _hexadecimal(found[1:3]) for part, found in zip(parts, ranks[0], strict=True)}
-    names = hosts()
+        return _hexadecimal(ranks[0][0][1:3]), _hexadecimal(ranks[0][1][1:3])
+    hosts = [line["host"] for line in world.roster()]
     # No rank leaves before all know why: a rank that is still asking would give a peer's leaving as the cause.
-    collectives.all_gather(mine)
+    ddp.all_gather(mine)
     lines = []
-    for index, part in enumerate(parts):
+    for index, part in enumerate(PARTS):
         differing = [rank for rank in odd if ranks[rank][index] != ranks[0][index]]
-        lines += [
-            f"{part}: rank {rank} ({names[rank]}) has {_shown(ranks[rank][index])}"
-            for rank in ([0, *differing] if differing else [])
-        ]
-    where = ", ".join(dict.fromkeys(names[rank] for rank in odd))
+        for rank in [0, *differing] if differing else []:
+            count, *digests = ranks[rank][index]
+            images, names = _hexadecimal(digests[:2])[:12], _hexadecimal(digests[2:])[:12]
+            lines.append(
+                f"{part}: rank {rank} ({hosts[rank]}) has {count} samples, digest {images}, class names {names}"
+            )
     raise DataDiffers(
-        f"the data on {where} are not those of rank 0 on {names[0]}: rank{'s'[: len(odd) > 1]} "
-        f"{', '.join(map(str, odd))}",
+        f"the data on {', '.join(dict.fromkeys(hosts[rank] for rank in odd))} are not those of rank 0 on {hosts[0]}: "
+        f"rank{'s'[: len(odd) > 1]} {', '.join(map(str, odd))}",
         why="\n".join(lines),
-        next=(NEXT_OF_OWN_FACTORY if own_factory else NEXT)[all(names[rank] != names[0] for rank in odd)],
+        next=OWN_FACTORY_DIFFERS if own_factory else FILES_DIFFER,
     )
 
 
@@ -101,11 +96,6 @@ def fingerprint(split: Split) -> tuple[int, int, int, int, int]:
     digest = bytes.fromhex(split.digest or digest_of(split.images, split.labels))
     names = hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16)
     return (len(split), *struct.unpack("<4q", digest + names.digest()))
-
-
-def _shown(numbers: Sequence[int]) -> str:
-    count, digest, names = numbers[0], numbers[1:3], numbers[3:]
-    return f"{count} samples, digest {_hexadecimal(digest)[:12]}, class names {_hexadecimal(names)[:12]}"
 
 
 def _hexadecimal(numbers: Sequence[int]) -> str:

@@ -7,14 +7,13 @@ counts. Rank 0 raises what is wrong with it (no file, a damaged one, another run
 from __future__ import annotations
 
 import io
-import json
 import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.options import as_flags, option_fields
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import checkpoint_files, collectives, own_code
+from ddp_manual.training import checkpoint_files, ddp, own_code
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from ddp_manual.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Another value of these makes another network, shows it other images, or changes which samples count as seen.
 MUST_MATCH = ("model", "dataset", "image_size", "normalization", "seed", "sync_bn")
@@ -77,31 +74,19 @@ class Saved:
     random: Mapping[str, Any]
 
 
-def take(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    position: Position,
-    history: History,
-    options: Mapping[str, Any],
-    world_size: int,
-) -> Saved:
+def pack(trainer: Trainer) -> bytes:
     """Return the state as it is now; on rank 0, whose buffers count. All else is the same on all ranks."""
-    return Saved(
-        position=position,
-        history=history,
-        options=options,
-        world_size=world_size,
-        model=network.state_dict(),
-        optimizer=optimizer.state_dict()["state"],
-        random={"python": random.getstate()},
-    )
-
-
-def pack(saved: Saved) -> bytes:
-    tensors = {"model": on_cpu(saved.model), "optimizer": on_cpu(saved.optimizer)}
-    numbers = {"position": asdict(saved.position), "history": asdict(saved.history)}
     content = io.BytesIO()
-    torch.save({**vars(saved), **tensors, **numbers}, content)
+    state = {
+        "position": asdict(trainer.position),
+        "history": asdict(trainer.history),
+        "options": trainer.options,
+        "world_size": trainer.world_size,
+        "model": on_cpu(trainer.network.state_dict()),
+        "optimizer": on_cpu(trainer.optimizer.state_dict()["state"]),
+        "random": {"python": random.getstate()},
+    }
+    torch.save(state, content)
     return content.getvalue()
 
 
@@ -119,22 +104,9 @@ def unpack(path: Path, content: bytes) -> Saved:
     with _corrupt_if_it_fails(path):
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         history = read["history"]
-        evaluations = tuple(_numbers(Evaluation, evaluation) for evaluation in history["evaluations"])
-        mappings = {name: dict(read[name]) for name in ("options", "model", "optimizer", "random")}
-        return Saved(
-            position=_numbers(Position, read["position"]),
-            history=History(**{**history, "evaluations": evaluations, "window": _numbers(Window, history["window"])}),
-            world_size=int(read["world_size"]),
-            **mappings,
-        )
-
-
-def _numbers(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass of numbers."""
-    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-    if set(values) != names or not all(type(value) in (int, float) for value in values.values()):
-        raise TypeError(f"{values} is no {kind.__name__}")
-    return kind(**values)
+        evaluations = tuple(Evaluation(**evaluation) for evaluation in history["evaluations"])
+        history = History(**{**history, "evaluations": evaluations, "window": Window(**history["window"])})
+        return Saved(**{**read, "position": Position(**read["position"]), "history": history})
 
 
 @contextmanager
@@ -146,11 +118,6 @@ def _corrupt_if_it_fails(path: Path) -> Iterator[None]:
         raise checkpoint_files.corrupt(path, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
-def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a state dict."""
-    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-
-
 def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put the state of a checkpoint back, on every rank.
 
@@ -159,32 +126,22 @@ def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim
     """
     with _corrupt_if_it_fails(path):
         network.load_state_dict(dict(saved.model))
-        _check_shapes(saved.optimizer, optimizer)
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": dict(saved.optimizer), "param_groups": groups})
         version, words, gauss = saved.random["python"]
         random.setstate((version, tuple(words), gauss))
 
 
-def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:
-    """torch takes any tensor for a parameter's momentum, and fails only in the next step."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, values in state.items():
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[number].shape:
-                raise ValueError(f"{name} of parameter {number} has another shape than the parameter")
-
-
 def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
     """Return rank 0's ``content`` on every rank; a collective. The others pass None, as does rank 0 if it has none."""
     size = torch.tensor([-1 if content is None else len(content)], device=device)
-    collectives.broadcast(size)
+    ddp.broadcast(size)
     if size < 0:
         return None
     buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
     if content is not None:  # bytearray: torch wants memory that it could write to
         buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    collectives.broadcast(buffer)
+    ddp.broadcast(buffer)
     return buffer.cpu().numpy().tobytes()
 
 
@@ -214,38 +171,36 @@ def held_run_dir(config: TrainConfig, paths: RunPaths) -> Iterator[None]:
         yield
 
 
-def resume(
-    config: TrainConfig, paths: RunPaths, trainer: Trainer, network: nn.Module, options: Mapping[str, Any]
-) -> tuple[Position, History] | None:
-    """Give every rank the state of the checkpoint that rank 0's ``--resume`` means; None: there is none. A collective.
+def resume(paths: RunPaths, trainer: Trainer) -> bool:
+    """Give every rank the state of the checkpoint that rank 0's ``--resume`` means; a collective.
 
-    Args:
-        options: see ``options_of``.
+    Returns:
+        False if there is none: the run starts from the beginning.
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, CheckpointMismatch, BadOption: on rank 0.
         CheckpointMismatch: on every rank, if the parameters do not fit the network.
         CheckpointCorrupt: on every rank, if something else in it does not fit.
     """
-    found = find_resumed(config, paths) if trainer.rank == 0 else None
+    found = find_resumed(trainer.config, paths) if trainer.rank == 0 else None
     path = found[0].path if found else Path("rank 0's checkpoint")
     if found:
-        _check_options(path, unpack(path, found[1]), config, options)
-    content = share_bytes(found[1] if found else None, trainer.train.labels.device)
+        _check_options(path, unpack(path, found[1]), trainer.config, trainer.options)
+    content = share_bytes(found[1] if found else None, trainer.device)
     if content is None:
-        return None
+        return False
     saved = unpack(path, content)
-    _check_parameters(path, saved, network)
+    _check_parameters(path, saved, trainer.network)
     trainer.settle_buckets()
-    restore(path, saved, network, trainer.optimizer)
-    position = saved.position
+    restore(path, saved, trainer.network, trainer.optimizer)
+    trainer.resume(saved.position, saved.history)
     logger.log(
         logging.INFO if trainer.rank == 0 else logging.DEBUG,
         "going on after step %d, %.2f epochs, from %s%s",
-        *(position.step, trainer.epoch_plan.seen(position) / trainer.epoch_plan.samples, path),
+        *(saved.position.step, trainer.epoch_plan.seen(saved.position) / trainer.epoch_plan.samples, path),
         f", saved by {saved.world_size} rank(s)" if saved.world_size != trainer.world_size else "",
     )
-    return position, saved.history
+    return True
 
 
 def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, bytes] | None:
@@ -253,7 +208,7 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
 
     Raises:
         CheckpointMissing, CheckpointCorrupt: there is none, or it is damaged.
-        BadOption: it cannot be read; or starting from the beginning would overwrite another run, or a complete one.
+        BadOption: it cannot be read; or starting from the beginning would overwrite another or a complete run.
     """
     if config.resume is None:
         return None
@@ -261,31 +216,26 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
         return checkpoint_files.named(Path(config.resume))
     found = checkpoint_files.newest_whole(paths.checkpoints)
     if found is None:
-        _refuse_to_overwrite(config, paths)
+        if paths.config.exists():
+            there = TrainConfig.from_file(str(paths.config))
+            differing = [name for name in MUST_MATCH if getattr(there, name) != getattr(config, name)]
+            complete = paths.summary.exists()
+            if complete or differing:
+                which = "a complete run" if complete else "another run"
+                raise BadOption(
+                    f"--run_dir {paths.run_dir} holds {which}, without a checkpoint",
+                    why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {', '.join(differing)}",
+                    next="choose another --run_dir: starting from the beginning here would overwrite its files",
+                )
         logger.info("no checkpoint in %s yet: starting from the beginning", paths.run_dir)
     return found
 
 
-def _refuse_to_overwrite(config: TrainConfig, paths: RunPaths) -> None:
-    """A run without a checkpoint begins anew, over its own files but nobody else's."""
-    try:
-        there = json.loads(paths.config.read_bytes())
-        differing = [name for name in MUST_MATCH if there.get(name) != getattr(config, name)]
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, AttributeError):
-        differing = ["config.json, which cannot be read"]
-    complete = paths.summary.exists()
-    if complete or differing:
-        raise BadOption(
-            f"--run_dir {paths.run_dir} holds {'a complete run' if complete else 'another run'}, without a checkpoint",
-            why=f"{paths.summary} exists" if complete else f"{paths.config} differs in {', '.join(differing)}",
-            next="choose another --run_dir: starting from the beginning here would overwrite its files",
-        )
-
-
 def _check_parameters(path: Path, saved: Saved, network: nn.Module) -> None:
-    then, now = shapes(saved.model), shapes(network.state_dict())
+    then, now = (
+        {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        for state in (saved.model, network.state_dict())
+    )
     wrong = [
         f"{name}: {then.get(name, 'not')} in the checkpoint / {now.get(name, 'not')} here"
         for name in {**now, **then}
@@ -313,10 +263,13 @@ def _check_options(path: Path, saved: Saved, config: TrainConfig, now: Mapping[s
     if begun > config.epochs:
         wrong.append(f"epochs: {begun} begun or done in the checkpoint / {config.epochs} here")
     if wrong:
+        run = RunPaths(checkpoint_files.run_dir_of(path))
+        flags = as_flags({"config": run.config, "run_dir": run.run_dir, "resume": AUTO})
+        which = f": {flags}" if run.config.exists() else f", which are in {path.with_suffix('.json')}"
         raise CheckpointMismatch(
             f"{path} is of another run",
             why="\n".join(wrong),
-            next=f"{_how_to_resume(path, then, begun, config)}\nor start a new run, without --resume",
+            next=f"give the options it was saved with{which}\nor start a new run, without --resume",
         )
     if "data" in changed:
         raise CheckpointMismatch(
@@ -337,14 +290,3 @@ def _check_options(path: Path, saved: Saved, config: TrainConfig, now: Mapping[s
             )
         else:
             logger.info("from here on with --%s %s; it was %s", name, now[name], then.get(name))
-
-
-def _how_to_resume(path: Path, then: Mapping[str, Any], begun: int, config: TrainConfig) -> str:
-    """Return what to type for the run of a checkpoint to go on, of which ``begun`` epochs are begun or done."""
-    run = RunPaths(checkpoint_files.run_dir_of(path))
-    if not run.config.exists():
-        return f"give the options it was saved with, which are in {path.with_suffix('.json')}"
-    flags: dict[str, Any] = {"config": run.config, "run_dir": run.run_dir, "resume": AUTO}
-    if begun > config.epochs:
-        flags["epochs"] = max(begun, then["epochs"])
-    return f"give the options it was saved with: {as_flags(flags)}"

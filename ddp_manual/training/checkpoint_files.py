@@ -34,7 +34,6 @@ NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})\.(pt|json)")
 SET_ASIDE = "set-aside"
 # Another format keeps ``format`` and ``sha256_of_this``, so that a program that does not know it can tell.
 FORMAT = 1
-MOST_NAMED = 8
 
 Fault = CheckpointCorrupt | BadOption
 """Why a checkpoint cannot be read: it is not what was written, or it may be and this process cannot read it now."""
@@ -66,8 +65,7 @@ class Checkpoint:
     @property
     def test_accuracy(self) -> float | None:
         """Of exactly these parameters: None within an epoch."""
-        accuracy: float | None = self.described.get("test_accuracy")
-        return accuracy
+        return self.described.get("test_accuracy")
 
 
 def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> Path:
@@ -82,8 +80,8 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
     digest = hashlib.sha256(content).hexdigest()
     path = folder / _name_of(step, digest)
     file = path.with_suffix(".json")
-    size_and_digest = {"bytes": len(content), "sha256": digest, "written": round(time.time(), 3)}
-    described = {"format": FORMAT, "step": step, **about, **size_and_digest}
+    written = round(time.time(), 3)
+    described = {"format": FORMAT, "step": step, **about, "bytes": len(content), "sha256": digest, "written": written}
     text = json.dumps({**described, "sha256_of_this": _digest_of(described)}, indent=2, allow_nan=False)
     with writing(folder, "--run_dir"):
         folder.mkdir(exist_ok=True)
@@ -108,11 +106,7 @@ def describe(path: Path) -> Checkpoint:
 def _description(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     try:
-        described: Any = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise corrupt(path, f"{file.name}, which has its digest, is not there") from None
-    except OSError as error:
-        raise _unreadable(path, f"{file.name} cannot be read: {error.strerror}") from error
+        described: Any = json.loads(_content(path, file))
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
         raise corrupt(path, f"{file.name} is not JSON") from None
     if not isinstance(described, dict) or described.pop("sha256_of_this", None) != _digest_of(described):
@@ -151,18 +145,23 @@ def read(checkpoint: Checkpoint) -> bytes:
     if checkpoint.fault:
         raise checkpoint.fault
     path, size, expected = checkpoint.path, checkpoint.described["bytes"], checkpoint.described["sha256"]
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise corrupt(path, f"{path.name} is not there") from None
-    except OSError as error:
-        raise _unreadable(path, f"{path.name} cannot be read: {error.strerror}") from error
+    content = _content(path, path)
     if len(content) != size:
         raise corrupt(path, f"it has {len(content)} bytes instead of {size}")
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected:
         raise corrupt(path, f"its digest is {digest[:8]} instead of {expected[:8]}: some of its bytes have changed")
     return content
+
+
+def _content(path: Path, file: Path) -> bytes:
+    """Read one of the two files of the checkpoint ``path``."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise corrupt(path, f"{file.name} is not there") from None
+    except OSError as error:
+        raise _unreadable(path, f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def corrupt(path: Path, why: str) -> CheckpointCorrupt:
@@ -186,12 +185,9 @@ def _unreadable(path: Path, why: str) -> BadOption:
 def run_dir_of(path: Path) -> Path:
     """Return the folder of the run that ``path``, a file of it or a folder, belongs to."""
     folder = path if path.is_dir() else path.parent
-    checkpoints = RunPaths(folder).checkpoints
-    names = Path(os.path.abspath(folder)).parts
-    levels = 2 if names[-2:] == (checkpoints.name, SET_ASIDE) else 1
-    if levels == 1 and (names[-1:] != (checkpoints.name,) or checkpoints.is_dir()):
-        return folder
-    for _ in range(levels):
+    while not (below := RunPaths(folder).checkpoints).is_dir():
+        if Path(os.path.abspath(folder)).name not in (below.name, SET_ASIDE):
+            break
         folder = folder / ".." if folder.name in ("", "..") else folder.parent
     return folder
 
@@ -203,7 +199,8 @@ def folder_of(path: Path) -> Path:
 
 
 def find(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, newest first, also where one of the two files is lost; none half-written."""
+    """Return the checkpoints of a folder, newest first, even if one of the two files is lost; half-written ones do not
+    count."""
     try:
         paths = {path.with_suffix(".pt") for path in folder.iterdir() if NAME.fullmatch(path.name)}
         paths -= _half_written(folder)
@@ -227,24 +224,24 @@ def _half_written(folder: Path) -> set[Path]:
 def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
     """Return the newest checkpoint that is what was written, and its content; warn of each newer one that is not.
 
-    None: the folder has no checkpoint at all.
+    Returns:
+        None if the folder has no checkpoint at all.
 
     Raises:
-        CheckpointCorrupt: it has some, and none of them is whole.
+        CheckpointCorrupt: the folder has checkpoints, and none of them is whole.
         BadOption: a newer one may be whole, but cannot be read.
     """
-    found = find(folder)
     faults = []
-    for checkpoint in found:
+    for checkpoint in find(folder):
         try:
             return checkpoint, read(checkpoint)
         except CheckpointCorrupt as error:
             logger.warning("%s: %s; taking the one before", error.what, error.why)
             faults.append(f"{checkpoint.path.name}: {error.why}")
-    if not found:
+    if not faults:
         return None
     raise CheckpointCorrupt(
-        f"none of the {len(found)} checkpoints in {folder} is what was written",
+        f"none of the {len(faults)} checkpoints in {folder} is what was written",
         why="\n".join(faults),
         next="start anew with another --run_dir, without --resume",
     )
@@ -256,14 +253,13 @@ def named(path: Path) -> tuple[Checkpoint, bytes]:
     Raises:
         CheckpointMissing, CheckpointCorrupt, BadOption: there is none, or it is damaged, or cannot be read.
     """
-    if path.is_dir():
-        found = newest_whole(folder_of(path))
-        if found is None:
-            raise _missing(path, "the folder has no checkpoint")
-        return found
     check_named(path)
-    checkpoint = describe(path.with_suffix(".pt"))
-    return checkpoint, read(checkpoint)
+    if not path.is_dir():
+        checkpoint = describe(path.with_suffix(".pt"))
+        return checkpoint, read(checkpoint)
+    if found := newest_whole(folder_of(path)):
+        return found
+    raise _missing(path, "the folder has no checkpoint")
 
 
 def check_named(path: Path) -> None:
@@ -277,18 +273,12 @@ def check_named(path: Path) -> None:
 
 
 def _missing(path: Path, why: str) -> CheckpointMissing:
-    """Return the error for a ``--resume`` that names no checkpoint; it names the runs there that have some."""
     run_dir = run_dir_of(path)
-    runs = sorted({file.parent.parent for file in run_dir.glob("*/checkpoints/*.json")})
-    if run_dir.is_dir() and find(folder_of(run_dir)):
-        runs = [run_dir]
-    flags = [as_flags({"run_dir": run, "resume": AUTO}) for run in runs[-MOST_NAMED:]]
-    advice = [f"go on from the newest checkpoint of a run: {text}" for text in flags]
-    return CheckpointMissing(
-        f"no checkpoint at {path}",
-        why=why,
-        next="\n".join([*advice, "name a checkpoint or the folder of a run that has some; or leave --resume out"]),
-    )
+    advice = "name a checkpoint or the folder of a run that has some; or leave --resume out"
+    if find(folder_of(run_dir)):
+        go_on = as_flags({"run_dir": run_dir, "resume": AUTO})
+        advice = f"go on from the newest checkpoint of that run: {go_on}\n{advice}"
+    return CheckpointMissing(f"no checkpoint at {path}", why=why, next=advice)
 
 
 def holds(folder: Path, step: int) -> bool:
@@ -297,13 +287,13 @@ def holds(folder: Path, step: int) -> bool:
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the one with the best test accuracy; the newest of several."""
+    """Return the checkpoint with the best test accuracy, and the newest of several."""
     rated = [checkpoint for checkpoint in checkpoints if checkpoint.test_accuracy is not None]
     return max(rated, key=lambda one: (one.test_accuracy, one.step, one.written_at), default=None)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all except the ``keep`` newest and the best. One without a good description stays where it is."""
+    """Remove all except the ``keep`` newest and the best. A checkpoint whose description cannot be read stays."""
     found = [checkpoint for checkpoint in find(folder) if checkpoint.fault is None]
     for checkpoint in found[keep:]:
         if checkpoint is not best(found):
@@ -332,7 +322,7 @@ def rewind(folder: Path, step: int) -> None:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Remove the ``.pt`` first: one without its description would look like somebody's loss."""
+    """Remove the ``.pt`` first: a ``.pt`` without its description would pass for a damaged checkpoint and be kept."""
     with writing(checkpoint.path, "--run_dir"):
         checkpoint.path.unlink(missing_ok=True)
         checkpoint.path.with_suffix(".json").unlink(missing_ok=True)

@@ -1,4 +1,8 @@
-"""DistributedDataParallel: how the model is wrapped, which buffers the ranks share, and what DDP's own error means."""
+"""DistributedDataParallel: how the model is wrapped, and what DDP's own error means; and the training's collectives.
+
+A process without a process group (``--no_ddp``) is a world of one. Every collective goes through here, so the training
+loop is the same in both cases.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.training import collectives
 
-# None that is derived from them: batch renormalisation reads its running statistics in training too.
+# Not their subclasses: batch renormalisation, for one, reads its running statistics in training too.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -37,9 +41,10 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> DistributedDataParall
 
 
 def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
-    """Name the parameters without a gradient where ``error`` is what DDP raises about them, one step later.
+    """Name the parameters without a gradient if ``error`` is what DDP raises about them, one step later.
 
-    None: it is another error.
+    Returns:
+        None for any other error.
     """
     found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     if found is None or not isinstance(model, DistributedDataParallel):
@@ -56,4 +61,56 @@ def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed |
 def share_buffers(model: nn.Module) -> None:
     """Give every rank the buffers of rank 0, as DDP does at each step where it is asked to."""
     for buffer in model.buffers():
-        collectives.broadcast(buffer)
+        broadcast(buffer)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """Sum ``tensor`` over the ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def broadcast(tensor: Tensor) -> None:
+    """Overwrite ``tensor`` with rank 0's, in place."""
+    if dist.is_initialized():
+        dist.broadcast(tensor, src=0)
+
+
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """Return every rank's ``tensor``, in rank order; all have the same shape."""
+    if not dist.is_initialized():
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(gathered, tensor)
+    return gathered
+
+
+def gather(tensor: Tensor) -> list[Tensor]:
+    """Return every rank's ``tensor`` on rank 0, in rank order, and [] on the others; all have the same shape."""
+    if not dist.is_initialized():
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(world_size())] if rank() == 0 else None
+    dist.gather(tensor, gathered, dst=0)
+    return gathered or []
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return once every rank has called this."""
+    arrived = torch.zeros(1, device=device)
+    all_reduce(arrived)
+    arrived.item()
+
+
+def rank_0_decides(decision: bool, device: torch.device) -> bool:
+    """Return rank 0's ``decision`` on every rank."""
+    answer = torch.tensor([decision], dtype=torch.uint8, device=device)
+    broadcast(answer)
+    return bool(answer.item())

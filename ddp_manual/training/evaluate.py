@@ -1,15 +1,16 @@
-"""Loss and accuracy over a data set, exact for any world size: every sample counts once."""
+"""Loss, accuracy and predictions over a data set, exact for any world size: every sample counts once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_manual.training import collectives
+from ddp_manual.training import ddp
 from ddp_manual.training.data import Split
 
 # Images in one batch. Of images above 32x32 a batch takes fewer, so that it has no more pixels than 1,000 of 32x32.
@@ -26,6 +27,54 @@ class Evaluation:
     samples: int
 
 
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Probabilities for every image of a test set; all tensors are on the CPU.
+
+    Args:
+        probabilities: float32 [N, classes]; row i is sample i of ``split``.
+        split: the N images with their labels.
+    """
+
+    probabilities: Tensor
+    split: Split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def truth(self) -> Tensor:
+        """int64 [N]: what each image shows."""
+        return self.split.labels
+
+    @cached_property
+    def guess(self) -> Tensor:
+        """int64 [N]: the most probable class."""
+        return self.probabilities.argmax(dim=1)
+
+    @cached_property
+    def confidence(self) -> Tensor:
+        """float32 [N]: the probability of the guess."""
+        return self.probabilities.amax(dim=1)
+
+    @cached_property
+    def correct(self) -> Tensor:
+        """bool [N]: whether the guess is the truth."""
+        return self.guess == self.truth
+
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 [N]: the mistakes, then the correct guesses; each group by falling confidence, ties by sample."""
+        by_confidence = self.confidence.argsort(descending=True, stable=True)
+        return by_confidence[self.correct[by_confidence].int().argsort(stable=True)]
+
+    @cached_property
+    def confusion(self) -> Tensor:
+        """int64 [classes, classes]: how many images of each class (row) were taken for each class (column)."""
+        classes = len(self.split.classes)
+        return torch.bincount(self.truth * classes + self.guess, minlength=classes**2).view(classes, classes)
+
+
 @torch.no_grad()  # not inference_mode(): training could not use a buffer that is created here
 def evaluate(
     model: nn.Module,
@@ -34,21 +83,23 @@ def evaluate(
     *,
     rank: int,
     world_size: int,
-    all_scores: list[Tensor] | None = None,
-) -> Evaluation:
-    """Evaluate ``model`` on all of ``split``, each rank on its share; every rank gets the result. A collective.
+    predict: bool = False,
+) -> tuple[Evaluation, Predictions | None]:
+    """Evaluate ``model`` on all of ``split``, each rank on its share; a collective.
 
     Args:
         model: the network itself, not its DDP wrapper: the shares may differ by one sample, and the wrapper's
             collectives would then wait for a batch that never comes.
         split: on the model's device.
-        all_scores: a list to which the scores of this rank's samples are appended, batch after batch, each float32
-            [n, classes]. This rank's samples are ``rank``, ``rank`` + world_size, ...
+
+    Returns:
+        The evaluation, on every rank, and the predictions if asked to ``predict``, on rank 0; otherwise None.
     """
     was_training = model.training
     model.eval()
     # Loss summed over samples, correct samples, samples.
     totals = torch.zeros(3, dtype=torch.float64, device=split.labels.device)
+    all_scores = [torch.zeros(0, len(split.classes), device=split.labels.device)]
     share = torch.arange(len(split), device=split.labels.device)[rank::world_size]
     _, height, width = split.shape
     batch = max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))
@@ -57,12 +108,24 @@ def evaluate(
         labels = split.labels[samples]
         # A sum of half-precision numbers would lose digits.
         scores = model(normalise(split.images[samples])).float()
-        if all_scores is not None:
+        if predict:
             all_scores.append(scores)
         totals[0] += F.cross_entropy(scores, labels, reduction="sum")
         totals[1] += (scores.argmax(dim=1) == labels).sum()
         totals[2] += len(samples)
-    collectives.all_reduce(totals)
+    ddp.all_reduce(totals)
     model.train(was_training)
     loss, correct, count = totals.tolist()
-    return Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))
+    evaluation = Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))
+    if not predict:
+        return evaluation, None
+    mine = torch.cat(all_scores).softmax(dim=1)
+    # The ranks' shares differ by one sample, and gather needs the same number of rows from each.
+    padded = mine.new_zeros(-(-len(split) // world_size), mine.shape[1])
+    padded[: len(mine)] = mine
+    gathered = ddp.gather(padded)
+    if not gathered:
+        return evaluation, None
+    # Row i of rank r is sample i * world_size + r.
+    probabilities = torch.stack(gathered, dim=1).flatten(0, 1)[: len(split)]
+    return evaluation, Predictions(probabilities.cpu(), split.to(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""The training loop: ``Trainer`` takes the steps, ``Run`` trains, evaluates and saves an epoch with it.
+"""The training loop: ``Trainer`` takes the steps of an epoch, evaluates after it, and saves checkpoints.
 
 A step copies nothing from the device to the host: the metrics add up on the device, and the ranks share them, and what
 signals ask for, at a sync point every second or so.
@@ -8,54 +8,42 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_manual import messages, terminal
+from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Requests
-from ddp_manual.training import checkpoint, collectives, data, ddp
-from ddp_manual.training.augment import Augmentation, Normalise
+from ddp_manual.training import checkpoint, data, ddp
+from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.data import Split
+from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
-from ddp_manual.training.evaluate import evaluate
+from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
 from ddp_manual.training.metrics import AgreedRequests, Meter, Metrics, diverged
-from ddp_manual.training.predictions import Predictions, evaluate_and_predict, predict
 from ddp_manual.training.results import RunFiles
+
+if TYPE_CHECKING:
+    from ddp_manual.worker.world import World
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step that is done.
-
-    Args:
-        requests: what signals have asked for, where the step was a sync point; otherwise None.
-        metrics: where a line of metrics is due; otherwise None.
-    """
-
-    position: Position
-    requests: AgreedRequests | None = None
-    metrics: Metrics | None = None
-
-
 class Trainer:
-    """What a training step needs, and what stays the same over a run.
+    """Trains one rank's copy of a network, from ``position`` on.
 
     Args:
-        model: wrapped in DDP, on the device of ``train``.
-        fewest_samples: the least that the model can be trained on in a step. A rank that has fewer, as in the last step
-            of an epoch, adds other samples, which do not count.
+        network: on the world's device, like the data; without its DDP wrapper.
+        fewest_samples: the least that the network can be trained on in a step. A rank that has fewer, as in the last
+            step of an epoch, adds other samples, which do not count.
+        files: the run's files, on rank 0; None on the others.
 
     Raises:
         BadOption: a rank's share of the training set does not fill one batch.
@@ -63,63 +51,92 @@ class Trainer:
 
     def __init__(
         self,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        train: Split,
-        normalise: Normalise,
-        rank: int,
-        world_size: int,
+        world: World,
         config: TrainConfig,
+        network: nn.Module,
+        data_sets: Data,
+        *,
         fewest_samples: int = 1,
+        files: RunFiles | None = None,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.train = train
-        self.normalise = normalise
-        self.rank = rank
-        self.world_size = world_size
-        self.batch_size = config.batch_size_per_rank(world_size)
+        self.config, self.network, self.data, self.files = config, network, data_sets, files
+        self.rank, self.world_size, self.device = world.rank, world.world_size, data_sets.train.labels.device
+        self.model = network if config.no_ddp else ddp.wrap_in_ddp(network, self.device)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=peak_lr(config, self.world_size),
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.momentum > 0,
+        )
+        samples = len(data_sets.train)
+        self.batch_size = config.batch_size_per_rank(self.world_size)
         """Samples per rank and step."""
-        data.check_batch_fits(len(train), self.batch_size, world_size)
+        data.check_batch_fits(samples, self.batch_size, self.world_size)
         self.learning_rate = LearningRate(
-            peak=peak_lr(config, world_size),
-            warmup=config.warmup_epochs * len(train),
-            total=config.epochs * len(train),
+            peak=peak_lr(config, self.world_size),
+            warmup=config.warmup_epochs * samples,
+            total=config.epochs * samples,
             shape=config.lr_schedule,
         )
         self.epoch_plan = EpochPlan(
-            samples=len(train),
-            batch=world_size * self.batch_size,
+            samples=samples,
+            batch=self.world_size * self.batch_size,
             epochs=config.epochs,
             log_every=config.log_every,
             checkpoint_every=config.checkpoint_every,
             checkpoint_steps=config.checkpoint_steps,
         )
+        self.options = checkpoint.options_of(config, data_sets.train, data_sets.test)
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
-        self._fewest_samples = 0 if config.sync_bn and world_size > 1 else fewest_samples
-        self._shift, self._flip = config.shift, config.flip
-        self._clip_grad_norm = config.most_grad_norm
-        self._run_seed = config.seed
+        self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
+        self._progress = world.progress
+        self.resume(Position(), History())
 
-    def train_epoch(self, position: Position, meter: Meter, requests: Requests) -> Iterator[Step]:
-        """Train from ``position`` to the end of its epoch, and yield each step; the last one is a sync point.
+    def resume(self, position: Position, history: History) -> None:
+        """Go on at ``position``, with what the run has measured until there."""
+        self.position = self._began = position
+        self.evaluations = list(history.evaluations)
+        self.meter = Meter(self.device, history.window, history.train_seconds)
+        self._seconds_before = history.train_seconds
+
+    @property
+    def history(self) -> History:
+        """What the run has measured so far."""
+        evaluations = tuple(self.evaluations)
+        return History(evaluations=evaluations, window=self.meter.window, train_seconds=self.meter.seconds)
+
+    @property
+    def ended(self) -> bool:
+        return self.epoch_plan.ended(self.position)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all ranks, since the run began or resumed; over the whole run if it has not trained since."""
+        seen = self.epoch_plan.seen(self.position)
+        samples = seen - self.epoch_plan.seen(self._began)
+        return samples / (self.meter.seconds - self._seconds_before) if samples else seen / self.meter.seconds
+
+    def train_epoch(self, requests: Requests, lines: terminal.ProgressLines) -> AgreedRequests:
+        """Train to the end of the epoch, or to the step where a signal stops all ranks; a checkpoint is then on disk.
+
+        Returns:
+            What signals have asked for and is still to be done.
 
         Raises:
             TrainingFailed: the loss is not finite, or a step did not use all parameters.
         """
+        config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
+        self._progress.phase, self._progress.epoch, self._progress.step_seconds = "training", position.epoch + 1, 0.0
         meter.begin(position.step)
-        device = self.train.labels.device
-        count, epoch = len(self.train), position.epoch
-        order = data.epoch_order(count, seed=self._run_seed, epoch=epoch).to(device)
-        augmented = Augmentation.draw(
-            count, shift=self._shift, flip=self._flip, seed=self._run_seed, epoch=epoch, device=device
-        )
+        drawn = {"seed": config.seed, "epoch": position.epoch}
+        order = data.epoch_order(len(train), **drawn).to(self.device)
+        augmented = Augmentation.draw(len(train), shift=config.shift, flip=config.flip, device=self.device, **drawn)
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
-        while not self.epoch_plan.epoch_ended(position):
+        while True:
             meter.own_work.start()
-            start, seen = position.taken, self.epoch_plan.seen(position)
-            position = self.epoch_plan.after_a_step(position)
+            start, seen = position.taken, plan.seen(position)
+            position = plan.after_a_step(position)
             taking = position.taken - start
             lr = self.learning_rate.lr(seen, taking)
             samples = data.share(order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size)
@@ -127,27 +144,35 @@ class Trainer:
             if counted < self._fewest_samples:
                 # Add the samples that come next, or at the end of the epoch those from its beginning.
                 samples = torch.cat([samples, order.roll(-position.taken)[: self._fewest_samples - counted]])
-            images = augmented(self.train.images, samples)
+            images = self.data.normalise(augmented(train.images, samples))
             # A rank without samples still computes a loss, because DDP needs its gradients; weight 0 cancels them.
-            labels = self.train.labels[samples[: counted or None]]
-            # DDP takes the mean over the ranks, whose shares of the samples may differ.
-            weight = counted * self.world_size / taking
+            labels = train.labels[samples[: counted or None]]
             self._seed(seen)
-            loss, scores = self._train_step(self.normalise(images), labels, lr, weight, meter)
+            # DDP takes the mean over the ranks, whose shares of the samples may differ.
+            loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
             if counted:
                 meter.add(position.step, loss, scores, labels)
-            logs = self.epoch_plan.logs(position)
-            if logs or self.epoch_plan.saves(position) or position.step >= sync_at:
-                agreed = meter.sync(position.step, lr, requests)
-                sync_at = position.step + steps_until_sync(meter.seconds_per_step)
-                metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr) if logs else None
-                yield Step(position=position, requests=agreed, metrics=metrics)
-            else:
-                yield Step(position=position)
+            logs, saves = plan.logs(position), plan.saves(position)
+            agreed = meter.sync(position.step, lr, requests) if logs or saves or position.step >= sync_at else None
+            self._progress.step = position.step
+            lines.advance()
+            if agreed is None:
+                continue
+            sync_at = position.step + steps_until_sync(meter.seconds_per_step)
+            self.position = position
+            self._progress.step_seconds = meter.own_work.mean
+            if logs:
+                self._report(meter.read(step=position.step, epoch=position.epoch + 1, lr=lr), lines)
+            if plan.epoch_ended(position):
+                return agreed
+            if agreed.stop or agreed.save or saves:
+                self.save()
+                ddp.wait_for_all_ranks(self.device)  # until rank 0 has saved
+                meter.begin(position.step)
+            if agreed.stop:
+                return agreed
 
-    def _train_step(
-        self, images: Tensor, labels: Tensor, lr: float, weight: float, meter: Meter
-    ) -> tuple[Tensor, Tensor]:
+    def _train_step(self, images: Tensor, labels: Tensor, lr: float, weight: float) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
@@ -160,11 +185,11 @@ class Trainer:
         if len(scores) > len(labels):
             scores = scores[: len(labels)]
         loss = F.cross_entropy(scores, labels, reduction="mean" if len(labels) else "sum")
-        meter.own_work.stop()
+        self.meter.own_work.stop()
         (loss if weight == 1.0 else loss * weight).backward()
-        if self._clip_grad_norm:
+        if most := self.config.most_grad_norm:
             # Without it, at 4 ranks' learning rate, one seed in three diverged for a while and ended below 98%.
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), most)
         self.optimizer.step()
         return loss, scores
 
@@ -173,11 +198,21 @@ class Trainer:
 
         So each rank draws other numbers, and a run that resumes from a checkpoint draws the same ones again.
         """
-        seed = (self._run_seed * 1_000_003 + seen * 4099 + self.rank) % 2**63
+        seed = (self.config.seed * 1_000_003 + seen * 4099 + self.rank) % 2**63
         torch.default_generator.manual_seed(seed)
-        device = self.train.labels.device
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
+    def _report(self, metrics: Metrics, lines: terminal.ProgressLines) -> None:
+        self._progress.samples_per_second = metrics.samples_per_second
+        if self.files is not None:
+            self.files.add_metrics(metrics)
+        steps = self.epoch_plan.steps(self.position)
+        lines.say(
+            f"step {metrics.step}/{steps} epoch {metrics.epoch}/{self.config.epochs} "
+            f"loss {metrics.loss:.4f} accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} "
+            f"{metrics.samples_per_second:,.0f} samples/s"
+        )
 
     def settle_buckets(self) -> None:
         """Have DDP lay out its gradient buckets as it does after the first step of a run.
@@ -186,98 +221,11 @@ class Trainer:
         or more ranks are summed. A run that resumes has to sum them as it would have without the pause. Call this
         before the state is restored: it moves batch statistics.
         """
-        samples = torch.arange(max(1, self._fewest_samples), device=self.train.labels.device) % len(self.train)
-        images = self.normalise(self.train.images[samples])
-        F.cross_entropy(self.model(images).float(), self.train.labels[samples]).backward()
+        train = self.data.train
+        samples = torch.arange(max(1, self._fewest_samples), device=self.device) % len(train)
+        images = self.data.normalise(train.images[samples])
+        F.cross_entropy(self.model(images).float(), train.labels[samples]).backward()
         self.optimizer.zero_grad()
-
-
-class Run:
-    """The state that changes while a run goes on.
-
-    Args:
-        network: the model without its DDP wrapper.
-        position, history: where the run begins or resumes.
-        options: what a checkpoint keeps of them.
-        files: the run's files, on rank 0; None on the others.
-        progress: what this rank does now; the run keeps it up to date.
-    """
-
-    def __init__(
-        self,
-        *,
-        network: nn.Module,
-        trainer: Trainer,
-        test: Split,
-        position: Position,
-        history: History,
-        options: Mapping[str, Any],
-        files: RunFiles | None,
-        progress: messages.Progress,
-    ) -> None:
-        self._network = network
-        self._trainer = trainer
-        self._test = test
-        self._options = options
-        self._files = files
-        self._progress = progress
-        self._device = test.labels.device
-        self._meter = Meter(self._device, history.window, history.train_seconds)
-        self.position = position
-        self.evaluations = list(history.evaluations)
-        self._steps = trainer.epoch_plan.steps(position)
-        self._began, self._seconds_before = position, history.train_seconds
-
-    @property
-    def train_seconds(self) -> float:
-        return self._meter.seconds
-
-    @property
-    def samples_per_second(self) -> float:
-        """Over all ranks, since the run began or resumed; over the whole run if it has not trained since."""
-        plan = self._trainer.epoch_plan
-        samples = plan.seen(self.position) - plan.seen(self._began)
-        if not samples:
-            return plan.seen(self.position) / self.train_seconds
-        return samples / (self.train_seconds - self._seconds_before)
-
-    def train_epoch(self, requests: Requests, lines: terminal.ProgressLines) -> AgreedRequests:
-        """Train to the end of the epoch, or to the step where a signal stops all ranks; a checkpoint is then on disk.
-
-        Returns:
-            What signals have asked for and is still to be done.
-        """
-        plan = self._trainer.epoch_plan
-        self._progress.phase, self._progress.epoch = "training", self.position.epoch + 1
-        self._progress.step_seconds = 0.0
-        for step in self._trainer.train_epoch(self.position, self._meter, requests):
-            self._progress.step = step.position.step
-            lines.advance()
-            if step.requests is None:
-                continue
-            self.position = step.position
-            self._progress.step_seconds = self._meter.own_work.mean
-            if step.metrics is not None:
-                self._report(step.metrics, lines)
-            if plan.epoch_ended(self.position):
-                return step.requests
-            if step.requests.stop or step.requests.save or plan.saves(self.position):
-                self.save()
-                collectives.wait_for_all_ranks(self._device)  # until rank 0 has saved
-                self._meter.begin(self.position.step)
-            if step.requests.stop:
-                return step.requests
-        raise AssertionError("the last step of an epoch is a sync point")
-
-    def _report(self, metrics: Metrics, lines: terminal.ProgressLines) -> None:
-        self._progress.samples_per_second = metrics.samples_per_second
-        if self._files is not None:
-            self._files.add_metrics(metrics)
-        lines.say(
-            f"step {metrics.step}/{self._steps} epoch {metrics.epoch}/{self._trainer.epoch_plan.epochs} "
-            f"loss {metrics.loss:.4f} accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} "
-            f"{metrics.samples_per_second:,.0f} samples/s"
-        )
 
     def evaluate(self) -> Predictions | None:
         """Evaluate the network at the end of an epoch; a collective.
@@ -288,52 +236,36 @@ class Run:
         Raises:
             TrainingFailed: training has diverged, or the test loss is not finite; on every rank.
         """
-        trainer = self._trainer
         self._progress.phase = "evaluating"
-        ddp.share_buffers(self._network)
-        rank, world_size = trainer.rank, trainer.world_size
-        predictions: Predictions | None = None
-        if trainer.epoch_plan.ended(self.position.next_epoch()):
-            result, predictions = evaluate_and_predict(
-                self._network, self._test, trainer.normalise, rank=rank, world_size=world_size
-            )
-        else:
-            result = evaluate(self._network, self._test, trainer.normalise, rank=rank, world_size=world_size)
+        ddp.share_buffers(self.network)
+        after = self.position.next_epoch()
+        result, predictions = self._evaluate(predict=self.epoch_plan.ended(after))
         if not math.isfinite(result.loss):
             self._check_parameters()
             raise TrainingFailed(
-                f"the test loss is {result.loss} after epoch {self.position.epoch + 1}",
+                f"the test loss is {result.loss} after epoch {after.epoch}",
                 why="the training loss was finite, and so are all parameters: it comes from the scores that the model "
                 "gives for some test images, or in eval() mode only",
                 next="look in the model's forward for a logarithm of 0 or a division by it; where its numbers grow too "
                 "large instead, try a smaller --lr",
             )
-        self.position = self.position.next_epoch()
+        self.position = after
         self.evaluations.append(result)
         logger.log(
-            logging.INFO if rank == 0 else logging.DEBUG,
+            logging.INFO if self.rank == 0 else logging.DEBUG,
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
-            *(self.position.epoch, trainer.epoch_plan.epochs, 100 * result.accuracy, result.loss, result.samples),
+            *(after.epoch, self.config.epochs, 100 * result.accuracy, result.loss, result.samples),
         )
         return predictions
 
     def predict(self) -> Predictions | None:
         """Predict the test set with the network of a run that was complete already; a collective. On rank 0."""
-        trainer = self._trainer
         self._progress.phase = "evaluating"
-        return predict(self._network, self._test, trainer.normalise, rank=trainer.rank, world_size=trainer.world_size)
+        return self._evaluate(predict=True)[1]
 
-    def write_evaluation(self) -> None:
-        """Write the files of the epoch that has just been evaluated; on rank 0."""
-        with self.saving():
-            if self._files is not None:
-                self._files.add_evaluation(self.position, self.evaluations[-1], self._network)
-
-    def write_predictions(self, predictions: Predictions | None) -> None:
-        """Write what ``evaluate`` or ``predict`` has returned, if it has."""
-        if self._files is not None and predictions is not None:
-            with self.saving():
-                self._files.write_predictions(self.position, predictions)
+    def _evaluate(self, *, predict: bool) -> tuple[Evaluation, Predictions | None]:
+        test, normalise = self.data.test, self.data.normalise
+        return evaluate(self.network, test, normalise, rank=self.rank, world_size=self.world_size, predict=predict)
 
     def save(self) -> None:
         """Save a checkpoint of where the run is; on rank 0.
@@ -342,25 +274,18 @@ class Run:
             TrainingFailed: training has diverged; on every rank. DiskFull: the file could not be written; on rank 0.
         """
         self._check_parameters()
-        with self.saving():
-            if self._files is not None:
-                trainer = self._trainer
-                history = History(
-                    evaluations=tuple(self.evaluations), window=self._meter.window, train_seconds=self.train_seconds
-                )
-                where = (self.position, history, self._options, trainer.world_size)
-                self._files.save_checkpoint(
-                    checkpoint.take(self._network, trainer.optimizer, *where), trainer.epoch_plan
-                )
+        with self.saving() as files:
+            if files is not None:
+                files.save_checkpoint(self)
         self._progress.phase = "training"
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[RunFiles | None]:
         """Write files in the body: if the run ends meanwhile, rank 0 finishes them first."""
         self._progress.phase = "saving"
-        self._progress.saving = self._files is not None
+        self._progress.saving = self.files is not None
         try:
-            yield
+            yield self.files
         finally:
             self._progress.saving = False
 
@@ -369,5 +294,5 @@ class Run:
 
         The loss of the last step may have been finite where the parameters after it are not.
         """
-        if not all(bool(parameter.isfinite().all()) for parameter in self._network.parameters()):
-            raise diverged(self.position.step, self._trainer.learning_rate.peak, "the parameters were")
+        if not all(bool(parameter.isfinite().all()) for parameter in self.network.parameters()):
+            raise diverged(self.position.step, self.learning_rate.peak, "the parameters were")

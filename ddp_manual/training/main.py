@@ -3,39 +3,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
 
 from ddp_manual import launchers, run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import (
-    checkpoint,
-    checkpoint_files,
-    collectives,
-    models,
-    own_code,
-    results,
-)
+from ddp_manual.training import checkpoint, checkpoint_files, ddp, models, own_code, results
 from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.augment import unit_scale
-from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.datasets import source_of
-from ddp_manual.training.ddp import wrap_in_ddp
-from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.learning_rate import peak_lr
-from ddp_manual.training.loop import Run, Trainer
+from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import agree_on_requests
 from ddp_manual.training.own_code import is_own_factory
-from ddp_manual.training.predictions import files_of
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import Trackers
 
@@ -87,7 +73,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     world.check_open("train")
     config = checkpoint_files.with_torchrun_run_dir(config)
     if config.run_dir is None and world.run_dir_of_join is not None:
-        config = dataclasses.replace(config, run_dir=str(world.run_dir_of_join))
+        config = replace(config, run_dir=str(world.run_dir_of_join))
     config.check_world(world.spec)
     if world.rank == 0:
         config.check_trackers(world.spec)
@@ -108,93 +94,87 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
         how_to_resume: tells a person how to resume the run, after a signal has stopped it.
     """
     assert world.run_dir is not None
-    paths = RunPaths(world.run_dir)
+    paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
+    level = logging.INFO if on_rank_0 else logging.DEBUG  # what all ranks would say alike, rank 0 says
     if restart := launchers.restart_count():
         paths.set_failure_aside(world.rank, restart - 1)
-    folder = checkpoint.held_run_dir(config, paths) if world.rank == 0 else nullcontext()
+    folder = checkpoint.held_run_dir(config, paths) if on_rank_0 else nullcontext()
     with folder, signals.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
 
         # Build.
+        files = None
+        if on_rank_0:
+            trackers = Trackers(config.trackers)
+            # No rank waits for an upload: by then all have left.
+            world.after_leaving(trackers.close)
+            files = RunFiles(paths, keep=config.keep, trackers=trackers)
         shape, classes = data.train.shape, len(data.train.classes)
         network = models.build(
             config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
         )
-        trainer = _trainer(world, config, network, data)
+        fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
+        trainer = Trainer(world, config, network, data, fewest_samples=fewest, files=files)
         plan = trainer.epoch_plan
 
         # Resume.
-        options = checkpoint.options_of(config, data.train, data.test)
-        resumed = checkpoint.resume(config, paths, trainer, network, options)
-        position, history = resumed or (Position(), History())
-        was_complete = plan.ended(position)
-        summary = results.earlier_summary(paths, config.epochs) if was_complete and world.rank == 0 else None
-        files = None
-        if world.rank == 0:
-            # An earlier process has followed a run with a summary to its end.
-            trackers = Trackers(config.trackers if summary is None else ())
-            # No rank waits for an upload: by then all have left.
-            world.after_leaving(trackers.close)
-            files = RunFiles(paths, keep=config.keep, trackers=trackers)
-        run = Run(
-            network=network,
-            trainer=trainer,
-            test=data.test,
-            position=position,
-            history=history,
-            options=options,
-            files=files,
-            progress=world.progress,
-        )
+        resumed = checkpoint.resume(paths, trainer)
+        was_complete = trainer.ended
+        summary = results.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
         if files is not None:
             if config.resume is not None:
-                files.rewind(position, history, network, complete=was_complete)
-            if resumed and not checkpoint_files.holds(paths.checkpoints, position.step):
-                run.save()  # the run begins with another run's checkpoint, and may end before its own next one
+                files.rewind(trainer.position, trainer.history, network, complete=was_complete)
+            if resumed and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
+                trainer.save()  # the run begins with another run's checkpoint, and may end before its own next one
+            settings = results.settings(world, paths, trainer)
             if summary is None or not paths.config.exists():
-                files.start(results.settings(world, paths, config, trainer, position), data.train)
+                files.start(settings, data.train)
+            if summary is None:  # otherwise an earlier process has followed the run to its end
+                files.follow(settings)
 
         if was_complete:
-            logger.log(_level(world), "the run is complete: all its %d epochs are done", config.epochs)
-            missing = not all(file.exists() for file in files_of(paths.predictions, classes))
-            if collectives.rank_0_decides(summary is None or missing, world.device):
-                run.write_predictions(run.predict())
+            logger.log(level, "the run is complete: all its %d epochs are done", config.epochs)
+            missing = summary is None or not results.predictions_are_there(paths.predictions, classes)
+            if ddp.rank_0_decides(missing, world.device):
+                _write_predictions(trainer, trainer.predict())
         else:
             # Train, evaluate, save.
             logger.log(
-                _level(world),
+                level,
                 "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
                 *(config.model, len(data.train), config.dataset, config.epochs, plan.steps_per_epoch),
                 *(trainer.batch_size, trainer.learning_rate.peak),
             )
-            on_rank_0 = world.rank == 0
-            bar = on_rank_0 and terminal.on_a_terminal()
+            steps, done = plan.steps(trainer.position), trainer.position.step
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
             requests = until_finished.enter_context(world.noting_signals())
-            with terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=on_rank_0) as lines:
-                while not plan.ended(run.position):
-                    asked = run.train_epoch(requests, lines)
-                    if not plan.epoch_ended(run.position):
-                        raise _stopped(asked.stop, run.position.step, paths, how_to_resume)
-                    predictions = run.evaluate()
+            bar = on_rank_0 and terminal.on_a_terminal()
+            with terminal.progress(steps, done=done, bar=bar, lines=on_rank_0) as lines:
+                while not trainer.ended:
+                    asked = trainer.train_epoch(requests, lines)
+                    if not plan.epoch_ended(trainer.position):
+                        raise _stopped(asked.stop, trainer, paths, how_to_resume)
+                    predictions = trainer.evaluate()
                     since = agree_on_requests(requests, world.device)
                     stop = asked.stop or since.stop
                     # Write the checkpoint first: every other file can be rebuilt from it.
-                    if stop or asked.save or since.save or plan.saves_epoch(run.position):
-                        run.save()
-                    run.write_evaluation()
-                    run.write_predictions(predictions)
-                    if stop and not plan.ended(run.position):
-                        collectives.wait_for_all_ranks(world.device)  # until rank 0 has saved
-                        raise _stopped(stop, run.position.step, paths, how_to_resume)
+                    if stop or asked.save or since.save or plan.saves_epoch(trainer.position):
+                        trainer.save()
+                    with trainer.saving():
+                        if files is not None:
+                            files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
+                    _write_predictions(trainer, predictions)
+                    if stop and not trainer.ended:
+                        ddp.wait_for_all_ranks(world.device)  # until rank 0 has saved
+                        raise _stopped(stop, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
 
         # Finish.
         if summary is None:
-            summary = results.summary(world, paths, config, run)
-            if files is not None:
-                with run.saving():
+            summary = results.summary(world, paths, trainer)
+            with trainer.saving():
+                if files is not None:
                     files.finish(summary)
     return summary
 
@@ -207,53 +187,25 @@ def _load(world: World, config: TrainConfig) -> Data:
     timeout = max(world.spec.join_timeout, world.spec.stall_timeout)
     world.once_per_host(f"{found.verb} {config.dataset}", found.prepare, timeout=timeout)
     train, test = (found.load(part) for part in PARTS)
-    parts = {"train": train, "test": test}
-    digests = compare_data(
-        parts,
-        world.device,
-        hosts=lambda: [line["host"] for line in world.roster()],
-        own_factory=is_own_factory(config.dataset),
-    )
+    digests = compare_data(world, train, test, own_factory=is_own_factory(config.dataset))
     check_shapes(config.dataset, train, test)
     if world.rank == 0:
         warn_of_untrained(train)
-    train, test = (dataclasses.replace(split, digest=digests[part]) for part, split in parts.items())
+    train, test = (replace(split, digest=digest) for split, digest in zip((train, test), digests, strict=True))
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     return Data(train.to(world.device), test.to(world.device), normalise)
 
 
-def _trainer(world: World, config: TrainConfig, network: nn.Module, data: Data) -> Trainer:
-    """Wrap the network in DDP, unless ``--no_ddp``, and create its optimizer and trainer."""
-    shape, classes = data.train.shape, len(data.train.classes)
-    fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
-    model = network if config.no_ddp else wrap_in_ddp(network, world.device)
-    return Trainer(
-        model=model,
-        optimizer=torch.optim.SGD(
-            model.parameters(),
-            lr=peak_lr(config, world.world_size),
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.momentum > 0,
-        ),
-        train=data.train,
-        normalise=data.normalise,
-        rank=world.rank,
-        world_size=world.world_size,
-        config=config,
-        fewest_samples=fewest,
-    )
+def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> None:
+    if trainer.files is not None and predictions is not None:
+        with trainer.saving():
+            trainer.files.write_predictions(trainer.position, predictions)
 
 
-def _level(world: World) -> int:
-    """Return the log level of what all ranks would say alike: rank 0 says it."""
-    return logging.INFO if world.rank == 0 else logging.DEBUG
-
-
-def _stopped(number: int, step: int, paths: RunPaths, how_to_resume: str) -> Stopped:
+def _stopped(number: int, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
     return Stopped(
         number,
-        f"after step {step}, like all ranks of the run",
+        f"after step {trainer.position.step}, like all ranks of the run",
         why=f"the signal came to this rank or another; rank 0 has saved a checkpoint in {paths.checkpoints}",
         next=how_to_resume,
     )

@@ -9,14 +9,15 @@ model that needs the same ones on all ranks.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Requests
-from ddp_manual.training import collectives
+from ddp_manual.training import ddp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Metrics:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Window:
     """The sums behind the next line of metrics, over all ranks: loss and correct predictions of ``count`` samples."""
 
@@ -67,11 +68,11 @@ def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[
     Returns:
         The sums, and each rank's numbers, which are exact: only zeros are added to them.
     """
-    first = len(totals) + collectives.rank() * len(own)
-    shared = totals.new_zeros(len(totals) + collectives.world_size() * len(own))
+    first = len(totals) + ddp.rank() * len(own)
+    shared = totals.new_zeros(len(totals) + ddp.world_size() * len(own))
     shared[: len(totals)] = totals
     shared[first : first + len(own)] = own
-    collectives.all_reduce(shared)
+    ddp.all_reduce(shared)
     numbers = shared.tolist()
     sums, rest = numbers[: len(totals)], numbers[len(totals) :]
     return sums, [rest[start : start + len(own)] for start in range(0, len(rest), len(own))]
@@ -80,8 +81,12 @@ def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[
 def agree_on_requests(requests: Requests, device: torch.device) -> AgreedRequests:
     """Let all ranks know what signals have asked of any of them; a collective."""
     own = torch.tensor([requests.stop, requests.take_save()], dtype=torch.float64, device=device)
-    _, ranks = sum_and_gather(own.new_zeros(0), own)
-    return AgreedRequests(stop=int(max(stop for stop, _ in ranks)), save=any(save for _, save in ranks))
+    return _agreed(sum_and_gather(own.new_zeros(0), own)[1])
+
+
+def _agreed(ranks: list[list[float]]) -> AgreedRequests:
+    """Combine the requests of all ranks, each of which begins with the signal that asks to stop, and with ``save``."""
+    return AgreedRequests(stop=int(max(stop for stop, *_ in ranks)), save=any(save for _, save, *_ in ranks))
 
 
 class Meter:
@@ -96,23 +101,21 @@ class Meter:
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
         self._never = torch.iinfo(torch.int64).max
         self._first_bad_step = torch.full((), self._never, dtype=torch.int64, device=device)
-        self._window = window or Window()
-        self._synced = time.perf_counter()
-        self._window_began = self._synced - self._window.seconds
-        self._synced_step = 0
         self.own_work = WorkClock(device)
+        self.window = window or Window()
+        """The sums until the last sync point; the same on all ranks, except for the seconds."""
         self.seconds = seconds
         """Of training, until the last sync point."""
         self.seconds_per_step = float("inf")
         """Of the slowest rank, waiting included; the same on all ranks since the last sync point."""
 
     def begin(self, step: int) -> None:
-        """Start the clock, or start it again after an evaluation or a save; the last of ``step`` steps was a sync
-        point."""
-        seconds = self.window.seconds
+        """Start the clock, or start it again after an evaluation or a save: what passed since ``sync`` does not count.
+
+        Args:
+            step: how many steps are done.
+        """
         self._synced, self._synced_step = time.perf_counter(), step
-        self._window_began = self._synced - seconds
-        self.own_work.reset()
 
     def add(self, step: int, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
         """Add a batch: ``loss`` is its mean, ``scores`` is [N, classes], ``labels`` is [N]."""
@@ -131,30 +134,25 @@ class Meter:
         """
         seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
-        numbers = [seconds_per_step, requests.stop, requests.take_save()]
-        own = torch.cat([bad_step[None], torch.tensor(numbers, dtype=torch.float64, device=bad_step.device)])
+        numbers = [requests.stop, requests.take_save(), seconds_per_step]
+        own = torch.cat([torch.tensor(numbers, dtype=torch.float64, device=bad_step.device), bad_step[None]])
         (loss, correct, count), ranks = sum_and_gather(self._totals, own)
         now = time.perf_counter()
-        self.seconds += now - self._synced
+        seconds = now - self._synced
         self._synced, self._synced_step = now, step
         self._totals.zero_()
         self.own_work.read()
-        if bad_steps := [bad for bad, *_ in ranks if bad]:
+        if bad_steps := [bad for *_, bad in ranks if bad]:
             raise diverged(int(min(bad_steps)), lr)
-        self.seconds_per_step = max(seconds for _, seconds, *_ in ranks)
-        self._window = Window(
-            loss=self._window.loss + loss, correct=self._window.correct + correct, count=self._window.count + count
-        )
-        return AgreedRequests(stop=int(max(stop for *_, stop, _ in ranks)), save=any(save for *_, save in ranks))
-
-    @property
-    def window(self) -> Window:
-        """The sums until the last sync point; the same on all ranks, except for the seconds."""
-        return replace(self._window, seconds=self._synced - self._window_began)
+        self.seconds += seconds
+        self.seconds_per_step = max(seconds_per_step for _, _, seconds_per_step, _ in ranks)
+        sums = zip(astuple(self.window), (loss, correct, count, seconds), strict=True)
+        self.window = Window(*map(sum, sums))
+        return _agreed(ranks)
 
     def read(self, *, step: int, epoch: int, lr: float) -> Metrics:
         """Return the metrics until the last sync point, and begin a new window."""
-        window, self._window, self._window_began = self.window, Window(), self._synced
+        window, self.window = self.window, Window()
         return Metrics(
             step=step,
             epoch=epoch,
@@ -173,34 +171,27 @@ class WorkClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
         self.mean = 0.0
-        self.reset()
 
-    def reset(self) -> None:
-        self._seconds = 0.0
-        self._steps = 0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def start(self) -> None:
-        if self._cuda:
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            self._events.append((began, ended))
-        else:
-            self._began = time.perf_counter()
+        self._began = self._now()
 
     def stop(self) -> None:
-        self._steps += 1
-        if self._cuda:
-            self._events[-1][1].record()
-        else:
-            self._seconds += time.perf_counter() - self._began
+        self._spans.append((self._began, self._now()))
 
     def read(self) -> None:
         """Set ``mean`` for the steps since the last sync point; at a sync point, where the device's work is done."""
-        self._seconds += sum(began.elapsed_time(ended) for began, ended in self._events) / 1000
-        self.mean = self._seconds / max(1, self._steps)
-        self.reset()
+        seconds = [began.elapsed_time(end) / 1000 if self._cuda else end - began for began, end in self._spans]
+        self.mean = sum(seconds) / max(1, len(seconds))
+        self._spans.clear()
 
 
 def diverged(step: int, lr: float, what: str = "the loss was") -> TrainingFailed:

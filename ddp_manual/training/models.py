@@ -21,7 +21,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import collectives, own_code
+from ddp_manual.training import ddp, own_code
 from ddp_manual.training.own_code import factory_error
 
 Shape = tuple[int, int, int]
@@ -299,7 +299,7 @@ def fewest_samples(
         scores = _scores(name, trial, images, classes)
         sums = scores.detach().float().sum(dim=1)
         # bfloat16 has three digits.
-        if collectives.rank() == 0 and bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01):
+        if ddp.rank() == 0 and bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01):
             logger.warning(
                 "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
                 "leave the softmax out, or end in log_softmax",
@@ -325,7 +325,7 @@ def _check_buffers(name: str, model: nn.Module) -> None:
     """Raise BadOption for a buffer that DDP could not send from rank 0 to the others; a collective."""
     for buffer_name, buffer in model.named_buffers():
         try:
-            collectives.broadcast(buffer)  # all ranks have the same in it
+            ddp.broadcast(buffer)  # all ranks have the same in it
             buffer.copy_(buffer.clone())  # which DDP does too; torch refuses it of a buffer that is expanded
         except Exception as error:  # each backend words it in its own way
             kind = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"

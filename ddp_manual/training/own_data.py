@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import collectives, own_code
+from ddp_manual.training import ddp, own_code
 from ddp_manual.training.data import PARTS, Source, Split
 from ddp_manual.training.pictures import as_tensor, eight_bit
 
@@ -67,7 +67,7 @@ class OwnData(Source):
         # Last, so that the second reading changes nothing, even if it draws from a generator of the user's own.
         with _generators_kept():
             varying = [part for part, value in zip(PARTS, made, strict=True) if _varies(value, found[part].images)]
-        if varying and collectives.rank() == 0:
+        if varying and ddp.rank() == 0:
             logger.warning(
                 "the %s images of %s differ when they are read again: random transforms are drawn once, and kept; "
                 "--shift and --flip vary images anew in each epoch",

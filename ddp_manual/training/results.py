@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,26 +19,25 @@ from torch import Tensor, nn
 
 from ddp_manual import run_folder, terminal
 from ddp_manual.errors import DdpManualError, writing
-from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import checkpoint_files, own_code
-from ddp_manual.training.checkpoint import History, Saved, on_cpu, pack
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.run_folder import PredictionPaths, RunPaths
+from ddp_manual.training import checkpoint_files, own_code, pictures
+from ddp_manual.training.checkpoint import History, on_cpu, pack
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import EpochPlan, Position
-from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.epoch_plan import Position
+from ddp_manual.training.evaluate import Evaluation, Predictions
 from ddp_manual.training.metrics import Metrics
-from ddp_manual.training.pictures import image_grid
-from ddp_manual.training.predictions import Predictions, write_files
 from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
-    from ddp_manual.training.loop import Run, Trainer
+    from ddp_manual.training.loop import Trainer
     from ddp_manual.worker.world import World
 
 logger = logging.getLogger(__name__)
 
 # The other metrics have the same names in the trackers as in metrics.jsonl.
 TRACKED_NAMES = {"loss": "train/loss", "accuracy": "train/accuracy"}
+# With 1,000 classes the confusion matrix takes 8 MB. Nobody could read the table or the picture of more.
+MOST_CONFUSED = 1000
 
 
 class RunFiles:
@@ -48,21 +49,24 @@ class RunFiles:
 
     Args:
         keep: how many of the newest checkpoints stay.
-        trackers: told of everything; this closes none of them.
+        trackers: told of everything once ``follow`` has opened them; this closes none of them.
     """
 
-    def __init__(self, paths: RunPaths, *, keep: int, trackers: Trackers | None = None) -> None:
+    def __init__(self, paths: RunPaths, *, keep: int, trackers: Trackers) -> None:
         self._paths = paths
         self._keep = keep
-        self._trackers = trackers or Trackers(())
+        self._trackers = trackers
         self._accuracies: list[float] = []
         self._resumes_after: int | None = None
 
     def start(self, settings: Mapping[str, Any], train: Split) -> None:
-        """Write ``config.json`` and the picture of the first images, and open the trackers."""
+        """Write ``config.json`` and the picture of the first images."""
         run_folder.write_json(self._paths.config, settings)
         with _not_worth_the_run(self._paths.samples):
-            run_folder.write_bytes(self._paths.samples, image_grid(train))
+            run_folder.write_bytes(self._paths.samples, pictures.image_grid(train))
+
+    def follow(self, settings: Mapping[str, Any]) -> None:
+        """Open the trackers."""
         self._trackers.open(settings, self._paths, self._resumes_after)
 
     def rewind(self, position: Position, history: History, network: nn.Module, *, complete: bool) -> None:
@@ -104,8 +108,7 @@ class RunFiles:
         self._accuracies.append(evaluation.accuracy)
         run_folder.write_json(self._paths.accuracies, self._accuracies)
         self._write_model(network)
-        values = {"test/loss": evaluation.loss, "test/accuracy": evaluation.accuracy}
-        self._trackers.scalars(position.step, values)
+        self._trackers.scalars(position.step, {"test/loss": evaluation.loss, "test/accuracy": evaluation.accuracy})
 
     def _write_model(self, network: nn.Module) -> None:
         content = io.BytesIO()
@@ -117,9 +120,9 @@ class RunFiles:
         torch.save(state, content)
         run_folder.write_bytes(self._paths.model, content.getvalue())
 
-    def save_checkpoint(self, saved: Saved, epoch_plan: EpochPlan) -> None:
-        position, history = saved.position, saved.history
-        accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+    def save_checkpoint(self, trainer: Trainer) -> None:
+        position, epoch_plan = trainer.position, trainer.epoch_plan
+        accuracies = [evaluation.accuracy for evaluation in trainer.evaluations]
         description = {
             "epochs": round(epoch_plan.seen(position) / epoch_plan.samples, 4),
             "epochs_done": position.epoch,
@@ -127,16 +130,16 @@ class RunFiles:
             "samples_per_epoch": epoch_plan.samples,
             "test_accuracy": accuracies[-1] if accuracies and not position.taken else None,
             "test_accuracies": accuracies,
-            "world_size": saved.world_size,
-            "options": dict(saved.options),
+            "world_size": trainer.world_size,
+            "options": trainer.options,
         }
-        path = checkpoint_files.write(self._paths.checkpoints, position.step, pack(saved), description)
+        path = checkpoint_files.write(self._paths.checkpoints, position.step, pack(trainer), description)
         checkpoint_files.prune(self._paths.checkpoints, self._keep)
         logger.info("saved %s", path)
 
     def write_predictions(self, position: Position, predictions: Predictions) -> None:
         with _not_worth_the_run(self._paths.predictions.table):
-            write_files(self._paths.predictions, predictions, option="--run_dir")
+            write_predictions(self._paths.predictions, predictions, option="--run_dir")
         self._trackers.predictions(position.step, predictions)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -150,17 +153,79 @@ def _not_worth_the_run(file: Path) -> Iterator[None]:
     """Warn if ``file``, or another of its kind, cannot be written or drawn in the body."""
     try:
         yield
-    except DdpManualError as error:
-        logger.warning("no %s: %s; %s", file, error.what, error.why)
     except Exception as error:  # such as Pillow's about a font, a strange image or too little memory
-        logger.warning("no %s: %s: %s", file, type(error).__name__, error)
+        why = f"{error.what}; {error.why}" if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
+        logger.warning("no %s: %s", file, why)
 
 
-def settings(
-    world: World, paths: RunPaths, config: TrainConfig, trainer: Trainer, position: Position
-) -> dict[str, Any]:
+def write_predictions(paths: PredictionPaths, predictions: Predictions, *, option: str) -> list[Path]:
+    """Write the files and return their paths; no file takes its name before all of them are on disk.
+
+    With more than MOST_CONFUSED classes the confusion matrix is left out, and a log line says so.
+
+    Args:
+        option: the option that named the folder, for an error message.
+
+    Raises:
+        DiskFull, BadOption: the folder cannot take the files.
+    """
+    classes = predictions.split.classes
+    contents: dict[Path, bytes | Iterable[bytes]] = {
+        paths.table: table(predictions),
+        paths.picture: pictures.prediction_grid(predictions),
+    }
+    if len(classes) <= MOST_CONFUSED:
+        contents[paths.confusion_table] = confusion_table(predictions)
+        contents[paths.confusion_picture] = pictures.confusion_picture(predictions.confusion, classes)
+    else:
+        logger.info("no %s and no picture of it: more than %d classes", paths.confusion_table, MOST_CONFUSED)
+    with writing(paths.folder, option):
+        run_folder.replace_files(contents)
+    return list(contents)
+
+
+def predictions_are_there(paths: PredictionPaths, classes: int) -> bool:
+    """Tell whether all files that ``write_predictions`` writes for so many classes exist."""
+    return all(path.exists() for path in (paths.all if classes <= MOST_CONFUSED else (paths.table, paths.picture)))
+
+
+def table(predictions: Predictions) -> Iterator[bytes]:
+    """Yield the lines of ``predictions.csv``: one for each image, in the predictions' order.
+
+    ``id`` is the sample's index in the test set, counted from 0; ``correct`` is 1 or 0; ``p_<class>`` is the
+    probability of that class, to six digits.
+    """
+    classes = predictions.split.classes
+    line = _csv_line()
+    yield line(["id", "truth", "guess", "confidence", "correct", *(f"p_{name}" for name in classes)])
+    columns = (predictions.truth, predictions.guess, predictions.correct.int(), predictions.probabilities)
+    # A thousand samples at a time: Python's numbers and texts take much more memory than a tensor.
+    for chosen in predictions.order.split(1000):
+        rows = zip(chosen.tolist(), *(column[chosen].tolist() for column in columns), strict=True)
+        for index, truth, guess, correct, probabilities in rows:
+            texts = [f"{value:.6g}" for value in probabilities]
+            yield line([index, classes[truth], classes[guess], texts[guess], correct, *texts])
+
+
+def confusion_table(predictions: Predictions) -> Iterator[bytes]:
+    """Yield the lines of ``confusion.csv``: for each class, how many of its images were taken for each class."""
+    classes = predictions.split.classes
+    line = _csv_line()
+    yield line(["truth \\ guess", *classes])
+    for name, counts in zip(classes, predictions.confusion.tolist(), strict=True):
+        yield line([name, *counts])
+
+
+def _csv_line() -> Callable[[Sequence[object]], bytes]:
+    """Return what makes a line of CSV from a row: ``writerow`` returns what the file's ``write`` returns."""
+    file = SimpleNamespace(write=str.encode)
+    return csv.writer(file, lineterminator="\n").writerow
+
+
+def settings(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
     """Return the content of ``config.json``: the options, and below ``run`` what follows from them, and the step after
     which the run begins or resumes."""
+    config, data = trainer.config, trainer.data
     return {
         **config.values(),
         "run": {
@@ -169,22 +234,22 @@ def settings(
             "world_size": world.world_size,
             "device": world.device.type,
             "batch_size_per_rank": trainer.batch_size,
-            "goes_on_after_step": position.step,
+            "goes_on_after_step": trainer.position.step,
             "peak_lr": trainer.learning_rate.peak,
             "steps_per_epoch": trainer.epoch_plan.steps_per_epoch,
-            "mean": trainer.normalise.mean,
-            "std": trainer.normalise.std,
-            "shape": trainer.train.shape,
-            "classes": trainer.train.classes,
+            "mean": data.normalise.mean,
+            "std": data.normalise.std,
+            "shape": data.train.shape,
+            "classes": data.train.classes,
             **own_code.sources(model=config.model, dataset=config.dataset),
         },
     }
 
 
-def summary(world: World, paths: RunPaths, config: TrainConfig, run: Run) -> dict[str, Any]:
+def summary(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
     """Return the content of ``summary.json``. ``train_seconds`` counts all processes that trained the run, except for
     steps that were lost; ``samples_per_second`` is the last process's."""
-    evaluations = run.evaluations
+    config, evaluations = trainer.config, trainer.evaluations
     return {
         "run_id": world.run_id,
         "run_dir": str(paths.run_dir),
@@ -198,8 +263,8 @@ def summary(world: World, paths: RunPaths, config: TrainConfig, run: Run) -> dic
         "best_test_accuracy": max(evaluation.accuracy for evaluation in evaluations),
         "final_test_loss": evaluations[-1].loss,
         "rendezvous_seconds": world.rendezvous_seconds,
-        "train_seconds": run.train_seconds,
-        "samples_per_second": run.samples_per_second,
+        "train_seconds": trainer.meter.seconds,
+        "samples_per_second": trainer.samples_per_second,
         "torch_version": torch.__version__,
         "roster": world.roster() if world.rank == 0 else [],
     }

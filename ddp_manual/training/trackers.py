@@ -11,49 +11,40 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
+from torch import Tensor
 
 from ddp_manual import launchers, run_folder
 from ddp_manual.errors import DdpManualError, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import escaped
-from ddp_manual.training.predictions import PredictedImage, Predictions, first_images
+from ddp_manual.training.evaluate import Predictions
 
 logger = logging.getLogger(__name__)
 
-# The results in TensorBoard's HPARAMS tab, beside the options.
-RESULTS = ("test/accuracy", "test/loss")
 PROJECT = "ddp_manual"
 # Seconds for the server of Weights & Biases to begin a run, while all ranks wait, and to take what is left of it at the
-# end, when all other ranks have left: of a complete run, or of one that has stopped or failed. Its own time-out for a
-# login is 10 s.
+# end, when all other ranks have left. Its own time-out for a login is 10 s.
 BEGIN_WITHIN = 15.0
 UPLOAD_WITHIN = 15.0
-STOP_WITHIN = 5.0
+# Test images in a tracker's table of predictions.
+MOST_PREDICTIONS = 100
 
 
-class TrackedRun(NamedTuple):
-    name: str
-    """Says model, data set and number of ranks."""
-    hyperparameters: Mapping[str, Any]
-    """The options and what follows from them, as JSON values."""
-    paths: RunPaths
-    """A tracker writes only below its folder."""
-    resumes_after: int | None
-    """The step of the checkpoint that the run resumes from; None if it begins."""
+class Table(NamedTuple):
+    """Some test images and the predictions for them."""
 
-    @property
-    def step(self) -> int:
-        return self.resumes_after or 0
+    classes: tuple[str, ...]
+    rows: list[list[Any]]
+    """By image: its place in the test set from 0, the guess, the truth, and the probability of each class."""
+    images: Tensor
+    """uint8 [N, H, W, C], on the CPU."""
 
 
 class Tracker(ABC):
@@ -68,20 +59,22 @@ class Tracker(ABC):
     """What to do when this tracker has failed."""
 
     @abstractmethod
-    def open(self, run: TrackedRun) -> None:
-        """Begin to record ``run``, or go on with it."""
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
+        """Begin to record a run, or go on with it; and record its picture of the first images, if it has one.
+
+        Args:
+            name: of the run.
+            options: and what follows from them, as JSON values.
+            paths: the tracker writes only below the run's folder.
+            resumes_after: the step of the checkpoint that the run resumes from; None if it begins.
+        """
 
     @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record name -> value, such as ``train/loss``."""
 
     @abstractmethod
-    def picture(self, step: int, name: str, file: Path) -> None:
-        """Record ``file``, a PNG."""
-
-    @abstractmethod
-    def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
-        """Record some test images and their predictions."""
+    def predictions(self, step: int, table: Table) -> None: ...
 
     @abstractmethod
     def summary(self, summary: Mapping[str, Any]) -> None:
@@ -96,7 +89,7 @@ class Trackers:
     """All trackers of a run. A tracker that raises is warned of once and left out; the run goes on.
 
     Args:
-        names: as ``--track`` has them; none are opened before ``open``.
+        names: as ``--track`` has them; only ``open`` opens them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -106,60 +99,60 @@ class Trackers:
 
     def open(self, settings: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
         """Open all of them; ``settings`` is the content of ``config.json``."""
-        flat = {**settings, **settings.get("run", {})}
-        flat.pop("run", None)
-        shown = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
+        flat = {**settings, **settings["run"]}
+        del flat["run"]
+        options = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
         self._trackers = [KINDS[name]() for name in self._names]
-        if self._trackers:
-            run = TrackedRun(run_name(shown), shown, paths, resumes_after)
-            self._each(lambda tracker: tracker.open(run))
-            if paths.samples.exists():
-                self._each(lambda tracker: tracker.picture(run.step, "samples", paths.samples))
+        self._each(lambda tracker: tracker.open(run_name(options), options, paths, resumes_after))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.scalars(step, values))
 
     def predictions(self, step: int, predictions: Predictions) -> None:
         if self._trackers:
-            images = first_images(predictions)
-            self._each(lambda tracker: tracker.predictions(step, images))
+            table = table_of(predictions)
+            self._each(lambda tracker: tracker.predictions(step, table))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         self._complete = True
         self._each(lambda tracker: tracker.summary(summary))
 
     def close(self) -> None:
-        """Finish, for a bounded time; a signal ends the wait. For when no other rank waits for this one."""
-        self._each(lambda tracker: tracker.close(complete=self._complete), "")
+        """Finish, once no other rank waits for this one; a signal ends the wait."""
+        self._each(lambda tracker: tracker.close(complete=self._complete), at_the_end=True)
         self._trackers = []
 
-    def _each(self, action: Callable[[Tracker], None], then: str = "; the run goes on without it") -> None:
+    def _each(self, action: Callable[[Tracker], None], *, at_the_end: bool = False) -> None:
         for tracker in tuple(self._trackers):
             try:
                 action(tracker)
+                continue
             except (Exception, SystemExit) as error:  # wandb has a sys.exit on one of its ways out
-                self._leave_out(tracker, f"{_in_one_line(error)}{then}")
+                said = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
+                reason = said.partition("\n")[0] + ("" if at_the_end else "; the run goes on without it")
             except (KeyboardInterrupt, StopSignal):
-                if then:
+                if not at_the_end:
                     raise
-                self._leave_out(tracker, "a signal came before it had finished")
-
-    def _leave_out(self, tracker: Tracker, reason: str) -> None:
-        self._trackers.remove(tracker)
-        logger.warning("--track %s: %s (%s)", tracker.name, reason, tracker.advice)
+                reason = "a signal came before it had finished"
+            self._trackers.remove(tracker)
+            logger.warning("--track %s: %s (%s)", tracker.name, reason, tracker.advice)
 
 
-def run_name(hyperparameters: Mapping[str, Any]) -> str:
+def run_name(options: Mapping[str, Any]) -> str:
     """Return ``convnet-mnist-2ranks-1c5ad2c6``; of a path, as in ``folder:PATH``, the last part."""
-    model, dataset = (hyperparameters[name].rstrip("/").rpartition("/")[2] for name in ("model", "dataset"))
-    return f"{model}-{dataset}-{hyperparameters['world_size']}ranks-{hyperparameters['run_id']}"
+    model, dataset = (options[name].rstrip("/").rpartition("/")[2] for name in ("model", "dataset"))
+    return f"{model}-{dataset}-{options['world_size']}ranks-{options['run_id']}"
 
 
-def _in_one_line(error: BaseException) -> str:
-    if isinstance(error, DdpManualError):
-        return error.what
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def table_of(predictions: Predictions) -> Table:
+    """Return the first images in the order of ``predictions``: mistakes first."""
+    chosen, classes = predictions.order[:MOST_PREDICTIONS], predictions.split.classes
+    columns = (chosen, predictions.guess[chosen], predictions.truth[chosen], predictions.probabilities[chosen])
+    rows = [
+        [number, classes[guess], classes[truth], *probabilities]
+        for number, guess, truth, probabilities in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    return Table(classes, rows, predictions.split.images[chosen].permute(0, 2, 3, 1))
 
 
 class JsonLines(Tracker):
@@ -170,22 +163,21 @@ class JsonLines(Tracker):
 
     name = "jsonl"
 
-    def open(self, run: TrackedRun) -> None:
-        self._file, self._step = run.paths.track, run.step
-        if run.resumes_after is not None:
-            run_folder.keep_json_lines(self._file, lambda line: line["step"] <= run.step)
-        self._write("started", run.step, name=run.name, hyperparameters=dict(run.hyperparameters))
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
+        self._file, step = paths.track, resumes_after or 0
+        if resumes_after is not None:
+            run_folder.keep_json_lines(self._file, lambda line: line["step"] <= step)
+        self._write("started", step, name=name, hyperparameters=dict(options))
+        if paths.samples.exists():
+            self._write("image", step, name="samples", file=paths.samples.name)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._write("scalars", step, **values)
 
-    def picture(self, step: int, name: str, file: Path) -> None:
-        self._write("image", step, name=name, file=file.name)
-
-    def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
+    def predictions(self, step: int, table: Table) -> None:
         rows = [
-            {"id": image.number, "guess": image.guess, "truth": image.truth, "scores": dict(image.scores)}
-            for image in images
+            {"id": number, "guess": guess, "truth": truth, "scores": dict(zip(table.classes, scores, strict=True))}
+            for number, guess, truth, *scores in table.rows
         ]
         self._write("table", step, name="predictions", rows=rows)
 
@@ -206,23 +198,16 @@ class TensorBoard(Tracker):
 
     name = "tensorboard"
 
-    def open(self, run: TrackedRun) -> None:
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         # The steps after the checkpoint will come again: its readers then pass over the first ones.
-        purge = None if run.resumes_after is None else run.resumes_after + 1
-        self._writer = SummaryWriter(str(run.paths.tensorboard), purge_step=purge)
-        self._file = cast(Any, self._writer.file_writer)  # torch declares it None
-        options = json.dumps({"run": run.name, **run.hyperparameters}, indent=2)
-        self._writer.add_text("hyperparameters", f"```\n{options}\n```", run.step)
-        plain = {
-            name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
-            for name, value in run.hyperparameters.items()
-        }
-        experiment, session, self._session_end = hparams(plain, dict.fromkeys(RESULTS, 0.0))
-        for summary in (experiment, session):
-            self._file.add_summary(summary, run.step)
+        purge = None if resumes_after is None else resumes_after + 1
+        self._writer = SummaryWriter(str(paths.tensorboard), purge_step=purge)
+        step, text = resumes_after or 0, json.dumps({"run": name, **options}, indent=2)
+        self._writer.add_text("hyperparameters", f"```\n{text}\n```", step)
+        if paths.samples.exists():
+            self._writer.add_image("samples", np.asarray(Image.open(paths.samples)), step, dataformats="HWC")
         self._writer.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -230,27 +215,18 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def picture(self, step: int, name: str, file: Path) -> None:
-        pixels = np.asarray(Image.open(file))
-        self._writer.add_image(name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
-        self._writer.flush()
-
-    def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
+    def predictions(self, step: int, table: Table) -> None:
         """Write a table as text, and the images in the same order as one picture: TensorBoard has no tables."""
-        heading = ["id", "guess", "truth", *images[0].scores]
-        rows = [
-            [str(image.number), image.guess, image.truth, *(f"{score:.4f}" for score in image.scores.values())]
-            for image in images
-        ]
+        heading = ["id", "guess", "truth", *table.classes]
+        rows = [[*map(str, row[:3]), *(f"{score:.4f}" for score in row[3:])] for row in table.rows]
         lines = [heading, ["---"] * len(heading), *rows]
         text = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
         self._writer.add_text("predictions", text, step)
-        pixels = torch.stack([image.image.reshape(*image.image.shape[:2], -1) for image in images])
-        self._writer.add_images("predictions/images", pixels, step, dataformats="NHWC")
+        self._writer.add_images("predictions/images", table.images, step, dataformats="NHWC")
         self._writer.flush()
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        self._file.add_summary(self._session_end)
+        self._writer.add_text("summary", f"```\n{json.dumps(summary, indent=2)}\n```")
 
     def close(self, *, complete: bool) -> None:
         self._writer.close()
@@ -266,26 +242,35 @@ class WeightsAndBiases(Tracker):
     name = "wandb"
     advice = "with WANDB_MODE=offline it needs no server"
 
-    def open(self, run: TrackedRun) -> None:
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
         import wandb
 
         self._wandb = wandb
-        self._folder = run.paths.wandb
+        self._folder = paths.wandb
         self._folder.mkdir(parents=True, exist_ok=True)
         with launchers.wandb_files_below(self._folder):
-            mode, why_offline = self._mode()
-            settings = wandb.setup().settings
-            earlier = _earlier_id(run)
+            settings = wandb.setup(wandb.Settings(silent=True)).settings
+            why_offline = None
+            if settings.mode in ("online", "run"):
+                try:
+                    # Verified, because wandb.init cannot be tried twice with the id of a run that resumes.
+                    if not wandb.login(prompt=False, verify=True):
+                        why_offline = "no login and no WANDB_API_KEY"
+                except wandb.Error as error:
+                    why_offline = str(error).splitlines()[0]
+            # A run that resumes keeps its id, and the name it has there: somebody may have changed that.
+            earlier = None
+            if resumes_after and paths.wandb_id.exists():
+                earlier = str(json.loads(paths.wandb_id.read_bytes())["id"])
             self._run = wandb.init(
                 project=settings.project or PROJECT,
-                # A run that resumes keeps the name it has there: somebody may have changed it.
-                name=None if earlier else settings.run_name or run.name,
+                name=None if earlier else settings.run_name or name,
                 id=earlier,
                 resume="allow" if earlier else None,
-                dir=str(run.paths.run_dir),
-                config=dict(run.hyperparameters),
+                dir=str(paths.run_dir),
+                config=dict(options),
                 allow_val_change=True,
-                mode=mode,
+                mode="offline" if why_offline else None,
                 # A run that the user's own script has begun is left alone.
                 reinit="create_new",
                 settings=wandb.Settings(
@@ -298,42 +283,30 @@ class WeightsAndBiases(Tracker):
                     x_transaction_log_flush_interval=1.0,
                 ),
             )
-        if mode != "disabled":
-            run_folder.write_json(run.paths.wandb_id, {"id": self._run.id})
-        self._uploads = mode == "online"
+        if not self._run.disabled:
+            run_folder.write_json(paths.wandb_id, {"id": self._run.id})
+        self._uploads = not (self._run.offline or self._run.disabled)
         # wandb sync passes over a run that was meant to be uploaded at once, unless told otherwise.
         every = "--include-online " if self._uploads else ""
         self.advice = f"to upload it: wandb sync {every}{shlex.quote(str(self._folder))}"
-        if why_offline is not None:
-            logger.info("wandb: offline (%s); %s", why_offline, self.advice)
+        why = why_offline or "as WANDB_MODE or a settings file asks"
+        if self._uploads:
+            logger.info("wandb: %s", self._run.url)
+        elif self._run.disabled:
+            logger.info("wandb: disabled (%s)", why)
         else:
-            logger.info("wandb: %s", self._run.url if mode == "online" else f"{mode}, as WANDB_MODE asks")
-
-    def _mode(self) -> tuple[Literal["online", "offline", "disabled", "shared"], str | None]:
-        """Return the mode that WANDB_MODE or a settings file asks for, or "offline" without a login, and why."""
-        mode = self._wandb.setup(self._wandb.Settings(silent=True)).settings.mode
-        if mode in ("offline", "dryrun"):
-            return "offline", "as WANDB_MODE or a settings file asks"
-        if mode in ("disabled", "shared"):
-            return mode, None
-        try:
-            # Verified, because wandb.init cannot be tried twice with the id of a run that resumes.
-            logged_in = self._wandb.login(prompt=False, verify=True)
-        except self._wandb.Error as error:
-            return "offline", str(error).splitlines()[0]
-        return ("online", None) if logged_in else ("offline", "no login and no WANDB_API_KEY")
+            logger.info("wandb: offline (%s); %s", why, self.advice)
+        if paths.samples.exists():
+            self._run.log({"samples": wandb.Image(str(paths.samples))}, step=resumes_after or 0)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def picture(self, step: int, name: str, file: Path) -> None:
-        self._run.log({name: self._wandb.Image(str(file))}, step=step)
-
-    def predictions(self, step: int, images: Sequence[PredictedImage]) -> None:
-        columns: list[str | int] = ["id", "image", "guess", "truth", *(f"score {name}" for name in images[0].scores)]
+    def predictions(self, step: int, table: Table) -> None:
+        columns: list[str | int] = ["id", "image", "guess", "truth", *(f"score {name}" for name in table.classes)]
         rows = [
-            [image.number, self._wandb.Image(image.image.numpy()), image.guess, image.truth, *image.scores.values()]
-            for image in images
+            [number, self._wandb.Image(image.squeeze(-1).numpy()), *rest]
+            for (number, *rest), image in zip(table.rows, table.images, strict=True)
         ]
         with launchers.wandb_files_below(self._folder):
             self._run.log({"predictions": self._wandb.Table(columns=columns, data=rows)}, step=step)
@@ -342,36 +315,9 @@ class WeightsAndBiases(Tracker):
         self._run.summary.update({name: value for name, value in summary.items() if isinstance(value, (int, float))})
 
     def close(self, *, complete: bool) -> None:
-        within = UPLOAD_WITHIN if complete else STOP_WITHIN
         if self._uploads:
-            logger.info("wandb: finishing the upload, for up to %g s", within)
-        failed: list[BaseException] = []
-
-        def finish() -> None:
-            try:
-                self._run.finish(exit_code=0 if complete else 1)
-            except BaseException as error:
-                failed.append(error)
-
-        # In a thread, because it is wandb-core that counts finish_timeout: frozen, it would never answer.
-        finishing = threading.Thread(target=finish, name="ddp_manual wandb finish", daemon=True)
-        finishing.start()
-        finishing.join(within)
-        if failed:
-            raise failed[0]
-        if finishing.is_alive():
-            raise TimeoutError(f"wandb has not finished within {within:g} s")
-
-
-def _earlier_id(run: TrackedRun) -> str | None:
-    """Return wandb's id of the run that resumes; None if it begins."""
-    if not run.resumes_after:
-        return None
-    try:
-        found = json.loads(run.paths.wandb_id.read_bytes())["id"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        return None
-    return found if isinstance(found, str) else None
+            logger.info("wandb: finishing the upload, for up to %g s", UPLOAD_WITHIN)
+        self._run.finish(exit_code=0 if complete else 1)
 
 
 KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WeightsAndBiases, JsonLines)}

@@ -236,13 +236,13 @@ def test_a_model_without_its_run_needs_the_model_and_the_dataset_as_flags(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "torch cannot read it as one"),
-        (b"not a model", "torch cannot read it as one"),
-        (None, "torch cannot read it as one"),
-        ([1, 2], "torch cannot read it as one"),
+        (b"", "cannot read it"),
+        (b"not a model", "cannot read it"),
+        (None, "cannot read it"),
+        ([1, 2], "cannot read it"),
         (
             Fraction(1, 2),
-            "UnpicklingError: Unsupported global: GLOBAL fractions.Fraction was not an allowed global by default\n",
+            "torch.load with weights_only=True cannot read it: UnpicklingError\n",
         ),
         ({}, "it holds nothing"),
         ({"epoch": 3, "accuracy": 0.5}, "it holds epoch, accuracy, where tensors are wanted"),
@@ -267,15 +267,13 @@ def test_for_a_folder_without_a_model_the_models_near_it_are_named(
 ) -> None:
     said = refused(capsys, 15, "--checkpoint", tmp_path)
     assert "error[checkpoint-missing]: no model at" in said
-    assert f"ddp-manual evaluate --checkpoint {run}" in said
-    assert "there is no such file or folder" in refused(capsys, 15, "--checkpoint", run / "modle.pt")
+    assert "there is no such file" in refused(capsys, 15, "--checkpoint", run / "modle.pt")
     assert "no regular file" in refused(capsys, 2, "--checkpoint", "/dev/zero")
 
 
 def test_another_model_is_refused_and_the_one_that_fits_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, 15, "--checkpoint", run, "--model", "convnet")
     assert "error[checkpoint-mismatch]: " in said and "is no convnet for 3x8x8 images of 3 classes" in said
-    assert "it fits --model mlp" in said
 
 
 def test_images_of_another_shape_or_number_of_classes_are_refused(
@@ -287,11 +285,11 @@ def test_images_of_another_shape_or_number_of_classes_are_refused(
     assert "trained on 3x8x8 images of 3 classes" in said
     assert f"folder:{two} has 3x8x8 images of 2 classes" in said
     said = refused(capsys, 15, "--checkpoint", run, "--image_size", 16)
-    assert "has 3x16x16 images of 3 classes" in said and "resized with --image_size 8" in said
+    assert "has 3x16x16 images of 3 classes" in said and "resized with --image_size" in said
     for path in two.rglob("*.png"):
         Image.open(path).convert("L").save(path)
     said = refused(capsys, 15, "--checkpoint", run, "--dataset", f"folder:{two}")
-    assert "give a --dataset of colour images; or the model of a run" in said and "--image_size" not in said
+    assert f"folder:{two} has 1x8x8 images of 2 classes" in said
     assert set(run.iterdir()) == before
 
 
@@ -332,7 +330,7 @@ def test_the_same_classes_in_another_order_are_numbered_as_in_training(
         ({"mean": "x", "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError"),
         ({"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError: mean is"),
         ({"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError: mean is"),
-        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, "28"], "classes": ["0"]}, "shape is (1, 28, '28')"),
+        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, "x"], "classes": ["0"]}, "ValueError"),
         ({"mean": [0.0], "std": [1.0], "shape": [28, 28], "classes": ["0"]}, "ValueError"),
         ([], "TypeError"),
     ],

@@ -13,16 +13,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual import TrainConfig, terminal
 from ddp_manual.errors import BadOption, TrainingFailed
-from ddp_manual.messages import Progress
 from ddp_manual.signals import Requests
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
-from ddp_manual.training.checkpoint import History
 from ddp_manual.training.data import Split
-from ddp_manual.training.ddp import wrap_in_ddp
-from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.loop import Run, Trainer
+from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import Meter
+from tests.alone import alone
 
 CPU = torch.device("cpu")
 SHAPE, CLASSES = (3, 8, 8), 2
@@ -154,29 +151,25 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused(build: Build) -> None:
             build(Remembering(state))
 
 
-def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1) -> Trainer:
+def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1, no_ddp: bool = True) -> Trainer:
     """For an epoch of batches of four."""
     drawn = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (samples, *SHAPE), generator=drawn, dtype=torch.uint8)
-    return Trainer(
-        model=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        train=Split(images, torch.arange(samples) % CLASSES, data.DIGITS[:CLASSES]),
-        normalise=unit_scale(3),
-        rank=0,
-        world_size=1,
-        config=TrainConfig(batch_size=4, epochs=1),
-        fewest_samples=fewest,
-    )
+    split = Split(images, torch.arange(samples) % CLASSES, data.DIGITS[:CLASSES])
+    config = TrainConfig(batch_size=4, epochs=1, no_ddp=no_ddp, lr_schedule="constant")
+    with alone() as world:
+        return Trainer(world, config, network, data.Data(split, split, unit_scale(3)), fewest_samples=fewest)
 
 
-def trained(network: nn.Module, *, samples: int, fewest: int, settle: bool = False) -> list[Tensor]:
+def trained(
+    network: nn.Module, *, samples: int, fewest: int, settle: bool = False, no_ddp: bool = True
+) -> list[Tensor]:
     """The parameters after an epoch."""
-    trainer = trainer_of(network, samples, fewest=fewest)
+    trainer = trainer_of(network, samples, fewest=fewest, no_ddp=no_ddp)
     if settle:
         trainer.settle_buckets()
-    *_, last = trainer.train_epoch(Position(), Meter(CPU), Requests())
-    assert last.position.taken == samples
+    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    assert trainer.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
 
 
@@ -213,7 +206,7 @@ def test_parameters_that_only_some_steps_use_are_named(
     network.frozen = nn.Linear(1, 1).requires_grad_(False)
     network.add_module("12", nn.Linear(CLASSES, CLASSES))  # as in a Sequential
     with pytest.raises(TrainingFailed, match=r"in a step: 12\.weight, 12\.bias\n") as caught:
-        trained(wrap_in_ddp(network, CPU), samples=16, fewest=1)
+        trained(network, samples=16, fewest=1, no_ddp=False)
     assert "--no_ddp" in caught.value.next
 
 
@@ -247,7 +240,8 @@ def test_the_loss_of_half_precision_scores_has_single_precision() -> None:
             losses.append(loss)
 
     trainer = trainer_of(Half(), 8)
-    list(trainer.train_epoch(Position(), Noting(CPU), Requests()))
+    trainer.meter = Noting(CPU)
+    trainer.train_epoch(Requests(), terminal.ProgressLines())
     assert {loss.dtype for loss in losses} == {torch.float32}
 
 
@@ -257,19 +251,8 @@ def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
             scores = super().forward(images)
             return scores if self.training else scores.where(torch.arange(CLASSES) > 0, -torch.inf)
 
-    network = NeverTheFirst()
-    trainer = trainer_of(network, 8)
-    run = Run(
-        network=network,
-        trainer=trainer,
-        test=trainer.train,
-        position=Position(),
-        history=History(),
-        options={},
-        files=None,
-        progress=Progress(),
-    )
-    run.train_epoch(Requests(), terminal.ProgressLines())
+    trainer = trainer_of(NeverTheFirst(), 8)
+    trainer.train_epoch(Requests(), terminal.ProgressLines())
     with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
-        run.evaluate()
+        trainer.evaluate()
     assert "in eval() mode only" in caught.value.why

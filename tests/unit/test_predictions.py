@@ -16,13 +16,13 @@ from torch import nn
 from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.training import collectives, pictures
+from ddp_manual.training import ddp, pictures
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.evaluate import evaluate
-from ddp_manual.training.predictions import Predictions, confusion_table, predict, table, write_files
-from ddp_manual.training.results import RunFiles
+from ddp_manual.training.evaluate import Predictions, evaluate
+from ddp_manual.training.results import RunFiles, confusion_table, table, write_predictions
+from ddp_manual.training.trackers import Trackers
 
 CLASSES = ("airplane", "automobile", "bird, or not")
 
@@ -77,13 +77,13 @@ def test_a_class_name_that_is_not_utf_8_is_escaped_in_the_files(tmp_path: Path) 
     """As a folder's may be."""
     name = b"b\xe4r".decode("utf-8", "surrogateescape")
     split = split_of([0, 1], classes=(name, "猫"))
-    write_files(PredictionPaths(tmp_path), Predictions(torch.eye(2), split), option="--run_dir")
+    write_predictions(PredictionPaths(tmp_path), Predictions(torch.eye(2), split), option="--run_dir")
     assert "b\\udce4r" in (tmp_path / "predictions.csv").read_text(encoding="utf-8")
 
 
 def test_files_that_cannot_be_written_are_a_bad_option(five: Predictions, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="--out_dir"):
-        write_files(PredictionPaths(tmp_path / "nothing"), five, option="--out_dir")
+        write_predictions(PredictionPaths(tmp_path / "nothing"), five, option="--out_dir")
 
 
 def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_without_it(
@@ -93,8 +93,8 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_witho
         yield b"id,"
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ddp_manual.training.predictions.table", no_room)
-    files = RunFiles(RunPaths(tmp_path), keep=1)
+    monkeypatch.setattr("ddp_manual.training.results.table", no_room)
+    files = RunFiles(RunPaths(tmp_path), keep=1, trackers=Trackers(()))
     with caplog.at_level(logging.WARNING):
         files.write_predictions(Position(), five)
     assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
@@ -110,7 +110,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
         raise MemoryError("of mine")
 
     monkeypatch.setattr(pictures, "font_for", no_font)
-    files = RunFiles(RunPaths(tmp_path), keep=1)
+    files = RunFiles(RunPaths(tmp_path), keep=1, trackers=Trackers(()))
     files.start({}, five.split)
     files.write_predictions(Position(), five)
     assert "samples.png: MemoryError: of mine" in caplog.text and "predictions.csv: MemoryError" in caplog.text
@@ -121,19 +121,19 @@ def test_the_confusion_matrix_of_more_than_1000_classes_is_left_out(tmp_path: Pa
     """A single label of 60,000 would make a matrix of 29 GB."""
     split = split_of([0, 60_000], classes=tuple(map(str, range(60_001))))
     predictions = Predictions(torch.full((2, 60_001), 1 / 60_001), split)
-    files = write_files(PredictionPaths(tmp_path), predictions, option="--run_dir")
+    files = write_predictions(PredictionPaths(tmp_path), predictions, option="--run_dir")
     assert {path.name for path in files} == {path.name for path in tmp_path.iterdir()}
     assert {path.name for path in files} == {"predictions.csv", "predictions.png"}
 
 
 def test_a_rank_without_test_images_never_calls_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     split = split_of([0, 1])
-    monkeypatch.setattr(collectives, "all_reduce", lambda totals: totals.add_(2))
-    monkeypatch.setattr(collectives, "gather", lambda padded: [] if padded.shape == (1, 3) else [padded])
+    monkeypatch.setattr(ddp, "all_reduce", lambda totals: totals.add_(2))
+    monkeypatch.setattr(ddp, "gather", lambda padded: [] if padded.shape == (1, 3) else [padded])
     nothing_to_call = nn.Module()
     for rank in (2, 3, 5):
-        assert evaluate(nothing_to_call, split, unit_scale(1), rank=rank, world_size=6).samples == 2
-        assert predict(nothing_to_call, split, unit_scale(1), rank=rank, world_size=6) is None
+        evaluation, predictions = evaluate(nothing_to_call, split, unit_scale(1), rank=rank, world_size=6, predict=True)
+        assert evaluation.samples == 2 and predictions is None
 
 
 @pytest.mark.parametrize(("side", "batches"), [(28, [1000, 200]), (32, [1000, 200]), (640, [2, 1]), (1100, [1, 1])])
@@ -157,7 +157,7 @@ def test_the_loss_of_a_model_that_computes_in_half_precision_is_summed_in_single
         def forward(self, _: torch.Tensor) -> torch.Tensor:
             return scores
 
-    found = evaluate(Half(), split, unit_scale(1), rank=0, world_size=1)
+    found, _ = evaluate(Half(), split, unit_scale(1), rank=0, world_size=1)
     expected = nn.functional.cross_entropy(scores.double(), split.labels)
     assert found.loss == pytest.approx(float(expected), rel=1e-6)
 

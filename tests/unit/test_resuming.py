@@ -23,6 +23,7 @@ from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import Meter
 from ddp_manual.training.results import RunFiles
+from ddp_manual.training.trackers import Trackers
 from tests.alone import alone
 
 STEPS_PER_EPOCH = 4
@@ -218,6 +219,6 @@ def test_a_model_of_an_epoch_that_is_trained_again_is_removed(
         paths.accuracies.write_text(there)
     evaluations = (Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch
     history = History(evaluations=evaluations)
-    RunFiles(paths, keep=3).rewind(position, history, nn.Linear(1, 1), complete=False)
+    RunFiles(paths, keep=3, trackers=Trackers(())).rewind(position, history, nn.Linear(1, 1), complete=False)
     assert paths.model.exists() is stays
     assert accuracies(tmp_path) == [0.5] * position.epoch

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,10 @@ from ddp_manual.training import config as train_config
 from ddp_manual.training import trackers
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
+from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.metrics import Metrics
-from ddp_manual.training.predictions import PredictedImage, Predictions, first_images
 from ddp_manual.training.results import RunFiles
-from ddp_manual.training.trackers import TrackedRun, Tracker, Trackers, WeightsAndBiases, run_name
+from ddp_manual.training.trackers import Table, Tracker, Trackers, run_name, table_of
 from ddp_manual.world_spec import WorldSpec
 
 SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
@@ -45,16 +45,14 @@ class Remembering(Tracker):
         self._at_step_3 = at_step_3
         self._at_the_end = at_the_end
 
-    def open(self, run: TrackedRun) -> None: ...
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None: ...
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         if step == 3:
             self._at_step_3()
         self.steps.append(step)
 
-    def picture(self, step: int, name: str, file: Path) -> None: ...
-
-    def predictions(self, step: int, images: Sequence[PredictedImage]) -> None: ...
+    def predictions(self, step: int, table: Table) -> None: ...
 
     def summary(self, summary: Mapping[str, Any]) -> None: ...
 
@@ -143,72 +141,6 @@ def test_a_signal_ends_the_wait_for_a_tracker_at_the_end_and_nothing_else(
     assert healthy.complete is False
 
 
-class WandbRun:
-    """Stands for wandb's run; its end does what a test has it do."""
-
-    def __init__(self, finish: Callable[[], object]) -> None:
-        self._finish = finish
-
-    def finish(self, exit_code: int) -> None:
-        self._finish()
-
-
-@pytest.fixture
-def wandb_that_ends(opened: Callable[..., Trackers], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trackers]:
-    """Follow a run in wandb, which does this at the end."""
-    monkeypatch.setattr(trackers, "UPLOAD_WITHIN", 0.5)
-    monkeypatch.setattr(trackers, "STOP_WITHIN", 0.25)
-
-    def wandb_that_ends(finish: Callable[[], object]) -> Trackers:
-        def begin(tracker: WeightsAndBiases, run: TrackedRun) -> None:
-            tracker.advice = "to upload it: wandb sync runs/one"
-            tracker._run, tracker._uploads = WandbRun(finish), True
-
-        monkeypatch.setattr(WeightsAndBiases, "open", begin)
-        monkeypatch.setattr(WeightsAndBiases, "summary", lambda tracker, summary: None)
-        return opened(WeightsAndBiases())
-
-    return wandb_that_ends
-
-
-@pytest.mark.parametrize(("complete", "shown"), [(True, "0.5"), (False, "0.25")])
-def test_wandb_that_never_finishes_is_waited_for_no_longer_than_said(
-    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]], complete: bool, shown: str
-) -> None:
-    thawed = threading.Event()
-    several = wandb_that_ends(thawed.wait)
-    if complete:
-        several.summary({})
-    started = time.monotonic()
-    several.close()
-    assert float(shown) <= time.monotonic() - started < 5
-    thawed.set()
-    assert warnings() == [
-        f"--track wandb: TimeoutError: wandb has not finished within {shown} s (to upload it: wandb sync runs/one)"
-    ]
-
-
-def test_what_wandb_raises_at_its_end_is_warned_of(
-    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]]
-) -> None:
-    def fail() -> None:
-        raise ConnectionError("the server is gone")
-
-    wandb_that_ends(fail).close()
-    assert warnings() == ["--track wandb: ConnectionError: the server is gone (to upload it: wandb sync runs/one)"]
-
-
-def test_a_signal_ends_the_wait_for_wandb(
-    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thawed = threading.Event()
-    several = wandb_that_ends(thawed.wait)
-    monkeypatch.setattr(trackers, "STOP_WITHIN", 30)
-    interrupt_soon_while(several.close)
-    thawed.set()
-    assert warnings() == ["--track wandb: a signal came before it had finished (to upload it: wandb sync runs/one)"]
-
-
 def test_a_signal_before_the_end_is_not_the_trackers_to_take(opened: Callable[..., Trackers]) -> None:
     def stop() -> None:
         raise StopSignal(signal.SIGTERM)
@@ -224,6 +156,7 @@ def test_a_full_disk_is_named_and_the_run_keeps_its_own_files(
     paths.track.symlink_to("/dev/full")
     several = Trackers(["jsonl"])
     files = RunFiles(paths, keep=1, trackers=several)
+    files.follow(SETTINGS)
     files.start(SETTINGS, Split(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog")))
     line: dict[str, Any] = {"epoch": 1, "loss": 0.5, "accuracy": 0.9, "lr": 0.1, "samples_per_second": 1e4}
     for step in range(1, 4):
@@ -268,12 +201,12 @@ def test_the_table_has_the_first_100_predictions_as_they_are_ordered() -> None:
 
     probabilities = torch.stack([1 - torch.arange(120) / 200, torch.arange(120) / 200], dim=1)
     predictions = Predictions(probabilities, split)
-    images_of_the_table = first_images(predictions)
-    assert [image.number for image in images_of_the_table] == predictions.order[:100].tolist()
-    first = images_of_the_table[0]
-    assert (first.number, first.guess, first.truth) == (119, "dog", "cat")
-    assert first.scores == pytest.approx({"cat": 0.405, "dog": 0.595})
-    assert first.image.shape == (4, 5, 3) and (first.image == 119).all()
+    found = table_of(predictions)
+    assert [row[0] for row in found.rows] == predictions.order[:100].tolist()
+    number, guess, truth, *scores = found.rows[0]
+    assert (number, guess, truth, found.classes) == (119, "dog", "cat", ("cat", "dog"))
+    assert scores == pytest.approx([0.405, 0.595])
+    assert found.images.shape == (100, 4, 5, 3) and (found.images[0] == 119).all()
 
 
 def test_names_that_are_not_utf_8_reach_a_tracker_with_escapes(tmp_path: Path) -> None:
