@@ -102,7 +102,7 @@ def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
     assert cache is not None
     test.images[0, 0, 14, 14] ^= 1
     next((tmp_path / "other").rglob("synthetic-test-*.cache")).unlink()
-    cache.save(test.images, test.labels, test.classes)
+    cache.save(test)
     ranks = [
         host.start_rank(rank, count, "--data_dir", tmp_path / "other" if rank == 1 else small_data)
         for rank, host in enumerate(several)
