@@ -256,5 +256,5 @@ def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) 
         else "mend the code or the data that raised it, then start all ranks again",
     )
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code & 0xFF:
-        failed.exit_code = error.code & 0xFF  # type: ignore[misc]
+        failed.exit_code = error.code & 0xFF
     return failed
