@@ -34,7 +34,7 @@ from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, la
 from ddp_manual.run_folder import RunFolder
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
-from ddp_manual.worker.process_group import first_line, is_broken_collective, is_opened_twice
+from ddp_manual.worker.process_group import first_line, is_broken_collective
 from ddp_manual.worker.reporter import Reporter, raised_at
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
@@ -63,7 +63,6 @@ class Rank:
         """What the agent is told that came of the run."""
         self.stopped: Stopped | None = None
         """Set where all ranks stopped after the same step. That is not a failure: they leave in order."""
-        self._alone = bool(start.get("alone"))
         self._start = start
 
     @contextmanager
@@ -83,21 +82,10 @@ class Rank:
             try:
                 device, backend, store = self._get_ready(own_code)
                 placed = self.reporter.wait("place")
-                place = Place(**placed["place"])
-                address, port = ("", 0) if self._alone else placed["store"]
-                variables = (self.spec.world_size, self.spec.rank, place, address, port, placed.get("interface"))
                 closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-                closing.enter_context(launchers.set_rank_variables(*variables))
-                pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
-                if not self._alone:
-                    with self.steps.step("process group") as step:
-                        store = store or process_group.open_store(address, port)
-                        process_group.open_process_group(store, self.spec.rank, self.spec.world_size, backend, pinned)
-                        step.detail = f"{backend} on {pinned}"
-                    if self.spec.rank == 0:
-                        store.set("ddp_manual/roster", json.dumps(placed["roster"]))
-                yield self._world(place, placed, pinned, backend, store, closing)
-                self._leave(pinned)
+                world = self._meet(placed, device, backend, store, closing)
+                yield world
+                self._leave(world.device)
             except BaseException as error:
                 cause = self._conclude(error)
                 if cause is error:
@@ -115,9 +103,8 @@ class Rank:
         process_group.check_none_open()
         store, where = None, []
         if address := self._start.get("store_address"):
-            listener = process_group.listen_for_store(address)
-            where = [address, listener.getsockname()[1]]
-            store = process_group.open_store(address, where[1], listener)
+            store = process_group.open_store(address)
+            where = [address, store.port]
         ready = Ready(
             pid=os.getpid(),
             device=device,
@@ -136,30 +123,39 @@ class Rank:
         self.steps.clear()
         return device, backend, store
 
-    def _world(
-        self,
-        place: Place,
-        placed: Mapping[str, Any],
-        device: torch.device,
-        backend: str,
-        store: TCPStore | None,
-        closing: ExitStack,
+    def _meet(
+        self, placed: Mapping[str, Any], device: str, backend: str, store: TCPStore | None, closing: ExitStack
     ) -> World:
-        run = placed["run"]
+        """Pin the device and open the process group, at the place that the agent has told."""
+        spec, place, run, alone = self.spec, Place(**placed["place"]), placed["run"], bool(self._start.get("alone"))
+        address, port = ("", 0) if alone else placed["store"]
+        variables = (spec.world_size, spec.rank, place, address, port, placed.get("interface"))
+        closing.enter_context(launchers.set_rank_variables(*variables))
+        pinned = devices.pin(spec.rank, device, place.local_rank, place.local_world_size)
+        roster = placed["roster"]
+        if alone:
+            roster = [_describe_only_rank(pinned)]
+        else:
+            with self.steps.step("process group") as step:
+                store = store or process_group.open_store(address, port)
+                process_group.open_process_group(store, spec.rank, spec.world_size, backend, pinned)
+                step.detail = f"{backend} on {pinned}"
+            if spec.rank == 0:
+                store.set("ddp_manual/roster", json.dumps(roster))
         path = Path(run["run_dir"]) if run["run_dir"] else None
         world = World(
-            spec=self.spec,
-            rank=self.spec.rank,
-            world_size=self.spec.world_size,
-            device=device,
-            backend="none" if self._alone else backend,
+            spec=spec,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            device=pinned,
+            backend="none" if alone else backend,
             host=launchers.host_name(),
             run_id=run["run_id"],
-            rendezvous_seconds=0.0 if self._alone else time.monotonic() - self._start["started"],
+            rendezvous_seconds=0.0 if alone else time.monotonic() - self._start["started"],
             progress=self.reporter.progress,
             _folder=RunFolder(path, path),
             _store=store,
-            _roster=placed["roster"] or [_describe_only_rank(device)],
+            _roster=roster,
             _requests=self.reporter.requests,
             _tell=self.reporter.send,
             _own_process=self.reporter.own_process,
@@ -167,7 +163,7 @@ class Rank:
             **vars(place),
         )
         self.reporter.progress.phase = RUNNING  # a person's own script may leave it at that
-        if not self._alone:
+        if not alone:
             logger.info(
                 "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
                 *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
@@ -248,11 +244,12 @@ def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) 
             why=f"a collective broke: {first_line(error)}",
             next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
         )
+    opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
     failed = TrainingFailed(
         f"{where}: {first_line(error)}",
         why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
         next="leave init_process_group out: the process group is open, and is closed at the end"
-        if is_opened_twice(error)
+        if opened_twice
         else "mend the code or the data that raised it, then start all ranks again",
     )
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code & 0xFF:

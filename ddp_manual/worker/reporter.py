@@ -8,11 +8,13 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import logging
 import math
 import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -23,10 +25,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from ddp_manual import terminal
-from ddp_manual.errors import from_dict
+from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
 from ddp_manual.signals import Requests
-from ddp_manual.worker import process
 from ddp_manual.worker.process_group import collectives_begun, innermost_frame
 
 # Seconds.
@@ -35,6 +36,8 @@ LOOK_EVERY = 0.25
 LOOK_WHILE_SAVING = 0.02
 # For a message that is being sent when the channel is closed.
 SENT_WITHIN = 1.0
+# For a terminal or a pipe that nobody may read.
+FLUSH_WITHIN = 0.3
 
 # What the place of a thread is read from: a wait in a collective, a debugger's prompt (pdb's, IPython's or that of
 # code.interact()), and files of libraries, which are not the user's program.
@@ -73,8 +76,8 @@ class Reporter:
         """Whether the training thread has failed and is closing what is open."""
         self.over = False
         """Whether this rank has left the run, so that the agent may end."""
-        self.on_exit: Callable[[int], None] = lambda status: None
-        """Called in the reporter's thread with an exit code when the agent asks a person's own script to end."""
+        self.tell_before_exit: Callable[[DdpManualError], None] | None = None
+        """Called in the reporter's thread with why the agent has it end a person's own script, which is blocked."""
         self._channel = channel
         self.own_process = own_process
         _open.add(channel)
@@ -173,7 +176,7 @@ class Reporter:
         """Write out what this process has printed so far, then print no more: the agent has the last word."""
         terminal.LOGGER.disabled = True
         if self.own_process:  # the user's own threads, or torch, may still print
-            process.flush_briefly()
+            flush_briefly()
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
@@ -192,7 +195,9 @@ class Reporter:
             self._ending = self._busy
             self.send({"may_end": not self._ending})
         if "exit" in message:
-            self.on_exit(int(message["exit"]))
+            if self.tell_before_exit is not None and self.verdict is not None:
+                self.tell_before_exit(from_dict(self.verdict, int(message["exit"])))
+            end_process(int(message["exit"]))
 
 
 class Whereabouts(NamedTuple):
@@ -215,16 +220,12 @@ def whereabouts(thread: int) -> Whereabouts:
     while called is not None:
         name = (os.path.basename(called.f_code.co_filename), called.f_code.co_name)
         if name in _PROMPTS:
-            return Whereabouts(place=_below_the_debugger(called), debugging=True)
+            while called.f_back is not None and os.path.basename(called.f_code.co_filename) in _DEBUGGERS:
+                called = called.f_back
+            return Whereabouts(place=_own_line(called), debugging=True)
         called = called.f_back
     inside = any(part in frame.f_code.co_filename for part in _IN_TORCH) or _waits(frame.f_code, frame.f_lasti)
     return Whereabouts(inside, _own_line(frame))
-
-
-def _below_the_debugger(frame: FrameType) -> str:
-    while frame.f_back is not None and os.path.basename(frame.f_code.co_filename) in _DEBUGGERS:
-        frame = frame.f_back
-    return _own_line(frame)
 
 
 def _own_line(frame: FrameType) -> str:
@@ -260,3 +261,22 @@ def _waits(code: CodeType, instruction: int) -> bool:
 def _is_library(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     return "site-packages" in name or any(part in name for part in _LIBRARIES)
+
+
+def flush_briefly() -> None:
+    """Write what is still in buffers, but do not wait for a reader that is gone."""
+
+    def flush() -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_WITHIN)
+
+
+def end_process(status: int) -> None:
+    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
+    flush_briefly()
+    os._exit(status)

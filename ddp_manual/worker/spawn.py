@@ -6,6 +6,7 @@ ends it. The error that ends a rank comes back in a file, and the parent raises 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -38,7 +39,7 @@ from ddp_manual.options import option_fields
 from ddp_manual.training import own_code
 from ddp_manual.worker.join import joined
 from ddp_manual.worker.main import as_ours
-from ddp_manual.worker.process import end_process
+from ddp_manual.worker.reporter import end_process
 from ddp_manual.world_spec import WorldSpec
 
 # The options that spawn decides: every rank is on this machine, and they are numbered in the order they are started.
@@ -101,8 +102,22 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
     """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
-    _check_function(train_fn)
-    if type(nprocs) is not int or nprocs < 1:
+    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    name = function.__qualname__ if isinstance(function, FunctionType) else ""
+    new_python = "each rank is a new Python, which finds a function"
+    if not callable(train_fn):
+        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
+        why = "each rank calls train_fn(world, *args)"
+        next = "give a function, by its name and without calling it"
+    elif "<" in name:
+        what = f"spawn cannot start {name}"
+        why = f"{new_python} by the name it has in its module; this one has none"
+        next = "write it as a def at the top level of a module, and give what it needs by args"
+    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
+        why = f"{new_python} in a file, and cannot see what was typed here"
+        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
+    elif type(nprocs) is not int or nprocs < 1:
         what = f"nprocs {nprocs!r} is not a number of ranks"
         why = "spawn starts that many processes, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() starts a rank per GPU"
@@ -123,29 +138,8 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
     raise BadOption(what, why=why, next=next)
 
 
-def _check_function(train_fn: Callable[..., object]) -> None:
-    """Raise BadOption where a new Python could not find the function that each rank is to call."""
-    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
-    name = function.__qualname__ if isinstance(function, FunctionType) else ""
-    if not callable(train_fn):
-        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
-        why = "each rank calls train_fn(world, *args)"
-        next = "give a function, by its name and without calling it"
-    elif "<" in name:
-        what = f"spawn cannot start {name}"
-        why = "each rank is a new Python, which finds a function by the name it has in its module; this one has none"
-        next = "write it as a def at the top level of a module, and give what it needs by args"
-    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
-        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
-        why = "each rank is a new Python, which finds a function in a file, and cannot see what was typed here"
-        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
-    else:
-        return
-    raise BadOption(what, why=why, next=next)
-
-
 def _is_importable(main: ModuleType) -> bool:
-    """Tell whether the program that runs is a file or a module, which a new Python can import too."""
+    """Return whether the program that runs is a file or a module, which a new Python can import too."""
     return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
@@ -160,19 +154,20 @@ def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tupl
             for spec in specs:
                 ranks.append(_start(spec, train_fn, args, RankReport(folder, spec.rank)))
         with signals.ignore_save(instead=ranks[0].signal):  # which tells the others
-            failed = _wait(ranks)
+            failed = _wait_for_failure(ranks)
     except StopSignal as stop:
-        with suppress(StopSignal):  # a second signal: they are ended below
-            _stop_in_order(ranks, stop.number)
-        raise _stopped(ranks, stop.number) from None
+        raise _stop_in_order(ranks, stop.number) from None
     finally:
         with signals.defer_stop():
-            _end(ranks)
+            for number, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, math.inf)):
+                for rank in ranks:
+                    rank.end(number)
+                _wait_for_all(ranks, grace)
     if failed is not None:
         raise _conclude(failed, ranks, _name(train_fn)) from failed.report.read(CAUSE)
 
 
-def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
+def _wait_for_failure(ranks: Sequence[_Rank]) -> _Rank | None:
     """Wait until all ranks have ended, or until LEAVE_WITHIN seconds after the first of them has failed.
 
     Returns:
@@ -180,52 +175,44 @@ def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
         so, the first that failed. None if all ranks ended with 0.
     """
     failed: list[_Rank] = []
-    deadline = float("inf")
+    deadline = math.inf
     running = list(ranks)
     while running and time.monotonic() < deadline:
-        for rank in list(running):
-            status = rank.exit_code
-            if status is None:
-                continue
-            running.remove(rank)
-            if status != 0:
-                failed.append(rank)
-                deadline = min(deadline, time.monotonic() + LEAVE_WITHIN)
         time.sleep(LOOK_EVERY)
+        running = [rank for rank in ranks if rank.exit_code is None]
+        failed += [rank for rank in ranks if rank.exit_code and rank not in failed]
+        if failed:
+            deadline = min(deadline, time.monotonic() + LEAVE_WITHIN)
     return next((rank for rank in failed if rank.exit_code != PeerGone.exit_code), failed[0]) if failed else None
 
 
-def _stop_in_order(ranks: Sequence[_Rank], number: int) -> None:
-    """Pass a signal on, once, and let the ranks end by themselves; a second signal is raised again."""
+def _wait_for_all(ranks: Sequence[_Rank], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(rank.exit_code is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY)
+
+
+def _stop_in_order(ranks: Sequence[_Rank], number: int) -> Stopped:
+    """Pass a signal on, once, let the ranks end by themselves, and return how far they say they were.
+
+    A second signal ends the wait, and the caller ends the ranks.
+    """
     running = [rank for rank in ranks if rank.exit_code is None]
     if running:
         terminal.say("stopping; a second signal ends all ranks at once")
-    for rank in running:
-        rank.signal(number)
-    began = time.monotonic()
-    while any(rank.exit_code is None for rank in ranks) and time.monotonic() < began + STOP_WITHIN:
-        try:
-            time.sleep(LOOK_EVERY)
-        except StopSignal:
-            if time.monotonic() - began > signals.ONCE_WITHIN:
-                raise
-
-
-def _end(ranks: Sequence[_Rank]) -> None:
-    """End all processes: SIGTERM, then SIGKILL."""
-    for number, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, float("inf"))):
-        for rank in ranks:
-            rank.end(number)
-        deadline = time.monotonic() + grace
-        while any(rank.exit_code is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY)
+    with suppress(StopSignal):
+        for rank in running:
+            rank.signal(number)
+        _wait_for_all(ranks, STOP_WITHIN)
+    said = [error for rank in ranks if isinstance(error := rank.report.read(ERROR), Stopped)]
+    why = "spawn got the signal, and passed it on to all ranks"
+    return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
 
 
 def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], report: RankReport) -> _Rank:
     """Start one rank, which receives signals only once it can handle them."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=become, args=(spec, train_fn, args, report), name=f"rank {spec.rank}"
-    )
+    new_python = multiprocessing.get_context("spawn")
+    process = new_python.Process(target=become, args=(spec, train_fn, args, report), name=f"rank {spec.rank}")
     try:
         with signals.block_in_children(BLOCKED_AT_START):
             process.start()
@@ -297,13 +284,6 @@ class _Rank:
                 os.killpg(self.pid, number)
             except ProcessLookupError:  # it does not lead a group yet
                 self.signal(number)
-
-
-def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
-    """Return how far the ranks say they were, otherwise that they were stopped."""
-    said = [error for rank in ranks if isinstance(error := rank.report.read(ERROR), Stopped)]
-    why = "spawn got the signal, and passed it on to all ranks"
-    return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
 
 
 def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:

@@ -101,7 +101,7 @@ def test_only_a_training_that_a_signal_stopped_says_how_to_go_on() -> None:
     assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
         assert as_ours(0, error, spawning.START_AGAIN).next == "start the script again"
-    assert spawning._stopped([], signal.SIGINT).next == "start the script again"
+    assert spawning._stop_in_order([], signal.SIGINT).next == "start the script again"
 
 
 def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:

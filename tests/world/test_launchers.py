@@ -16,7 +16,7 @@ EVERY_MODEL = """
     import dataclasses, os, sys
     from pathlib import Path
 
-    if os.path.basename(sys.orig_argv[1]) in ("worker", "forker.py"):
+    if os.path.basename(sys.orig_argv[1]) == "worker":
         from ddp_manual.training.config import MODELS
         from ddp_manual.worker import task
 
