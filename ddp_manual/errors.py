@@ -158,7 +158,7 @@ class StopSignal(BaseException):
         self.number = number
 
 
-def stopped_by(signalled: StopSignal | KeyboardInterrupt, *, next: str | None = None) -> Stopped:
+def stopped_by(signalled: BaseException, *, next: str | None = None) -> Stopped:
     """Return the error for a signal; Python raises KeyboardInterrupt where no handler is set."""
     return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT, next=next)
 

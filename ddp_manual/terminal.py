@@ -198,11 +198,8 @@ def on_a_terminal() -> bool:
 
 
 @contextmanager
-def redrawing(wanted: bool) -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that replaces the text on the terminal; None if that is not ``wanted``."""
-    if not wanted:
-        yield None
-        return
+def redrawing() -> Iterator[Say]:
+    """Yield a function that replaces the text on the terminal."""
     from rich.live import Live
     from rich.text import Text
 
