@@ -71,10 +71,10 @@ def host_id() -> str:
     return "/".join(parts)
 
 
-def agent_store_serves(master_addr: str, master_port: int) -> bool:
-    """Return whether torchrun's agent hosts a TCPStore at that address, so that rank 0 is a client too.
+def torchrun_store_at(master_addr: str, master_port: int) -> bool:
+    """Return whether torchrun hosts a TCPStore at that address, so that rank 0 is a client too.
 
-    Like torch, trust the variable only for the address that the agent exported beside it.
+    Like torch, trust the variable only for the address that torchrun exported beside it.
     """
     return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -89,7 +89,7 @@ def restart_count() -> int:
     return int(text) if text.isdigit() else 0
 
 
-def agent_identity() -> str | None:
+def torchrun_identity() -> str | None:
     """Identify the torchrun process that started this rank, across its restarts; None without torchrun.
 
     TORCHELASTIC_RUN_ID does not: it is "none" unless the user chooses one, and may be chosen again another day.
@@ -122,8 +122,8 @@ def launcher_hosts(world_size: int) -> str | None:
     return None
 
 
-def agent_variables() -> str:
-    """Return the variables that point to the store of torchrun's agent, as they are set here."""
+def torchrun_variables() -> str:
+    """Return the variables that point to torchrun's store, as they are set here."""
     names = ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
     return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
@@ -175,19 +175,17 @@ def legacy_store_requested() -> bool:
 def _changed(wanted: Mapping[str, str | None]) -> Iterator[None]:
     """Set these variables while the body runs; None unsets one."""
     before = {name: os.environ.get(name) for name in wanted}
-    _put(wanted)
+
+    def put(values: Mapping[str, str | None]) -> None:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in values.items() if value is not None})
+
+    put(wanted)
     try:
         yield
     finally:
-        _put(before)
-
-
-def _put(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        put(before)
 
 
 _set_by_us: dict[str, str] = {}
@@ -263,7 +261,9 @@ def reserved_port() -> Iterator[int]:
 def brief_name_lookups() -> Iterator[None]:
     """Keep a thread that looks up its first name in the body from asking a name server; where torch would print a
     warning about that, allow one attempt of 1 s."""
-    with _changed({"RES_OPTIONS": "attempts:0" if torch_is_quiet() else "timeout:1 attempts:1"}):
+    # A script may have imported torch, with warnings in torch's C++ log, before it calls us.
+    quiet = os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
+    with _changed({"RES_OPTIONS": "attempts:0" if quiet else "timeout:1 attempts:1"}):
         yield
 
 
@@ -274,11 +274,6 @@ def wandb_files_below(folder: Path) -> Iterator[None]:
     wanted = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
     with _changed({name: os.environ.get(name, value) for name, value in wanted.items()}):
         yield
-
-
-def torch_is_quiet() -> bool:
-    """Return whether torch's C++ log omits warnings; it does not in a script that imports torch before it calls us."""
-    return os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
 
 
 def cpu_threads(local_world_size: int) -> int:

@@ -44,9 +44,9 @@ def unused_run_dir(run_id: str) -> str:
     return next(name for name in names if not os.path.exists(name))
 
 
-def run_dir_of_agent(agent: str) -> str:
+def torchrun_run_dir(torchrun: str) -> str:
     """Return ``runs/torchrun-<digest>``, the same for all ranks of one torchrun, also after it restarts them."""
-    return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
+    return os.path.join("runs", f"torchrun-{hashlib.sha256(torchrun.encode()).hexdigest()[:8]}")
 
 
 def in_a_file_name(dataset: str) -> str:
@@ -232,12 +232,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         DiskFull, BadOption: the folder cannot take the file.
     """
     with writing(path, "--run_dir"):
-        replace_file(path, content)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Do what ``write_bytes`` does, but raise OSError."""
-    replace_files({path: content})
+        replace_files({path: content})
 
 
 def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
@@ -245,34 +240,25 @@ def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
         for path, content in contents.items():
-            _write(path, temporary[path], [content] if isinstance(content, bytes) else content)
+            try:
+                with open(temporary[path], "wb") as file:
+                    file.writelines([content] if isinstance(content, bytes) else content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                error.filename = error.filename or str(path)  # only open() names the file
+                raise
         for path in contents:
             os.replace(temporary[path], path)
-            _flush_names(path.parent)
+            # A renamed file keeps its new name after a crash only once its folder is on disk too.
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         for left in temporary.values():
             left.unlink(missing_ok=True)
-
-
-def _write(path: Path, temporary: Path, pieces: Iterable[bytes]) -> None:
-    try:
-        with open(temporary, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.filename is None:  # only open() names the file
-            error.filename = str(path)
-        raise
-
-
-def _flush_names(folder: Path) -> None:
-    """Put the names in a folder on disk: a renamed file keeps its new name after a crash only then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def unfinished(folder: Path) -> Iterator[tuple[Path, str]]:

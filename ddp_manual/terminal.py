@@ -18,7 +18,7 @@ from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.run_folder import RunPaths
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 LOGGER = logging.getLogger("ddp_manual")
 COLOURS = (36, 33, 32, 35, 34, 31)
@@ -149,52 +149,43 @@ class RankOutput:
 
 
 class ProgressLines:
-    """Progress as lines of the log; if not ``shown``, as nothing, since rank 0 speaks for all ranks."""
+    """Shows how training goes: as a bar with the last line beside it, otherwise as lines of the log, or not at all."""
 
-    def __init__(self, *, shown: bool = True) -> None:
+    def __init__(self, bar: Progress | None = None, *, shown: bool = True) -> None:
+        self._bar = bar
         self._shown = shown
 
     def advance(self) -> None:
         """Count a step."""
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
 
     def say(self, line: str) -> None:
-        """Tell how training goes, every so many steps."""
-        if self._shown:
+        """Show a line, every so many steps."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=line)
+        elif self._shown:
             LOGGER.info("%s", line)
 
 
-class ProgressBar(ProgressLines):
-    """Progress as a bar on stderr with the last line beside it."""
-
-    def __init__(self, drawn: Progress, task: TaskID) -> None:
-        super().__init__()
-        self._drawn = drawn
-        self._task = task
-
-    def advance(self) -> None:
-        self._drawn.advance(self._task)
-
-    def say(self, line: str) -> None:
-        self._drawn.update(self._task, description=line)
-
-
 @contextmanager
-def progress(total_steps: int, *, done: int, bar: bool, lines: bool = True) -> Iterator[ProgressLines]:
-    """Show progress over ``total_steps``, of which some are ``done``, as a ``bar`` on stderr or as lines."""
-    if not bar:
-        yield ProgressLines(shown=lines)
+def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLines]:
+    """Show progress over ``total_steps``, of which some are ``done``: on a terminal as a bar, otherwise as lines.
+
+    Args:
+        shown: only on rank 0, which speaks for all ranks.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield ProgressLines(shown=shown)
         return
     # rich takes 0.05 s to import, so only processes that draw import it.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        yield ProgressBar(drawn, drawn.add_task("", total=total_steps, completed=done))
-
-
-def on_a_terminal() -> bool:
-    return sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task("", total=total_steps, completed=done)
+        yield ProgressLines(bar)
 
 
 @contextmanager

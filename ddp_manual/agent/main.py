@@ -25,7 +25,7 @@ from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
-from ddp_manual.messages import Beat, Place, RunInfo, Steps, Verdict, last_words
+from ddp_manual.messages import Beat, Place, RunInfo, Step, Steps, Verdict, last_words
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -209,7 +209,7 @@ class Agent:
                 self._send_beat()
         elif "ready" in message:
             self._ready = message["ready"]
-            self.steps.extend_from(message.get("steps", []))
+            self.steps += [Step(**step) for step in message.get("steps", [])]
             self._ready_came.set()
             self._send({"ready": self._ready})
         elif "notes" in message:

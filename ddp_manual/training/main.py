@@ -168,11 +168,9 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
                 *(config.model, len(data.train), config.dataset, config.epochs, plan.steps_per_epoch),
                 *(trainer.batch_size, trainer.learning_rate.peak),
             )
-            on_rank_0 = world.rank == 0
-            bar = on_rank_0 and terminal.on_a_terminal()
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
-            requests = until_finished.enter_context(world.noting_signals())
-            with terminal.progress(plan.steps(position), done=position.step, bar=bar, lines=on_rank_0) as lines:
+            requests = until_finished.enter_context(world.collect_signals())
+            with terminal.progress(plan.steps(position), done=position.step, shown=world.rank == 0) as lines:
                 while not plan.ended(run.position):
                     asked = run.train_epoch(requests, lines)
                     if not plan.epoch_ended(run.position):

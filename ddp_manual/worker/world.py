@@ -136,14 +136,11 @@ class World(Place):
                 self._store.set(key, json.dumps(error.as_dict()))
                 raise
             self._store.set(key, "null")
-        elif (failed := json.loads(self._awaited(self._store, key, job, timeout))) is not None:
-            raise from_dict(failed)
-
-    def _awaited(self, store: Store, key: str, job: str, timeout: float) -> bytes:
+            return
         leader = f"rank {self.host_leader} on {self.host}"
         waiting = Waiting(timeout, terminal.log)
         # Polls, because Python handles no signal inside torch's own wait.
-        while not store.check([key]):
+        while not self._store.check([key]):
             if waiting.over:
                 raise DataMissing(
                     f"{leader} did not {job} within {timeout:.0f} s",
@@ -152,10 +149,11 @@ class World(Place):
                 )
             waiting.about(f"waiting for {leader} to {terminal.escaped(job)}")
             time.sleep(0.02)
-        return store.get(key)
+        if (failed := json.loads(self._store.get(key))) is not None:
+            raise from_dict(failed)
 
     @contextmanager
-    def noting_signals(self) -> Iterator[Requests]:
+    def collect_signals(self) -> Iterator[Requests]:
         """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them.
 
         After the body a person's script takes its signals itself again; in a process of ours a later signal is told

@@ -22,7 +22,7 @@ from ddp_manual.training import checkpoint_files
 
 def failed(code: int) -> Failed:
     error = PeerLost("rank 1 is gone", why="no last words", next="start it again")
-    error.exit_code = code  # type: ignore[misc]
+    error.exit_code = code
     return Failed(1, error)
 
 
