@@ -56,19 +56,14 @@ class DdpManualError(Exception):
 
     def render(self) -> str:
         """Return the three-part text that ends every failing rank's stderr."""
-        return (
-            f"error[{self.identifier}]: {self.what}\n"
-            f"{_hanging('  why:  ', self.why)}\n"
-            f"{_hanging('  next: ', self.next)}"
-        )
+        lines = [f"error[{self.identifier}]: {self.what}"]
+        for label, text in (("  why:  ", self.why), ("  next: ", self.next)):
+            lines.append(textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1))
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, str]:
         """Return the fields that agents tell each other and ``failure-rank<k>.json`` holds."""
         return {"identifier": self.identifier, "what": self.what, "why": self.why, "next": self.next}
-
-
-def _hanging(label: str, text: str) -> str:
-    return textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1)
 
 
 # One line for each error.

@@ -89,9 +89,9 @@ def joined(
                     raise
                 ended = exit  # a script that ends with exit code 0 has done its work
             except Stopped as stopped:
-                ended = rank.stopped = stopped
+                ended = stopped
         reporter.over = True  # the agent ends once it knows
-        rank.send_result()
+        rank.send_result(None, ended if isinstance(ended, Stopped) else None)
     if ended is not None:
         raise ended
 

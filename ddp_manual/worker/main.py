@@ -59,10 +59,6 @@ class Rank:
         self.reporter = reporter
         self.spec = spec
         self.steps = Steps()
-        self.result: Any = None
-        """What the agent is told that came of the run."""
-        self.stopped: Stopped | None = None
-        """Set where all ranks stopped after the same step. That is not a failure: they leave in order."""
         self._start = start
 
     @contextmanager
@@ -184,10 +180,10 @@ class Rank:
             with suppress(TimeoutError):
                 self.reporter.wait("over", LEAVE_WITHIN)
 
-    def send_result(self) -> None:
-        """Tell the agent that this rank has left, which ends its part."""
-        stopped = {"stopped": last_words(self.stopped)} if self.stopped is not None else {}
-        self.reporter.send({"done": self.result, **stopped})
+    def send_result(self, result: Any, stopped: Stopped | None) -> None:
+        """Tell the agent what came of the run, or that all ranks stopped after the same step; this rank has left."""
+        words = {"stopped": last_words(stopped)} if stopped is not None else {}
+        self.reporter.send({"done": result, **words})
 
     def tell(self, error: BaseException) -> None:
         """Tell the agent, once, that ``error`` ends this rank."""

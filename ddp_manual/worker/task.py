@@ -67,18 +67,19 @@ def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
     """
     config = TrainConfig(**start["config"], sources=start["config_sources"]) if "config" in start else None
     own_code = check_own_code(config, rank.spec.rank) if config is not None else {}
+    result, stopped = None, None
     with rank.live(own_code) as world:
         try:
             if config is None:
-                rank.result = measure(world, rank.steps)
+                result = measure(world, rank.steps)
             else:
                 command = start["go_on"].replace("{run_dir}", shlex.quote(str(world.run_dir)))
-                rank.result = train_as_agreed(world, config, f"go on, with any number of ranks:\n{command}")
-        except Stopped as stopped:  # all ranks have stopped after the same step, and leave in order
-            rank.stopped = stopped
+                result = train_as_agreed(world, config, f"go on, with any number of ranks:\n{command}")
+        except Stopped as error:  # all ranks have stopped after the same step, and leave in order
+            stopped = error
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    rank.send_result()
+    rank.send_result(result, stopped)
 
 
 def measure(world: World, steps: Steps) -> dict[str, Any]:
