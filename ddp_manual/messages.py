@@ -244,7 +244,7 @@ class RunInfo:
         return _ip_address(self.address).is_loopback
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Place:
     """A rank's place among the hosts of the run."""
 

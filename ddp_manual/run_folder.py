@@ -57,19 +57,6 @@ def in_a_file_name(dataset: str) -> str:
     return f"{name}-{hashlib.sha256(dataset.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
-@dataclass
-class RunFolder:
-    """Where the files of a run go.
-
-    Args:
-        path: None until the ranks have agreed on it, or if the run keeps no files.
-        of_join: the folder they agreed on when they met.
-    """
-
-    path: Path | None = None
-    of_join: Path | None = None
-
-
 class _Named:
     """A path below the ``folder`` of the object it is an attribute of."""
 

@@ -40,11 +40,12 @@ class Requests:
         """The number of the signal that asked to stop, or 0."""
         self._save = threading.Event()
 
-    def request_stop(self, number: int) -> None:
-        self.stop = self.stop or number
-
-    def request_save(self) -> None:
-        self._save.set()
+    def add(self, number: int) -> None:
+        """Add what a signal asks for: SIGUSR1 to save, the others to stop; the first that asks to stop counts."""
+        if number == SAVE:
+            self._save.set()
+        else:
+            self.stop = self.stop or number
 
     def take_save(self) -> bool:
         """Return whether a checkpoint has been asked for since the last call."""
@@ -129,10 +130,7 @@ def collect_requests(requests: Requests, tell: Callable[[int], None]) -> Iterato
     """Add signals to ``requests`` instead of interrupting the body; ``tell`` gets the number of each."""
 
     def collect(number: int, frame: FrameType | None) -> None:
-        if number == SAVE:
-            requests.request_save()
-        else:
-            requests.request_stop(number)
+        requests.add(number)
         tell(number)
 
     with _handlers(dict.fromkeys([*handled(), SAVE], collect)):

@@ -31,7 +31,6 @@ from ddp_manual.errors import (
     stopped_by,
 )
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words
-from ddp_manual.run_folder import RunFolder
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
 from ddp_manual.worker.process_group import first_line, is_broken_collective
@@ -149,7 +148,8 @@ class Rank:
             run_id=run["run_id"],
             rendezvous_seconds=0.0 if alone else time.monotonic() - self._start["started"],
             progress=self.reporter.progress,
-            _folder=RunFolder(path, path),
+            run_dir=path,
+            run_dir_of_join=path,
             _store=store,
             _roster=roster,
             _requests=self.reporter.requests,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ddp_manual import terminal
 from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
-from ddp_manual.signals import Requests
+from ddp_manual.signals import SAVE, Requests
 from ddp_manual.worker.process_group import collectives_begun, innermost_frame
 
 # Seconds.
@@ -78,8 +78,8 @@ class Reporter:
         """Whether this rank has left the run, so that the agent may end."""
         self.tell_before_exit: Callable[[DdpManualError], None] | None = None
         """Called in the reporter's thread with why the agent has it end a person's own script, which is blocked."""
-        self._channel = channel
         self.own_process = own_process
+        self._channel = channel
         _open.add(channel)
         self._reader = LineReader(LONGEST_ANSWER)
         self._turn = threading.Lock()
@@ -185,9 +185,9 @@ class Reporter:
         self._said.update(dict.fromkeys(message, message))
         self._agent_spoke.set()
         if "stop" in message:
-            self.requests.request_stop(int(message["stop"]))
+            self.requests.add(int(message["stop"]))
         if "save" in message:
-            self.requests.request_save()
+            self.requests.add(SAVE)
         if "quiet" in message:
             self._fall_silent()
             self.send({"quiet": True})

@@ -25,7 +25,7 @@ EVERY_MODEL = """
         def train_every_model(world, config, resume):
             run_dir = world.run_dir
             for model in MODELS:
-                world._folder.path = run_dir / model
+                world.run_dir = run_dir / model
                 summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), resume)
             return summary
 
