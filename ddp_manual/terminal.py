@@ -31,15 +31,11 @@ Say = Callable[[str], None]
 """Shows a line to the person at this rank's terminal."""
 
 
-class _CurrentStderr(logging.StreamHandler):  # type: ignore[type-arg]
+class _CurrentStderr(logging.Handler):
     """Looks up sys.stderr for each line, since a progress bar replaces it while it is drawn."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):  # type: ignore[no-untyped-def]
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
 
 
 def tag(rank: int) -> str:
@@ -48,13 +44,9 @@ def tag(rank: int) -> str:
 
 def log_to_stderr(rank: int | None) -> None:
     """Send this package's log lines to stderr, tagged with the rank if there is one; a second call changes the tag."""
-    for handler in LOGGER.handlers:
-        if isinstance(handler, _CurrentStderr):
-            break
-    else:
-        handler = _CurrentStderr()
-        LOGGER.addHandler(handler)
-        LOGGER.propagate = False
+    handler = next((found for found in LOGGER.handlers if isinstance(found, _CurrentStderr)), _CurrentStderr())
+    LOGGER.addHandler(handler)
+    LOGGER.propagate = False
     handler.setFormatter(logging.Formatter("%(message)s" if rank is None else f"{tag(rank)} %(message)s"))
     LOGGER.setLevel(logging.INFO)
 
@@ -77,16 +69,14 @@ def log(line: str) -> None:
 
 def say(line: str) -> None:
     """Print a line on stderr, unless its reader has gone."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def print_error(error: DdpManualError) -> None:
     """Print the error that ends this process; the exit code also says it, in case the terminal is gone."""
-    with suppress(OSError):
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # show the cursor, which an interrupted progress bar left hidden
-        print(error.render(), file=sys.stderr, flush=True)
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # an interrupted progress bar leaves it hidden
+    say(show_cursor + error.render())
 
 
 def result_text(summary: Mapping[str, Any]) -> str:
