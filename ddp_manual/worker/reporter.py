@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import itertools
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -213,25 +214,22 @@ class Whereabouts(NamedTuple):
 
 def whereabouts(thread: int) -> Whereabouts:
     """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends."""
-    frame = innermost_frame(thread)
-    if frame is None:
+    innermost = innermost_frame(thread)
+    if innermost is None:
         return Whereabouts()
-    called: FrameType | None = frame
-    while called is not None:
-        name = (os.path.basename(called.f_code.co_filename), called.f_code.co_name)
-        if name in _PROMPTS:
-            while called.f_back is not None and os.path.basename(called.f_code.co_filename) in _DEBUGGERS:
-                called = called.f_back
-            return Whereabouts(place=_own_line(called), debugging=True)
-        called = called.f_back
-    inside = any(part in frame.f_code.co_filename for part in _IN_TORCH) or _waits(frame.f_code, frame.f_lasti)
-    return Whereabouts(inside, _own_line(frame))
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+    for depth, frame in enumerate(frames):
+        if (_file(frame), frame.f_code.co_name) in _PROMPTS:
+            below = itertools.dropwhile(lambda frame: _file(frame) in _DEBUGGERS, frames[depth:])
+            return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
+    in_torch = any(part in innermost.f_code.co_filename for part in _IN_TORCH)
+    return Whereabouts(in_torch or _waits(innermost.f_code, innermost.f_lasti), _own_line(frames))
 
 
-def _own_line(frame: FrameType) -> str:
-    while frame.f_back is not None and _is_library(frame):
-        frame = frame.f_back
-    return _line(frame, frame.f_lineno)
+def _own_line(frames: Sequence[FrameType]) -> str:
+    """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame."""
+    own = next((frame for frame in frames if not _is_library(frame)), frames[-1])
+    return _line(own, own.f_lineno)
 
 
 def raised_at(error: BaseException) -> str:
@@ -240,8 +238,12 @@ def raised_at(error: BaseException) -> str:
     return own[-1] if own else ""
 
 
+def _file(frame: FrameType) -> str:
+    return os.path.basename(frame.f_code.co_filename)
+
+
 def _line(frame: FrameType, number: int) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
+    return f"{_file(frame)}:{number} in {frame.f_code.co_name}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from ddp_manual import launchers, signals, terminal
@@ -104,6 +104,8 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
     """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
     function = getattr(train_fn, "func", train_fn)  # of a functools.partial
     name = function.__qualname__ if isinstance(function, FunctionType) else ""
+    main = sys.modules["__main__"]
+    is_importable = getattr(main, "__spec__", None) or os.path.exists(getattr(main, "__file__", None) or "")
     new_python = "each rank is a new Python, which finds a function"
     if not callable(train_fn):
         what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
@@ -113,7 +115,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         what = f"spawn cannot start {name}"
         why = f"{new_python} by the name it has in its module; this one has none"
         next = "write it as a def at the top level of a module, and give what it needs by args"
-    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+    elif name and function.__module__ == "__main__" and not is_importable:
         what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
         why = f"{new_python} in a file, and cannot see what was typed here"
         next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
@@ -136,11 +138,6 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
     else:
         return
     raise BadOption(what, why=why, next=next)
-
-
-def _is_importable(main: ModuleType) -> bool:
-    """Return whether the program that runs is a file or a module, which a new Python can import too."""
-    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
 
 def _name(train_fn: Callable[..., object]) -> str:
