@@ -57,6 +57,17 @@ def identity(option: str) -> str | int | None:
         ) from None
 
 
+def _count(variable: str) -> int:
+    """Return the whole number that a variable holds; 0 if it holds none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _listed(*variables: str) -> str:
+    """Return ``RANK=0, WORLD_SIZE=2``, without variables that are not set."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
+
+
 def host_name() -> str:
     return os.uname().nodename
 
@@ -85,8 +96,7 @@ def torchrun_store_at(master_addr: str, master_port: int) -> bool:
 
 def restart_count() -> int:
     """Return how often torchrun has restarted this group; keys of an earlier roll call may still be in its store."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdigit() else 0
+    return _count("TORCHELASTIC_RESTART_COUNT")
 
 
 def torchrun_identity() -> str | None:
@@ -113,19 +123,17 @@ def launcher_hosts(world_size: int) -> str | None:
     Variables of a whole batch job are not read, since many runs in a job use a single host; nor are torchrun's, which
     is often tried with two agents on one host.
     """
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
-    if nodes.isdigit() and int(nodes) > 1:
-        return f"SLURM_STEP_NUM_NODES={nodes}"
-    here, total = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("LOCAL_SIZE", "SIZE"))
-    if here.isdigit() and total == str(world_size) and int(here) < world_size:
-        return f"OMPI_COMM_WORLD_LOCAL_SIZE={here} of OMPI_COMM_WORLD_SIZE={total}"
+    if _count("SLURM_STEP_NUM_NODES") > 1:
+        return _listed("SLURM_STEP_NUM_NODES")
+    here, total = "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"
+    if 0 < _count(here) < _count(total) == world_size:
+        return f"{_listed(here)} of {_listed(total)}"
     return None
 
 
 def torchrun_variables() -> str:
     """Return the variables that point to torchrun's store, as they are set here."""
-    names = ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
-    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    return _listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def token(token_file: str | None) -> bytes | None:
@@ -230,11 +238,11 @@ def set_rank_variables(
 
 def launched_as() -> str | None:
     """Return ``RANK=0, WORLD_SIZE=2`` where a launcher started this process as one of several ranks, otherwise None."""
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-    several = found["RANK"] and found["WORLD_SIZE"].isdigit() and int(found["WORLD_SIZE"]) > 1
-    if not several or found.items() <= _set_by_us.items():
+    names = ("RANK", "WORLD_SIZE")
+    if not os.environ.get("RANK") or _count("WORLD_SIZE") < 2:
         return None
-    return ", ".join(f"{name}={value}" for name, value in found.items())
+    set_here = all(_set_by_us.get(name) == os.environ[name] for name in names)
+    return None if set_here else _listed(*names)
 
 
 def chosen_interfaces(backend: str) -> tuple[list[str], str]:
@@ -278,10 +286,7 @@ def wandb_files_below(folder: Path) -> Iterator[None]:
 
 def cpu_threads(local_world_size: int) -> int:
     """Return the threads for one of ``local_world_size`` ranks: OMP_NUM_THREADS, otherwise its share of the cores."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    return max(1, usable_cores() // local_world_size)
+    return _count("OMP_NUM_THREADS") or max(1, usable_cores() // local_world_size)
 
 
 def cache_folder() -> Path:
