@@ -11,7 +11,6 @@ import json
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,12 +20,13 @@ import click
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.errors import (
-    BackendUnavailable,
     BadOption,
     DdpManualError,
     StopSignal,
     TrainingFailed,
+    not_installed,
     stopped_by,
+    traceback_of,
 )
 from ddp_manual.options import help_text, option_fields, spelling, value_types
 from ddp_manual.training.config import TrainConfig, require
@@ -340,16 +340,11 @@ def _as_ours(error: Exception) -> DdpManualError:
             next=f"{shlex.join(command)} --help",
         )
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision", "psutil", "rich"):
-        return BackendUnavailable(
-            f"{error.name} is not installed in this Python",
-            why=f"{sys.executable} cannot import it",
-            next="install this package with what it needs: pip install .\n"
-            "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
-        )
+        return not_installed(error.name)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         return terminal.stdout_failed(error)  # click's own text, of --help
     return TrainingFailed(
         f"{type(error).__name__}: {error}".splitlines()[0],
-        why="".join(traceback.format_exception(error, limit=-10)).rstrip(),
+        why=traceback_of(error),
         next="mend the code or the data that raised it, then try again",
     )

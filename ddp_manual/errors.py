@@ -8,7 +8,9 @@ from __future__ import annotations
 import copyreg
 import errno
 import signal
+import sys
 import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+TRACEBACK_FRAMES = 10
 EVERY_ERROR: dict[str, type[DdpManualError]] = {}
 """Identifier -> class."""
 
@@ -170,6 +173,20 @@ def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManual
     if exit_code is not None:
         error.exit_code = exit_code
     return error
+
+
+def not_installed(package: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"{package} is not installed in this Python",
+        why=f"{sys.executable} cannot import it",
+        next="install this package with what it needs: pip install .\n"
+        "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
+    )
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the end of an exception's traceback, for the ``why`` of an error that no code expected."""
+    return "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, run_folder
-from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by
+from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by, traceback_of
 from ddp_manual.messages import last_words
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 
@@ -91,7 +90,7 @@ class Ending:
             return error
         return MasterLost(
             f"the agent of rank {self._rank} broke",
-            why="".join(traceback.format_exception(error, limit=-5)).rstrip(),
+            why=traceback_of(error),
             next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
         )
 

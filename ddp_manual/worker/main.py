@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from ddp_manual.errors import (
     TrainingFailed,
     from_dict,
     stopped_by,
+    traceback_of,
 )
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words
 from ddp_manual.worker import device as devices
@@ -40,7 +40,6 @@ from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 
-TRACEBACK_FRAMES = 10
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
 VERDICT_WITHIN = 4.0
 LEAVE_WITHIN = 70.0
@@ -243,7 +242,7 @@ def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) 
     opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
     failed = TrainingFailed(
         f"{where}: {first_line(error)}",
-        why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
+        why=traceback_of(error),
         next="leave init_process_group out: the process group is open, and is closed at the end"
         if opened_twice
         else "mend the code or the data that raised it, then start all ranks again",
