@@ -289,6 +289,11 @@ def cpu_threads(local_world_size: int) -> int:
     return _count("OMP_NUM_THREADS") or max(1, usable_cores() // local_world_size)
 
 
+def malloc_is_tuned() -> bool:
+    """Return whether the user has chosen how glibc's malloc keeps freed memory."""
+    return not os.environ.keys().isdisjoint(("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
+
+
 def cache_folder() -> Path:
     """Return ``ddp_manual`` in the user's folder for caches, whether it exists or not; relative if there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ddp_manual"
