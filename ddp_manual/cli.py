@@ -54,8 +54,8 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group in GROUPS:
-            parameters = [one for one in self.get_params(ctx) if GROUP_OF.get(one.name or "", "other") == group]
-            if records := [*filter(None, (parameter.get_help_record(ctx) for parameter in parameters))]:
+            options = [option for option in self.get_params(ctx) if GROUP_OF.get(option.name or "", "other") == group]
+            if records := [*filter(None, (option.get_help_record(ctx) for option in options))]:
                 with formatter.section(group.capitalize()):
                     formatter.write_dl(records)
 
@@ -177,7 +177,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> int:
 def list_checkpoints(as_json: bool, folder: Path) -> None:
     """List the checkpoints of the run in DIR, newest first, and whether each is what was written.
 
-    The exit code is 0, also where one is damaged; 15 if there is none.
+    The exit code is 0, also if a checkpoint is damaged; 15 if there is no checkpoint.
     """
     from ddp_manual.tools import checkpoints
 
@@ -265,7 +265,7 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     "--max_restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="How often to start all ranks again, from the newest checkpoint, after one was killed or its training "
+    help="How often to start all ranks again, from the newest checkpoint, after a rank was killed or its training "
     "failed (default: 0).",
 )
 @click.argument("train_options", nargs=-1, type=click.UNPROCESSED)
@@ -312,7 +312,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (StopSignal, KeyboardInterrupt, click.Abort) as signalled:
         ended: DdpManualError = stopped_by(signalled)
         command = next(iter(sys.argv[1:] if arguments is None else arguments), None)
-        if command not in OF_RANKS:  # whoever stops another command has seen enough
+        if command not in OF_RANKS:  # nothing has to be started again
             terminal.say(ended.what)
             return ended.exit_code
     except Exception as error:

@@ -90,19 +90,19 @@ class ConfigMismatch(RanksDoNotBelongTogether, identifier="config-mismatch"): ..
 class VersionMismatch(RanksDoNotBelongTogether, identifier="version-mismatch"): ...  # of torch, Python, CUDA or NCCL
 class TokenMismatch(RanksDoNotBelongTogether, identifier="token-mismatch"): ...  # no token, or another token
 
-class RankTaken(DdpManualError, identifier="rank-taken", exit_code=13): ...  # this rank is held by another process
+class RankTaken(DdpManualError, identifier="rank-taken", exit_code=13): ...  # another process holds this rank
 
 class PeerGone(DdpManualError, exit_code=14): ...  # another rank is gone
-class PeerFailed(PeerGone, identifier="peer-failed"): ...  # it reported an error
-class PeerLost(PeerGone, identifier="peer-lost"): ...  # it vanished without reporting an error
-class PeerStalled(PeerGone, identifier="peer-stalled"): ...  # it lives, and the others wait for it in vain
-class MasterLost(PeerGone, identifier="master-lost"): ...  # it was rank 0
+class PeerFailed(PeerGone, identifier="peer-failed"): ...  # another rank reported an error
+class PeerLost(PeerGone, identifier="peer-lost"): ...  # it vanished, and reported no error
+class PeerStalled(PeerGone, identifier="peer-stalled"): ...  # it lives, but others wait for it in vain
+class MasterLost(PeerGone, identifier="master-lost"): ...  # the rank that is gone is rank 0
 
 class RunFilesError(DdpManualError, exit_code=15): ...  # what a run keeps on disk
 class DiskFull(RunFilesError, identifier="disk-full"): ...  # a file of the run could not be written
-class CheckpointMissing(RunFilesError, identifier="checkpoint-missing"): ...  # there is none to continue from
-class CheckpointCorrupt(RunFilesError, identifier="checkpoint-corrupt"): ...  # it is not what was written
-class CheckpointMismatch(RunFilesError, identifier="checkpoint-mismatch"): ...  # it is of another run
+class CheckpointMissing(RunFilesError, identifier="checkpoint-missing"): ...  # no checkpoint to continue from
+class CheckpointCorrupt(RunFilesError, identifier="checkpoint-corrupt"): ...  # its bytes are not what was written
+class CheckpointMismatch(RunFilesError, identifier="checkpoint-mismatch"): ...  # it is from another run
 
 class DataError(DdpManualError, exit_code=16): ...  # the data set
 class DataMissing(DataError, identifier="data-missing"): ...

@@ -26,7 +26,7 @@ IDENTITY_VARIABLES = {
     "master_port": "MASTER_PORT",
 }
 
-# Variables of one launcher that would mislead a rank which another launcher starts below it.
+# Variables of one launcher that would mislead the ranks that another launcher starts below it.
 LAUNCHER_VARIABLES = (
     *IDENTITY_VARIABLES.values(),
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
@@ -180,8 +180,13 @@ def legacy_store_requested() -> bool:
 
 
 @contextmanager
-def _changed(wanted: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables while the body runs; None unsets one."""
+def _changed(wanted: Mapping[str, str | None], **usual: str) -> Iterator[None]:
+    """Set these variables while the body runs; a value of None unsets the variable.
+
+    Args:
+        usual: values for variables that are not set.
+    """
+    wanted = {**wanted, **{name: os.environ.get(name, value) for name, value in usual.items()}}
     before = {name: os.environ.get(name) for name in wanted}
 
     def put(values: Mapping[str, str | None]) -> None:
@@ -223,13 +228,11 @@ def set_rank_variables(
             "MASTER_PORT": str(store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-    if interface is not None:
-        # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
-        for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-            wanted[variable] = os.environ.get(variable, value)
+    # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
+    usual = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
     if launched_as() is None:
         _set_by_us.update(wanted)
-    with _changed(wanted):
+    with _changed(wanted, **usual):
         try:
             yield
         finally:
@@ -279,8 +282,8 @@ def brief_name_lookups() -> Iterator[None]:
 def wandb_files_below(folder: Path) -> Iterator[None]:
     """Keep wandb's files, such as images not uploaded yet, below ``folder`` instead of the user's home, unless the
     user's variables say where."""
-    wanted = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
-    with _changed({name: os.environ.get(name, value) for name, value in wanted.items()}):
+    usual = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
+    with _changed({}, **usual):
         yield
 
 
@@ -323,8 +326,7 @@ def clean_variables(threads_shared_by: int) -> Iterator[None]:
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
     threads = str(cpu_threads(threads_shared_by))
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
-    there = {name: os.environ.get(name, value) for name, value in usual.items()}
-    with _changed({**there, **dict.fromkeys(LAUNCHER_VARIABLES)}):
+    with _changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual):
         yield
 
 

@@ -276,7 +276,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def keep_json_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
-    """Drop the lines of a ``.jsonl`` file that are not ``wanted``, and one that a kill cut off."""
+    """Drop the lines of a ``.jsonl`` file that are not ``wanted``, and a line that a kill cut off."""
     if not path.exists():
         return
     kept = []
