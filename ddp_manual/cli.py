@@ -18,16 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ddp_manual import launchers, signals, terminal
-from ddp_manual.errors import (
-    BadOption,
-    DdpManualError,
-    StopSignal,
-    TrainingFailed,
-    not_installed,
-    stopped_by,
-    traceback_of,
-)
+from ddp_manual import errors, launchers, signals, terminal
 from ddp_manual.options import help_text, option_fields, spelling, value_types
 from ddp_manual.training.config import TrainConfig, require
 from ddp_manual.world_spec import WorldSpec
@@ -118,7 +109,7 @@ def train(config_file: str | None, **flags: Any) -> int:
     if ended.error is None and spec.rank == 0:
         try:
             _say(terminal.result_text(ended.result))
-        except DdpManualError as error:  # the run is complete, whether its result can be printed or not
+        except errors.DdpManualError as error:  # the run is complete, whether its result can be printed or not
             where = ended.result["run_dir"]
             terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, where)
         except click.exceptions.Exit:
@@ -160,11 +151,11 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> int:
         with terminal.redrawing() if redraws else nullcontext(_say) as show:
             text = json.dumps if as_json else status.text
             status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks)
-    except DdpManualError as error:
+    except errors.DdpManualError as error:
         if as_json:
             _say(json.dumps({"error": error.as_dict()}))
         raise
-    except StopSignal as stop:  # the usual way to end --watch, and no failure
+    except errors.StopSignal as stop:  # the usual way to end --watch, and no failure
         return 128 + stop.number
     if watch and not as_json:
         _say("the run has ended: rank 0 is gone")
@@ -309,8 +300,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 0
-    except (StopSignal, KeyboardInterrupt, click.Abort) as signalled:
-        ended: DdpManualError = stopped_by(signalled)
+    except (errors.StopSignal, KeyboardInterrupt, click.Abort) as signalled:
+        ended: errors.DdpManualError = errors.stopped_by(signalled)
         command = next(iter(sys.argv[1:] if arguments is None else arguments), None)
         if command not in OF_RANKS:  # nothing has to be started again
             terminal.say(ended.what)
@@ -326,25 +317,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run(arguments))
 
 
-def _as_ours(error: Exception) -> DdpManualError:
+def _as_ours(error: Exception) -> errors.DdpManualError:
     """Turn what a command has raised into an error that explains itself."""
-    if isinstance(error, DdpManualError):
+    if isinstance(error, errors.DdpManualError):
         return error
     if isinstance(error, click.ClickException):
         program, arguments = launchers.typed_command()
         about = getattr(getattr(error, "param", None), "help", None)
         command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
-        return BadOption(
+        return errors.BadOption(
             error.format_message().rstrip("."),
             why=about or "the command line has no such option or argument",
             next=f"{shlex.join(command)} --help",
         )
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision", "psutil", "rich"):
-        return not_installed(error.name)
+        return errors.not_installed(error.name)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         return terminal.stdout_failed(error)  # click's own text, of --help
-    return TrainingFailed(
+    return errors.TrainingFailed(
         f"{type(error).__name__}: {error}".splitlines()[0],
-        why=traceback_of(error),
+        why=errors.traceback_of(error),
         next="mend the code or the data that raised it, then try again",
     )

@@ -17,19 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from ddp_manual import launchers
-from ddp_manual.errors import (
-    DdpManualError,
-    OutOfMemory,
-    PeerGone,
-    PeerLost,
-    Stopped,
-    StopSignal,
-    TrainingFailed,
-    from_dict,
-    stopped_by,
-    traceback_of,
-)
+from ddp_manual import errors, launchers
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
@@ -179,7 +167,7 @@ class Rank:
             with suppress(TimeoutError):
                 self.reporter.wait("over", LEAVE_WITHIN)
 
-    def send_result(self, result: Any, stopped: Stopped | None) -> None:
+    def send_result(self, result: Any, stopped: errors.Stopped | None) -> None:
         """Tell the agent what came of the run, or that all ranks stopped after the same step; this rank has left."""
         words = {"stopped": last_words(stopped)} if stopped is not None else {}
         self.reporter.send({"done": result, **words})
@@ -199,14 +187,14 @@ class Rank:
             self.tell(error)
         if self.reporter.own_process:
             return error
-        with suppress(TimeoutError, DdpManualError):
+        with suppress(TimeoutError, errors.DdpManualError):
             self.reporter.wait("verdict", VERDICT_WITHIN)
         self.reporter.send({"noticed": True})
         verdict = self.reporter.verdict
         if verdict is None or verdict["own"]:
             return error
-        cause = from_dict(verdict, verdict["exit_code"])
-        return cause if isinstance(cause, PeerGone) else error
+        cause = errors.from_dict(verdict, verdict["exit_code"])
+        return cause if isinstance(cause, errors.PeerGone) else error
 
 
 def _describe_only_rank(device: torch.device) -> dict[str, Any]:
@@ -216,33 +204,33 @@ def _describe_only_rank(device: torch.device) -> dict[str, Any]:
     return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}
 
 
-def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> DdpManualError:
+def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> errors.DdpManualError:
     """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
 
     Args:
         after_a_signal: what to do next if a signal ended the rank; None: what Stopped says.
     """
-    if isinstance(error, DdpManualError):
+    if isinstance(error, errors.DdpManualError):
         return error
-    if isinstance(error, (StopSignal, KeyboardInterrupt)):
-        return stopped_by(error, next=after_a_signal)
+    if isinstance(error, (errors.StopSignal, KeyboardInterrupt)):
+        return errors.stopped_by(error, next=after_a_signal)
     where = f"rank {rank} on {launchers.host_name()}"
     if isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemory(
+        return errors.OutOfMemory(
             f"{where} ran out of GPU memory",
             why=first_line(error),
             next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
         )
     if is_broken_collective(error):
-        return PeerLost(
+        return errors.PeerLost(
             f"rank {rank} lost its connection to another rank",
             why=f"a collective broke: {first_line(error)}",
             next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
         )
     opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
-    failed = TrainingFailed(
+    failed = errors.TrainingFailed(
         f"{where}: {first_line(error)}",
-        why=traceback_of(error),
+        why=errors.traceback_of(error),
         next="leave init_process_group out: the process group is open, and is closed at the end"
         if opened_twice
         else "mend the code or the data that raised it, then start all ranks again",

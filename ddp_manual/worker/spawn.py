@@ -24,17 +24,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ddp_manual import launchers, signals, terminal
-from ddp_manual.errors import (
-    BadOption,
-    DdpManualError,
-    PeerGone,
-    PeerLost,
-    Stopped,
-    StopSignal,
-    TrainingFailed,
-    signal_name,
-)
+from ddp_manual import errors, launchers, signals, terminal
 from ddp_manual.options import option_fields
 from ddp_manual.training import own_code
 from ddp_manual.worker.join import joined
@@ -92,7 +82,7 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
     known = [field.name for field in option_fields(WorldSpec) if field.name not in DECIDED]
     for name in options:
         if name not in known:
-            raise BadOption(
+            raise errors.BadOption(
                 f"spawn takes no {name}",
                 why=f"it decides {', '.join(DECIDED)}; options are {', '.join(known)}",
                 next=f"leave {name} out" + ("; how many ranks there are is nprocs" if name == "world_size" else ""),
@@ -137,7 +127,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         next = "give a tuple: args=(value,)"
     else:
         return
-    raise BadOption(what, why=why, next=next)
+    raise errors.BadOption(what, why=why, next=next)
 
 
 def _name(train_fn: Callable[..., object]) -> str:
@@ -152,7 +142,7 @@ def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tupl
                 ranks.append(_start(spec, train_fn, args, RankReport(folder, spec.rank)))
         with signals.ignore_save(instead=ranks[0].signal):  # which tells the others
             failed = _wait_for_failure(ranks)
-    except StopSignal as stop:
+    except errors.StopSignal as stop:
         raise _stop_in_order(ranks, stop.number) from None
     finally:
         with signals.defer_stop():
@@ -180,7 +170,7 @@ def _wait_for_failure(ranks: Sequence[_Rank]) -> _Rank | None:
         failed += [rank for rank in ranks if rank.exit_code and rank not in failed]
         if failed:
             deadline = min(deadline, time.monotonic() + LEAVE_WITHIN)
-    return next((rank for rank in failed if rank.exit_code != PeerGone.exit_code), failed[0]) if failed else None
+    return next((rank for rank in failed if rank.exit_code != errors.PeerGone.exit_code), failed[0]) if failed else None
 
 
 def _wait_for_all(ranks: Sequence[_Rank], seconds: float) -> None:
@@ -189,7 +179,7 @@ def _wait_for_all(ranks: Sequence[_Rank], seconds: float) -> None:
         time.sleep(LOOK_EVERY)
 
 
-def _stop_in_order(ranks: Sequence[_Rank], number: int) -> Stopped:
+def _stop_in_order(ranks: Sequence[_Rank], number: int) -> errors.Stopped:
     """Pass a signal on, once, let the ranks end by themselves, and return how far they say they were.
 
     A second signal ends the wait, and the caller ends the ranks.
@@ -197,13 +187,13 @@ def _stop_in_order(ranks: Sequence[_Rank], number: int) -> Stopped:
     running = [rank for rank in ranks if rank.exit_code is None]
     if running:
         terminal.say("stopping; a second signal ends all ranks at once")
-    with suppress(StopSignal):
+    with suppress(errors.StopSignal):
         for rank in running:
             rank.signal(number)
         _wait_for_all(ranks, STOP_WITHIN)
-    said = [error for rank in ranks if isinstance(error := rank.report.read(ERROR), Stopped)]
+    said = [error for rank in ranks if isinstance(error := rank.report.read(ERROR), errors.Stopped)]
     why = "spawn got the signal, and passed it on to all ranks"
-    return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
+    return said[0] if said else errors.Stopped(number, why=why, next=START_AGAIN)
 
 
 def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], report: RankReport) -> _Rank:
@@ -216,7 +206,7 @@ def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ..
     except Exception as error:  # whatever the copying of an argument raises
         if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
             raise SystemExit(UNGUARDED) from None  # this is a rank that is importing the script
-        raise BadOption(
+        raise errors.BadOption(
             f"{_name(train_fn)} and its args cannot be copied to the ranks",
             why=f"{type(error).__name__}: {error}",
             next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
@@ -240,10 +230,10 @@ class RankReport:
         with suppress(Exception):
             return ForkingPickler.loads(self._file(kind).read_bytes())
 
-    def write_error(self, error: DdpManualError, cause: BaseException | None = None) -> None:
+    def write_error(self, error: errors.DdpManualError, cause: BaseException | None = None) -> None:
         """Write why this rank ends, and the user's own exception if that is the reason."""
         # For the case that the error cannot be copied, such as a subclass in the user's code.
-        self.write(ERROR, TrainingFailed(error.what, why=error.why, next=error.next))
+        self.write(ERROR, errors.TrainingFailed(error.what, why=error.why, next=error.next))
         self.write(ERROR, error)
         self.write(CAUSE, cause)
 
@@ -283,30 +273,30 @@ class _Rank:
                 self.signal(number)
 
 
-def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
+def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> errors.DdpManualError:
     """Return why the rank that failed first has failed."""
     status = rank.exit_code
     assert status is not None
     who = f"rank {rank.report.rank} (pid {rank.pid})"
-    errors = {other.report.rank: error for other in ranks if (error := other.report.read(ERROR)) is not None}
+    told = {other.report.rank: error for other in ranks if (error := other.report.read(ERROR)) is not None}
     if status < 0:
-        return PeerLost(
-            f"{who} was killed by {signal_name(-status)}",
-            why="\n".join(f"rank {number} said: {error.what}" for number, error in errors.items())
+        return errors.PeerLost(
+            f"{who} was killed by {errors.signal_name(-status)}",
+            why="\n".join(f"rank {number} said: {error.what}" for number, error in told.items())
             or "it reported no error",
             next="if nobody killed it, look at the last lines of its agent\nthen start the script again",
         )
     began = rank.report.read(BEGAN)
-    if status == UNGUARDED and not began and rank.report.rank not in errors:
-        return BadOption(
+    if status == UNGUARDED and not began and rank.report.rank not in told:
+        return errors.BadOption(
             "spawn was called by a rank while it imported the script",
             why="each rank is a new Python that imports the script, and so comes to the call of spawn itself",
             next='put the call of spawn below a line: if __name__ == "__main__":',
         )
     return (
-        errors.get(rank.report.rank)
-        or next(iter(errors.values()), None)
-        or TrainingFailed(
+        told.get(rank.report.rank)
+        or next(iter(told.values()), None)
+        or errors.TrainingFailed(
             f"{who} ended with exit code {status} "
             + ("and reported no error" if began else f"before it could call {name}"),
             why="its last lines on stderr say why" if began else "it imports the script first, and that failed",
