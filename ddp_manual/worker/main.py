@@ -114,9 +114,11 @@ class Rank:
         variables = (spec.world_size, spec.rank, place, address, port, placed.get("interface"))
         closing.enter_context(launchers.set_rank_variables(*variables))
         pinned = devices.pin(spec.rank, device, place.local_rank, place.local_world_size)
-        roster = placed["roster"]
-        if alone:
-            roster = [_describe_only_rank(pinned)]
+        host, roster = launchers.host_name(), placed["roster"]
+        if alone:  # so that no coordinator has made the roster
+            versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
+            only = {"rank": 0, "host": host, "pid": os.getpid(), "device": str(pinned), "versions": versions}
+            roster = [only]
         else:
             with self.steps.step("process group") as step:
                 store = store or process_group.open_store(address, port)
@@ -131,7 +133,7 @@ class Rank:
             world_size=spec.world_size,
             device=pinned,
             backend="none" if alone else backend,
-            host=launchers.host_name(),
+            host=host,
             run_id=run["run_id"],
             rendezvous_seconds=0.0 if alone else time.monotonic() - self._start["started"],
             progress=self.reporter.progress,
@@ -195,13 +197,6 @@ class Rank:
             return error
         cause = errors.from_dict(verdict, verdict["exit_code"])
         return cause if isinstance(cause, errors.PeerGone) else error
-
-
-def _describe_only_rank(device: torch.device) -> dict[str, Any]:
-    """Make the roster's entry for the rank of a ``--no_ddp`` run; otherwise rank 0's coordinator makes the roster."""
-    versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
-    host, pid = launchers.host_name(), os.getpid()
-    return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}
 
 
 def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> errors.DdpManualError:

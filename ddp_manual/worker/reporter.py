@@ -148,7 +148,7 @@ class Reporter:
             while True:
                 if selector.select(LOOK_WHILE_SAVING if self._ending else LOOK_EVERY) and not self._read():
                     break
-                if self._ending and not self._busy:
+                if self._ending and not (self.progress.saving or self.unwinding):  # so that nothing would be lost
                     self._ending = False
                     self.send({"may_end": True})
                 now = time.monotonic()
@@ -157,11 +157,6 @@ class Reporter:
                     self.send_beat()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    @property
-    def _busy(self) -> bool:
-        """Whether this process would lose something if it were ended now."""
-        return self.progress.saving or self.unwinding
 
     def _read(self) -> bool:
         """Take the agent's messages; return False if the agent is gone."""
@@ -173,15 +168,6 @@ class Reporter:
             self._take(message)
         return bool(data)
 
-    def _fall_silent(self) -> None:
-        """Write out what this process has printed so far, then print no more: the agent has the last word."""
-        terminal.LOGGER.disabled = True
-        if self.own_process:  # the user's own threads, or torch, may still print
-            flush_briefly()
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
-                os.dup2(nowhere.fileno(), 2)
-
     def _take(self, message: dict[str, Any]) -> None:
         self._said.update(dict.fromkeys(message, message))
         self._agent_spoke.set()
@@ -189,12 +175,17 @@ class Reporter:
             self.requests.add(int(message["stop"]))
         if "save" in message:
             self.requests.add(SAVE)
-        if "quiet" in message:
-            self._fall_silent()
+        if "quiet" in message:  # the agent has the last word
+            terminal.LOGGER.disabled = True
+            if self.own_process:  # the user's own threads, or torch, may still print
+                flush_briefly()
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), 1)
+                    os.dup2(nowhere.fileno(), 2)
             self.send({"quiet": True})
         if "end" in message:
-            self._ending = self._busy
-            self.send({"may_end": not self._ending})
+            self._ending = True
+            self.send({"may_end": False})  # until the thread has looked what would be lost
         if "exit" in message:
             if self.tell_before_exit is not None and self.verdict is not None:
                 self.tell_before_exit(from_dict(self.verdict, int(message["exit"])))
