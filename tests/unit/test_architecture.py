@@ -30,7 +30,7 @@ BOTTOM_ROW = (
     "terminal",
 )
 BOTTOM = set(BOTTOM_ROW)
-# The modules of train/ that know nothing of torch: what is said of a training before it begins.
+# The modules of training/ that know nothing of torch: what is said of a training before it begins.
 TRAINING_WITHOUT_TORCH = {
     "training.checkpoint_files",
     "training.config",
