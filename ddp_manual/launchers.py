@@ -293,8 +293,8 @@ def cpu_threads(local_world_size: int) -> int:
 
 
 def malloc_is_tuned() -> bool:
-    """Return whether the user has chosen how glibc's malloc keeps freed memory."""
-    return not os.environ.keys().isdisjoint(("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
+    """Return whether the user has chosen how glibc's malloc keeps memory."""
+    return not {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}.isdisjoint(os.environ)
 
 
 def cache_folder() -> Path:

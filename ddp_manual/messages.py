@@ -1,8 +1,8 @@
 """What agent, worker and coordinator say to each other: one JSON object per line; nothing is unpickled.
 
-    agent -> coordinator     hello, ready, beat, probed, failed, lost, finished, stacks, bye
+    agent -> coordinator     hello, ready, beat, probed, failed, finished, stacks, bye
     coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, close, verdict, over
-    observer -> coordinator  look; the answer is seen, or last when the run has failed
+    observer -> coordinator  look; the answer is seen, which comes once more when the run has failed
     worker -> agent          born, ready, beat, notes, run_dir, failed, finished, left, done, quiet, may_end
     agent -> worker          start, place, stop, save, close, over, quiet, end
     script -> its agent      attach, signalled and noticed besides

@@ -97,7 +97,7 @@ class Options:
             if not _is_of(kind, value):
                 raise BadOption(
                     f"--{field.name} {value!r} is not {KINDS[kind]}",
-                    why=f"it is of the type {type(value).__name__}: {field.metadata['help']}",
+                    why=f"{self.named(field.name)} is of the type {type(value).__name__}: {field.metadata['help']}",
                     next=f"give {KINDS[kind]}",
                 )
             if complaint := _complaint(value, field.metadata):

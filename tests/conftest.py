@@ -263,7 +263,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
             assert cache is not None
             if cache.load() is None:
                 images, labels = synthetic.draw_digits(count, seed=datasets.DRAWN_SEEDS[part])
-                cache.save(images.unsqueeze(1), labels, data.DIGITS)
+                cache.save(data.Split(images.unsqueeze(1), labels, data.DIGITS))
     return folder
 
 

@@ -43,7 +43,6 @@ async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -
         f"MASTER_PORT={{master_port}} {shlex.join(attach['typed'])}"
     )
     task = Task(
-        start={"alone": False},
         run_dir=attach["run_dir"],
         command=attach["command"] or command,
         script=Path(attach["script"]) if attach["script"] else None,

@@ -1,40 +1,53 @@
-"""Rank 0's address: the IP addresses that its name has, rank 0's listening socket there, and who holds its port."""
+"""Rank 0's address: the IP addresses that its name has, rank 0's listening socket there, and who holds its port.
+
+Under torchrun, whose own agent has a TCPStore at MASTER_PORT, rank 0's address is one key in that store. The client
+here sends the few messages that this takes, as torch/csrc/distributed/c10d/TCPStoreBackend.hpp of torch 2.11 to 2.15
+defines them, so that no torch has to be loaded.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
+import json
 import os
 import resource
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 
 import psutil
 
 from ddp_manual import launchers
 from ddp_manual.agent.network_interface import at, family, interface_addresses, is_loopback, own_address
-from ddp_manual.agent.observer import look_at
-from ddp_manual.agent.probe import Answer, Probe, probe
+from ddp_manual.agent.probe import VALIDATE, look_at, probe
 from ddp_manual.agent.roll_call import MOST_NAMED, situation
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
     DdpManualError,
     LoopbackMaster,
+    MasterLost,
     MasterUnresolvable,
     PortInUse,
+    RankMissing,
 )
+from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
 CONNECTIONS_PER_RANK = 2
 OWN_DESCRIPTORS = 100
+# Of torchrun's TCPStore; the time is in seconds.
+_SET, _GET, _CHECK, _READY = b"\x01", b"\x03", b"\x05", b"\0"
+REPLY_TIMEOUT = 5.0
 
 
 def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Return the IP addresses of a host name; rank 0 should listen at the first that it can.
+    """Return the IP addresses of a host name, and log them; rank 0 should listen at the first that it can.
 
     A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts). Other hosts know
     another address for it, so this host's real address then comes first.
@@ -61,23 +74,14 @@ def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[s
                 next=f"give the name with its domain, such as {host}.example.org, or rank 0's IP address",
             )
         log(f"rank 0's address {host} is all digits: it is read as the IP address {addresses[0]}, not as a name")
-    if _is_own_name(host) and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
+    first = ""
+    own_name = not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
+    if own_name and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
         addresses.insert(0, real)
+        first = f" ({real} first: other hosts cannot reach {addresses[-1]})"
+    if addresses != [host]:
+        log(f"rank 0's address {host} is {', '.join(addresses)}{first}")
     return addresses
-
-
-def describe_resolved(host: str, addresses: list[str]) -> str:
-    """Say what ``resolve`` returned for a name; "" for an IP address."""
-    if addresses == [host]:
-        return ""
-    own_name = _is_own_name(host) and len(addresses) > 1 and is_loopback(addresses[-1])
-    first = f" ({addresses[0]} first: other hosts cannot reach {addresses[-1]})" if own_name else ""
-    return f"rank 0's address {host} is {', '.join(addresses)}{first}"
-
-
-def _is_own_name(host: str) -> bool:
-    """Compare names without their domains."""
-    return not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
 
 
 def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
@@ -164,32 +168,26 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
     port = spec.master_port
     another = f"--master_port {port + 1 if port < 65535 else port - 1}"
     there = await probe(address, port)
-    if there.answer in (Answer.GREETED, Answer.OVER):
-        return PortInUse(
-            f"another rank 0 is already running at {at(address, port)}",
-            why=f"it answers there, held by {_port_owner(port)}\n"
-            f"{await _describe_run(there, spec)}; this process is {spec.named('rank')}",
-            next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
-            f"if it is another run, give all its ranks a port of its own: {another}",
-        )
-    return PortInUse(
-        f"rank 0 cannot listen at {at(address, port)}: the port is in use",
-        why=f"it is held by {_port_owner(port)}",
-        next=f"end that process, or give every rank another port: {another}",
-    )
-
-
-async def _describe_run(there: Probe, spec: WorldSpec) -> str:
     if there.connection is None:
-        return "its run is ending"
+        return PortInUse(
+            f"rank 0 cannot listen at {at(address, port)}: the port is in use",
+            why=f"it is held by {_port_owner(port)}",
+            next=f"end that process, or give every rank another port: {another}",
+        )
     try:
-        seen = await look_at(there, at(there.address, spec.master_port), launchers.token(spec.token_file))
+        seen = await look_at(there, at(address, port), launchers.token(spec.token_file))
+        named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
+        run = f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
     except DdpManualError as error:
-        return f"of its run nothing is known: {error.what}"
+        run = f"of its run nothing is known: {error.what}"
     finally:
         there.connection.close()
-    named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
-    return f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
+    return PortInUse(
+        f"another rank 0 is already running at {at(address, port)}",
+        why=f"it answers there, held by {_port_owner(port)}\n{run}; this process is {spec.named('rank')}",
+        next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
+        f"if it is another run, give all its ranks a port of its own: {another}",
+    )
 
 
 def _port_owner(port: int) -> str:
@@ -209,3 +207,88 @@ def _port_owner(port: int) -> str:
             except psutil.Error:
                 return f"pid {entry.pid} ({entry.status})"
     return "a process of another user or container, or one that has ended a moment ago"
+
+
+# -- torchrun's store -------------------------------------------------------------------------------------------------
+
+
+async def write_torchrun_address(spec: WorldSpec, attempt: str, address: str, port: int) -> None:
+    """As rank 0, write where its agent listens.
+
+    Args:
+        attempt: differs for each time that the ranks of this torchrun join.
+    """
+    async with _connected(spec) as (reader, writer):
+        writer.write(_SET + _key(attempt) + _text(json.dumps([address, port]).encode()))
+        await _get(reader, writer, attempt)  # the reply shows that the store has it
+
+
+async def read_torchrun_address(spec: WorldSpec, attempt: str, waiting: Waiting) -> tuple[str, int]:
+    """As another rank, wait until rank 0 has written where its agent listens.
+
+    Raises:
+        RankMissing: rank 0 has not written it when the time is up. MasterLost: the store is gone.
+    """
+    where = f"torchrun's store at {spec.master_addr}:{spec.master_port}"
+    async with _connected(spec) as (reader, writer):
+        while (found := await _get(reader, writer, attempt)) is None:
+            waiting.about(f"rank 0 has not said yet in {where} where it is")
+            if waiting.over:
+                raise RankMissing(
+                    f"rank 0 did not join within {waiting.waited:.0f} s",
+                    why=f"{where} answers, without rank 0's address",
+                    next="look at what rank 0 says, then start torchrun again",
+                )
+            await asyncio.sleep(POLL_EVERY)
+    address, port = json.loads(found)
+    return str(address), int(port)
+
+
+@asynccontextmanager
+async def _connected(spec: WorldSpec) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    where = f"{spec.master_addr}:{spec.master_port}"
+    try:
+        opening = asyncio.open_connection(spec.master_addr, spec.master_port)
+        reader, writer = await asyncio.wait_for(opening, REPLY_TIMEOUT)
+    except (OSError, TimeoutError, asyncio.TimeoutError):
+        # torchrun's agent listens before it starts any rank: if nothing listens, there is no torchrun.
+        raise BadOption(
+            f"variables of another launcher say that its agent hosts the store at {where}, but nothing listens there",
+            why="; ".join([launchers.torchrun_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
+            next="unset TORCHELASTIC_USE_AGENT_STORE RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT\n"
+            "then start every rank again, with flags",
+        ) from None
+    writer.write(VALIDATE)
+    try:
+        yield reader, writer
+    except (OSError, EOFError, TimeoutError, asyncio.TimeoutError) as error:
+        raise MasterLost(
+            f"torchrun's store at {where} is gone",
+            why=f"asking it for rank 0's address gave: {error or type(error).__name__}",
+            next="look at what torchrun says, then start it again",
+        ) from None
+    finally:
+        writer.close()
+
+
+async def _get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attempt: str) -> bytes | None:
+    """Return the value of the key, or None while nobody has set it."""
+
+    async def read(count: int) -> bytes:
+        return await asyncio.wait_for(reader.readexactly(count), REPLY_TIMEOUT)
+
+    writer.write(_CHECK + struct.pack("<Q", 1) + _key(attempt))
+    if await read(1) != _READY:
+        return None
+    writer.write(_GET + _key(attempt))
+    (length,) = struct.unpack("<Q", await read(8))
+    return await read(length)
+
+
+def _key(attempt: str) -> bytes:
+    """torch's own clients put a slash before every key."""
+    return _text(f"/ddp_manual/{attempt}/coordinator".encode())
+
+
+def _text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content

@@ -71,20 +71,20 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
         differs = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {rank_0.host}'s"
         warnings.append(f"the clock of {info.host} is {differs}")
     if info.world_size != run.world_size:
-        error: DdpManualError = WorldSizeMismatch(
+        mismatch = WorldSizeMismatch(
             f"{info.who} expects {info.world_size} ranks, rank 0 expects {run.world_size}",
             why=f"rank 0 runs on {run.host} (pid {run.pid}) with world_size {run.world_size}; "
             f"rank {info.rank} has world_size {info.world_size} ({info.world_size_source})",
             next=run.command_for(min(info.rank, run.world_size - 1)),
         )
-        return error, warnings
+        return mismatch, warnings
     if info.host_id != rank_0.host_id and run.only_on_its_host:
-        error = LoopbackMaster(
+        loopback = LoopbackMaster(
             f"rank 0 listens on {run.address}, which is not for other hosts, and rank {info.rank} is on {info.host}",
             why=f"{info.who} came through a tunnel to {run.host}; the ranks could not connect to one another",
             next=f"give every rank an address of {run.host} that {info.host} can reach as --master_addr",
         )
-        return error, warnings
+        return loopback, warnings
     if all(getattr(info, name) == getattr(rank_0, name) for name in ("versions", "code", "options")):
         return None, warnings  # nearly all ranks; the comparison part by part below takes ten times as long
     for difference in (
@@ -153,7 +153,8 @@ def _both(
 
 
 def _other_device(info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready) -> DeviceMissing | None:
-    """One host found a GPU by itself and the other did not: the other host has a fault, not other options."""
+    """Return an error if one host found a GPU by itself and the other did not: the other host has a fault, not other
+    options."""
     chosen = {one.options.get("device", (None, "flag"))[1] for one in (ready, of_rank_0)}
     if ready.device == of_rank_0.device or chosen != {"default"}:
         return None
@@ -186,29 +187,16 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
     )
 
 
-def named_gpu(info: RankInfo, ready: Ready) -> str | None:
-    """Return the UUID of the GPU that a process was told to take; None if it gets one when all ranks are here."""
-    if ready.backend != "nccl" or info.local_rank is None or info.local_rank >= len(ready.gpus):
-        return None
-    return ready.gpus[info.local_rank]
-
-
-def shared_gpu(
-    ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place] | None = None
-) -> DdpManualError | None:
+def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place]) -> DdpManualError | None:
     """Return an error if two ranks have one GPU or a rank's GPU does not exist, because NCCL supports neither.
 
     Args:
-        ranks: all with the same backend.
-        places: says which GPU each rank gets; None while ranks are missing, when only a given --local_rank counts.
+        ranks: all ranks, with the same backend.
+        places: says which GPU each rank gets.
     """
-    if not ranks or ranks[0][1].backend != "nccl":
-        return None
     holders: dict[str, RankInfo] = {}
-    for info, ready in ranks:
-        local_rank = places[info.rank].local_rank if places else info.local_rank
-        if local_rank is None or ready.device != "cuda":
-            continue
+    for info, ready in ranks if ranks[0][1].backend == "nccl" else ():
+        local_rank = places[info.rank].local_rank
         if local_rank >= len(ready.gpus):
             return DeviceMissing(
                 f"{info.who} wants cuda:{local_rank}, which does not exist",

@@ -180,7 +180,7 @@ class Seal:
 
 
 def claimed(message: Message) -> Message:
-    """Return what a message says, not yet proved: it names a stranger by what it calls itself."""
+    """Return what a message says, without a look at its signature: a stranger is named as it names itself."""
     text = message.get("sealed")
     found = json.loads(text) if isinstance(text, str) else message
     return found if isinstance(found, dict) else {}

@@ -19,19 +19,19 @@ from typing import Any
 
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
-from ddp_manual.agent.handshakes import LONGEST_HELLO, TOKEN_OPTIONS, Handshakes, Peer
+from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
 from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
-from ddp_manual.agent.watch import Watch
-from ddp_manual.errors import DdpManualError, MasterLost, TokenMismatch
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, Verdict, encode, printable
+from ddp_manual.agent.verdicts import Watch
+from ddp_manual.errors import DdpManualError, MasterLost, PeerLost
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode, last_words, printable
 from ddp_manual.terminal import Waiting
 
 TICK = 0.1
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
-# Seconds between two lots of news, for each rank that is here: every rank reads each of them.
+# Seconds between two messages of news, for each rank that is here: every rank reads all of them.
 NEWS_EACH = 1 / 1000
 # In a world of this many ranks heartbeats are gathered for this many seconds: a wake-up for each would cost more than
 # to read it.
@@ -84,7 +84,7 @@ class Coordinator:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether bytes are unsent, or another rank is still connected that has not said goodbye and is not silent."""
+        """Whether another rank may still read: bytes are unsent, or it has not left, is connected and not silent."""
         silent = self._watch.health.silent(time.monotonic())
         return any(
             peer.connection.unsent or (rank and not (peer.left or peer.connection.closed or rank in silent))
@@ -119,13 +119,13 @@ class Coordinator:
         for peer in [*self._peers.values(), *self._handshakes.strangers]:
             if self._watch.failure and peer.rank is None and peer.nonce and peer not in self._handshakes.claims:
                 # An observer, which may look again too late to learn why the run has ended.
-                self._handshakes.send_sealed(peer, "last", self._describe_run())
+                self._handshakes.send_sealed(peer, "seen", self._describe_run())
             peer.connection.close()
 
     # -- connections --------------------------------------------------------------------------------------------
 
     def _accept(self, connection: Connection) -> None:
-        peer = self._handshakes.greet(connection, over=self._over or self._watch.failure is not None)
+        peer = self._handshakes.greet(connection)
         if peer is not None:
             connection.handle(partial(self._take, peer), partial(self._closed, peer))
 
@@ -139,21 +139,16 @@ class Coordinator:
             self._take_hello(peer, message["hello"])
 
     def _take_hello(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
-        info = self._handshakes.read_hello(peer, sealed)
-        if info is None:
-            return
-        holder = self._peers.get(info.rank)
-        has_left = self.roll_call.complete and (holder is None or holder.left)
-        if self._over or self._watch.failure is not None or has_left:
-            peer.connection.send({"over": True})  # it comes too early for the next run, and asks again
-            return
-        self._handshakes.claim(peer, info)
-        self._admit_claims()
-
-    def _admit_claims(self) -> None:
-        for peer in self._handshakes.admit_claims():
-            assert peer.rank is not None
-            self._peers[peer.rank] = peer
+        if not self._over and self._watch.failure is None:
+            info = self._handshakes.read_hello(peer, sealed)
+            if info is None:
+                return
+            holder = self._peers.get(info.rank)
+            if not self.roll_call.complete or (holder is not None and not holder.left):
+                self._handshakes.claims[peer] = info
+                self._peers.update(self._handshakes.admit_claims())
+                return
+        peer.connection.send({"over": True})  # the process comes too early for the next run, and asks again
 
     def _closed(self, peer: Peer, reason: str) -> None:
         rank = peer.rank
@@ -168,11 +163,7 @@ class Coordinator:
                 how = "is gone: its process has ended" if reason in PROCESS_ENDED else f"is gone: {reason}"
                 self._miss_again(rank, how)
             elif not self._over:
-                self._watch.end_the_run(
-                    verdicts.gone(
-                        self.roll_call.info(rank), self._watch.health.beat(rank), reason, self.run.start_again
-                    )
-                )
+                self._watch.end_because_of_gone(rank, reason)
 
     # -- the roll call ------------------------------------------------------------------------------------------
 
@@ -182,7 +173,6 @@ class Coordinator:
             self.roll_call.leave(rank, how)
             self._watch.health.forget(rank, time.monotonic())
             self._probes = None
-            self._admit_claims()
 
     def _dismiss(self, rank: int, error: DdpManualError, how: str) -> None:
         """Refuse a process that was a rank so far."""
@@ -194,36 +184,29 @@ class Coordinator:
     def _refuse_all(self, error: DdpManualError) -> None:
         """End the wait of every rank."""
         members = self.roll_call.infos()
-        self._watch.failure = verdicts.verdict_about(members[0], error) if members else {}
+        self._watch.failure = verdicts.verdict_about(members[0], last_words(error)) if members else {}
         for peer in [*self._peers.values(), *self._handshakes.claims]:
             self._handshakes.refuse(peer, error)
         self._over = True
 
     def _advance(self) -> None:
-        """Go on with the roll call as far as possible: compare ranks, try the network, tell the ranks to begin."""
-        if self.roll_call.complete or self._watch.failure is not None:
-            return
-        for rank, error in list(self.roll_call.unfit()):
-            self.roll_call.refuse(self.roll_call.info(rank).who, error)
-            self._dismiss(rank, error, "has left: it was refused")
-        if not self.roll_call.all_here:
+        """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
+        if self.roll_call.complete or self._watch.failure is not None or not self.roll_call.all_here:
             return
         if self._probes is None:  # while the workers load torch
             self._probes = Probes(self.roll_call.infos(), self.roll_call.places(), time.monotonic())
             for rank, request in self._probes.requests():
                 self._peers[rank].connection.send(request)
-        if not self._probes.over(time.monotonic()):
-            return
-        if failing := self._probes.failing:
+        failing = self._probes.failing(time.monotonic())
+        if failing:
             self._refuse_all(unreachable(failing))
-        elif self.roll_call.all_ready:
+        elif failing is not None and self.roll_call.all_ready:
             self._complete()
 
     def _complete(self) -> None:
-        """Everybody is here: send each rank its place, with which its worker begins."""
+        """Send each rank its place, with which its worker begins: all ranks are here."""
         places = self.roll_call.places()
-        error = self.roll_call.shared_gpus(places)
-        if error is not None:
+        if (error := self.roll_call.shared_gpu()) is not None:
             self._refuse_all(error)
             return
         if self.roll_call.warnings:
@@ -237,13 +220,16 @@ class Coordinator:
             roster = {"roster": self.roll_call.roster()} if rank == 0 else {}
             place = {"place": vars(places[rank]), "store": list(ready.store), "rank_0_pid": ready.pid}
             peer.connection.send({**place, **roster})
-        self._admit_claims()
 
     def _wait_for_ranks(self, now: float, *, late: bool) -> None:
         for rank in self.roll_call.silent(now) if not late else []:
-            seconds = now - self.roll_call.members[rank].heard
-            how = f"has been silent for {seconds:.0f} s: its agent is stopped, or its host is gone"
-            self._dismiss(rank, verdicts.lost_its_place(self.roll_call.info(rank), seconds), how)
+            seconds = f"{now - self.roll_call.members[rank].heard:.0f} s"
+            error = PeerLost(  # the rank reads it when it goes on
+                f"{self.roll_call.info(rank).who} was silent for {seconds}, and has lost its place",
+                why="its agent was stopped or frozen, or the network was cut, while rank 0 waited for other ranks",
+                next="start this rank again: the others still wait for it",
+            )
+            self._dismiss(rank, error, f"has been silent for {seconds}: its agent is stopped, or its host is gone")
         self._advance()
         if self._all_were_here != self.roll_call.all_here:
             self._all_were_here, self._waits_since = self.roll_call.all_here, now
@@ -265,12 +251,12 @@ class Coordinator:
             now = time.monotonic()
             beat = None if message["beat"] is None else Beat.from_message(message["beat"])
             self._watch.hear(rank, beat, now)
-            self._admit_claims()
             if self.roll_call.complete and self.run.world_size >= MANY_RANKS and not self._gathering:
                 self._gathering = True
                 asyncio.get_running_loop().call_soon(self._gather)
         elif "ready" in message:
-            self.roll_call.get_ready(rank, Ready.from_message(message["ready"]))
+            for other, error in self.roll_call.get_ready(rank, Ready.from_message(message["ready"])):
+                self._dismiss(other, error, "has left: it was refused")
             self._advance()
         elif "probed" in message:
             if self._probes is not None:
@@ -279,11 +265,7 @@ class Coordinator:
         elif "finished" in message:
             self._watch.finish(rank)
         elif "failed" in message:
-            verdict = self._watch.take_failure(rank, message)
-            if verdict is not None:
-                self._take_end(rank, verdict)
-        elif "lost" in message:
-            self._take_end(rank, {**verdicts.verdict_by(self.roll_call.info(rank), message["lost"]), "judged": True})
+            self._take_failure(peer, rank, message)
         elif "stacks" in message:
             self._watch.take_stacks(rank, str(message["stacks"]))
         elif "bye" in message:
@@ -298,14 +280,16 @@ class Coordinator:
         self._gathering = False
         time.sleep(GATHER)
 
-    def _take_end(self, rank: int, verdict: Verdict) -> None:
-        """Take what has ended a worker: its own last words, or what its agent says about it."""
+    def _take_failure(self, peer: Peer, rank: int, message: Mapping[str, Any]) -> None:
+        """Take what has ended a worker: its own last words or, if it is ``lost``, what its agent says about it."""
+        verdict = verdicts.verdict_about(self.roll_call.info(rank), message["failed"], judged="lost" in message)
         if self.roll_call.complete:
-            self._watch.end_the_run(verdict)
+            broken_at = printable(str(message["place"])) if message.get("broken") else None
+            self._watch.take_failure(rank, verdict, broken_at)
             return
-        self._peers[rank].connection.send({"verdict": verdict})
+        peer.connection.send({"verdict": verdict})
         what = printable(verdict["what"])
-        how = f"is gone: {what.partition(' is gone: ')[2]}" if "judged" in verdict else f"left again: {what}"
+        how = f"is gone: {what.partition(' is gone: ')[2]}" if "lost" in message else f"left again: {what}"
         self._miss_again(rank, how)
 
     # -- as time goes by ----------------------------------------------------------------------------------------
@@ -323,18 +307,19 @@ class Coordinator:
                 peer.connection.write(BEAT)
             if self._watch.failure is None:
                 self._watch.check_health(now)
-        self._admit_claims()  # the process that holds the rank may be frozen
+        # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
+        self._peers.update(self._handshakes.admit_claims())
         if not self.roll_call.complete and self._watch.failure is None:
             self._wait_for_ranks(now, late=passed > 1)
         if self.roll_call.complete and self._watch.failure is None:
             self._watch.check(now)
 
-    # -- observers --------- -----------------------------------------------------------------------------------
+    # -- observers ---------------------------------------------------------------------------------------------
 
     def _take_look(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
-        """An observer, which joins nothing, wants to see the run."""
-        look = self._handshakes.open_sealed(peer, "look", sealed, "this process", f"give the run's {TOKEN_OPTIONS}")
-        if not isinstance(look, TokenMismatch):
+        """Show the run to an observer, which joins nothing."""
+        look = self._handshakes.open_sealed(peer, "look", sealed)
+        if look is not None:
             peer.since = time.monotonic()  # it may look again
             self._watch.in_background(self._show(peer, stacks=bool(look.get("stacks"))))
 

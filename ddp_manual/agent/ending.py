@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, run_folder
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by, traceback_of
-from ddp_manual.messages import last_words
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 
 
@@ -42,21 +38,29 @@ class Ending:
         return self._done.done()
 
     async def wait(self) -> Ended:
-        """Wait for the end; returns how it came."""
+        """Wait until the rank ends, and return how."""
         try:
-            result = await self._done
+            return Ended(result=await self._done)
         except DdpManualError as error:
             return Ended(error=error)
-        # All ranks were stopped by a signal, and left in order.
-        return Ended(error=result) if isinstance(result, DdpManualError) else Ended(result=result)
 
     def finish(self, result: Any) -> None:
-        if not self._done.done():
+        """End the rank with its result: Stopped if a signal has stopped all ranks, which then left in order."""
+        if isinstance(result, DdpManualError):
+            self.fail(result)
+        elif not self._done.done():
             self._done.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if not self._done.done():
-            self._done.set_exception(self._as_ours(error))
+        if self._done.done():
+            return
+        if not isinstance(error, DdpManualError):
+            error = MasterLost(
+                f"the agent of rank {self._rank} broke",
+                why=traceback_of(error),
+                next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
+            )
+        self._done.set_exception(error)
 
     def guarded(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap a handler so that what it raises ends the rank."""
@@ -72,35 +76,19 @@ class Ending:
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that takes time; what it raises ends the rank."""
 
-        def end(task: asyncio.Task[None]) -> None:
-            self._working.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
                 self.fail(error)
 
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(guarded())
         self._working.add(task)
-        task.add_done_callback(end)
+        task.add_done_callback(self._working.discard)
 
     def cancel_background(self) -> None:
         for task in self._working:
             task.cancel()
-
-    def _as_ours(self, error: BaseException) -> DdpManualError:
-        if isinstance(error, DdpManualError):
-            return error
-        return MasterLost(
-            f"the agent of rank {self._rank} broke",
-            why=traceback_of(error),
-            next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
-        )
-
-
-def write_failure(run_dir: Path, rank: int, pid: int, error: DdpManualError) -> None:
-    """Leave the error as ``failure-rank<k>.json`` in the run's folder, if that can be written."""
-    about = {"rank": rank, "host": launchers.host_name(), "pid": pid}
-    with suppress(DdpManualError, OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        run_folder.write_json(run_folder.RunPaths(run_dir).failure(rank), {**last_words(error), **about})
 
 
 class StopSignals:

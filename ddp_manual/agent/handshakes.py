@@ -15,7 +15,7 @@ from typing import Any
 from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed
 from ddp_manual.agent.roll_call import RollCall
 from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
-from ddp_manual.messages import RankInfo, RunInfo, printable
+from ddp_manual.messages import RankInfo, printable
 
 PROTOCOL = 1
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
@@ -24,12 +24,11 @@ HELLO_EACH = 0.005
 # Strangers besides as many as there are ranks.
 MOST_STRANGERS = 64
 LONGEST_HELLO = 1 << 16
-TOKEN_OPTIONS = "DDP_MANUAL_TOKEN or --token_file"
 
 
 @dataclass(eq=False)
 class Peer:
-    """A connection. ``rank`` is None until it belongs to a rank."""
+    """A connection to rank 0. ``rank`` is None until it belongs to a rank."""
 
     connection: Connection
     challenge: str
@@ -54,19 +53,11 @@ class Handshakes:
         # In the order in which they came, as a dict keeps it.
         self.strangers: dict[Peer, None] = {}
         self.claims: dict[Peer, RankInfo] = {}
-        """Strangers that have said which rank they want to be."""
+        """Strangers that have said which rank they want to be; ``admit_claims`` decides."""
 
-    @property
-    def _run(self) -> RunInfo:
-        return self._roll_call.run
-
-    def greet(self, connection: Connection, *, over: bool) -> Peer | None:
-        """Take a new connection, and send it the challenge; None: there are too many.
-
-        Args:
-            over: whether the run is ending.
-        """
-        if len(self.strangers) >= self._run.world_size + MOST_STRANGERS:
+    def greet(self, connection: Connection) -> Peer | None:
+        """Take a new connection, and send it the challenge; None: there are too many."""
+        if len(self.strangers) >= self._roll_call.run.world_size + MOST_STRANGERS:
             # The stranger that has been silent for longest makes room: a rank says at once who it is.
             silent = next((peer for peer in self.strangers if peer not in self.claims), None)
             if silent is not None:
@@ -76,71 +67,68 @@ class Handshakes:
                 return None
         peer = Peer(connection, secrets.token_hex(16), time.monotonic())
         self.strangers[peer] = None
-        rank_0 = {"host": self._run.host, "pid": self._run.pid, "token": bool(self._seal)}
-        connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, "over": over, **rank_0})
+        run = self._roll_call.run
+        rank_0 = {"host": run.host, "pid": run.pid, "token": bool(self._seal)}
+        connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, **rank_0})
         return peer
 
-    def open_sealed(self, peer: Peer, kind: str, sealed: Mapping[str, Any], who: str, next: str) -> Any:
-        """Return the request of a connection, or the TokenMismatch with which it was refused."""
-        peer.nonce = printable(str(claimed(sealed).get("nonce", "")))
+    def open_sealed(self, peer: Peer, kind: str, sealed: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what a connection asks for, its ``hello`` or its ``look``; None: it was refused."""
+        says = claimed(sealed)
+        peer.nonce = printable(str(says.get("nonce", "")))
         try:
-            return self._seal.open(f"{kind} {peer.challenge}", sealed)
+            return dict(self._seal.open(f"{kind} {peer.challenge}", sealed))
         except Unsealed as reason:
+            who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
+            run = self._roll_call.run
             error = TokenMismatch(
-                f"{who} does not have rank 0's token",
-                why=f"rank 0 on {self._run.host} (pid {self._run.pid}) says of its request: {reason}",
-                next=next,
+                f"{who if kind == 'hello' else 'this process'} does not have rank 0's token",
+                why=f"rank 0 on {run.host} (pid {run.pid}) says of its request: {reason}",
+                next="give every rank, and status, the same DDP_MANUAL_TOKEN or --token_file",
             )
-            # A process without a token reads the refusal unsealed; one with another token sees that it is signed.
+            if kind == "hello":
+                self._roll_call.refuse(who, error)
+            # A process without a token reads the refusal unsealed; a process with another token sees that it is signed.
             self.refuse(peer, error, sealed="sealed" in sealed)
-            return error
+            return None
 
     def send_sealed(self, peer: Peer, kind: str, content: Mapping[str, Any]) -> None:
         peer.connection.send({kind: self._seal.close(f"{kind} {peer.nonce}", content)})
 
     def read_hello(self, peer: Peer, sealed: Mapping[str, Any]) -> RankInfo | None:
         """Return which rank a connection wants to be; None: it was refused."""
-        says = claimed(sealed)
-        who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
-        opened = self.open_sealed(peer, "hello", sealed, who, "give every rank the same " + TOKEN_OPTIONS)
-        if isinstance(opened, TokenMismatch):
-            self._roll_call.refuse(who, opened)
+        hello = self.open_sealed(peer, "hello", sealed)
+        if hello is None:
             return None
-        hello = dict(opened)
         del hello["nonce"]
         try:
             return RankInfo.from_message(hello)
         except (TypeError, ValueError) as reason:
-            who = f"a process on {says.get('host')!r:.60}"
+            who = f"a process on {hello.get('host')!r:.60}"
             other_version = VersionMismatch(
                 f"{who} was started with another version of ddp_manual than rank 0",
-                why=f"rank 0 on {self._run.host} cannot read what it says of itself: {reason}",
+                why=f"rank 0 on {self._roll_call.run.host} cannot read what it says of itself: {reason}",
                 next="install the same version on every host",
             )
             self._roll_call.refuse(who, other_version)
             self.refuse(peer, other_version)
             return None
 
-    def claim(self, peer: Peer, info: RankInfo) -> None:
-        """Note which rank a connection wants to be; ``admit_claims`` decides."""
-        if info.rank == 0 and peer.nonce != self._own_nonce:
-            self.refuse(peer, self._roll_call.taken_rank_0(info))
-        else:
-            self.claims[peer] = info
-
-    def admit_claims(self) -> list[Peer]:
-        """Return the connections that belong to a rank from now on; refuse others, and let some wait."""
-        admitted = []
+    def admit_claims(self) -> dict[int, Peer]:
+        """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait."""
+        admitted = {}
         for peer, info in list(self.claims.items()):
-            decision = self._roll_call.admit(info, time.monotonic(), peer.since, time.time())
+            false_rank_0 = info.rank == 0 and peer.nonce != self._own_nonce
+            now, wall_clock = time.monotonic(), time.time()
+            decision = self._roll_call.admit(info, now, peer.since, wall_clock, false_rank_0=false_rank_0)
             if isinstance(decision, DdpManualError):
                 self.refuse(peer, decision)
             elif decision:
                 self.forget(peer)
                 peer.rank = info.rank
                 peer.connection.reader.longest = 1 << 18
-                self.send_sealed(peer, "welcome", {"run": vars(self._run)})
-                admitted.append(peer)
+                self.send_sealed(peer, "welcome", {"run": vars(self._roll_call.run)})
+                admitted[info.rank] = peer
         return admitted
 
     def refuse(self, peer: Peer, error: DdpManualError, *, sealed: bool = True) -> None:

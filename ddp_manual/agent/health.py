@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_manual.messages import LEAVING, Beat, RunInfo
@@ -57,11 +57,10 @@ class _Rank:
     """Whether its work is done: it takes part in no more collectives."""
     left: bool = False
     stopped_since: float | None = None
-    named_stopped: bool = False
-    named_debugging: bool = False
     slow_for: float = 0.0
     """Seconds of training in which it was slow, minus those in which it was not: a busy machine is noisy."""
-    named_slow: bool = False
+    named: set[str] = field(default_factory=set)
+    """What a line has said of it already: that it is ``stopped``, ``debugging`` or ``slow``."""
 
     @property
     def mark(self) -> tuple[Any, ...]:
@@ -99,14 +98,14 @@ class Health:
             known.changed, known.inside_since = now, None
         known.inside_since = _since(known.inside_since, now) if beat.inside else None
         known.stopped_since = _since(known.stopped_since, now) if beat.stopped else None
-        known.named_stopped &= bool(beat.stopped)
-        known.named_debugging &= beat.debugging
+        known.named -= {state for state in ("stopped", "debugging") if not getattr(beat, state)}
 
     def forget(self, rank: int, now: float) -> None:
-        """Another process is to be this rank."""
+        """Begin anew with a rank, which is another process from now on."""
         self._ranks[rank] = _Rank(now, now)
 
     def finish(self, rank: int) -> None:
+        """Note that a rank has done its work; it may still wait for other ranks."""
         self._ranks[rank].finished = True
 
     @property
@@ -114,11 +113,11 @@ class Health:
         return [rank for rank, known in enumerate(self._ranks) if known.finished or known.left]
 
     def leave(self, rank: int) -> None:
-        """The rank has left in order: it is watched no more."""
+        """Watch a rank no more, which has left in order."""
         self._ranks[rank].left = True
 
     def restart(self, now: float) -> None:
-        """Rank 0 itself was stopped for long, perhaps with its whole host: give all ranks the full time again."""
+        """Give all ranks the full time again: rank 0 itself was stopped for long, perhaps with its whole host."""
         for known in self._ranks:
             known.heard = known.changed = now
             known.stopped_since = known.stopped_since and now
@@ -127,25 +126,20 @@ class Health:
     def beat(self, rank: int) -> Beat:
         return self._ranks[rank].beat
 
-    def silence(self, rank: int, now: float) -> float:
-        """Return the seconds since the rank was heard."""
-        return now - self._ranks[rank].heard
-
-    def silent(self, now: float) -> list[int]:
-        """Return the ranks that have been silent for too long and those that soon will be, the longest first."""
+    def silent(self, now: float) -> dict[int, float]:
+        """Return the ranks that have been silent for too long and those that soon will be, each with its seconds of
+        silence, the longest first."""
         seconds = {rank: now - known.heard for rank, known in self._watched()}
-        if not seconds or max(seconds.values()) <= silent_after(self._run):
-            return []
-        late = 2.5 * heartbeat_period(self._run)
-        return sorted((rank for rank in seconds if seconds[rank] > late), key=lambda rank: -seconds[rank])
+        if max(seconds.values(), default=0.0) <= silent_after(self._run):
+            return {}
+        late = {rank: silence for rank, silence in seconds.items() if silence > 2.5 * heartbeat_period(self._run)}
+        return dict(sorted(late.items(), key=lambda found: -found[1]))
 
-    def newly_stopped(self) -> list[tuple[int, str]]:
-        """Return the ranks whose worker a signal has stopped, with that signal; each once."""
-        found = []
-        for rank, known in self._watched():
-            if known.beat.stopped and not known.named_stopped:
-                known.named_stopped = True
-                found.append((rank, known.beat.stopped))
+    def newly(self, state: str) -> list[int]:
+        """Return the ranks that are ``stopped`` by a signal or ``debugging``, by their last heartbeats; each once."""
+        found = [rank for rank, known in self._watched() if getattr(known.beat, state) and state not in known.named]
+        for rank in found:
+            self._ranks[rank].named.add(state)
         return found
 
     def stopped(self, now: float, seconds: float) -> tuple[int, float] | None:
@@ -154,13 +148,6 @@ class Health:
             if known.stopped_since is not None and now - known.stopped_since > seconds:
                 return rank, now - known.stopped_since
         return None
-
-    def newly_debugging(self) -> list[int]:
-        """Return the ranks that wait for a person in a debugger; each once."""
-        found = [rank for rank, known in self._watched() if known.beat.debugging and not known.named_debugging]
-        for rank in found:
-            self._ranks[rank].named_debugging = True
-        return found
 
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished."""
@@ -235,8 +222,8 @@ class Health:
             seconds = known.beat.step_seconds
             is_slow = seconds >= SLOW * median and seconds - median >= SLOW_BY_AT_LEAST
             known.slow_for = min(2 * SLOW_FOR, max(0.0, known.slow_for + (passed if is_slow else -passed)))
-            if is_slow and known.slow_for >= SLOW_FOR and not known.named_slow:
-                known.named_slow = True
+            if is_slow and known.slow_for >= SLOW_FOR and "slow" not in known.named:
+                known.named.add("slow")
                 found.append((rank, seconds, median))
         return found
 
@@ -250,7 +237,7 @@ class Health:
                 "step": known.beat.step,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,
-                "slow": known.named_slow and known.slow_for >= SLOW_FOR / 2,
+                "slow": "slow" in known.named and known.slow_for >= SLOW_FOR / 2,
                 "silent_seconds": 0.0 if known.left else round(now - known.heard, 1),
             }
             for rank, known in enumerate(self._ranks)

@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, run_folder
-from ddp_manual.agent import reachability, torchrun_store
-from ddp_manual.agent.address import describe_resolved, listen, refuse_loopback, resolve
+from ddp_manual.agent import reachability
+from ddp_manual.agent.address import (
+    listen,
+    read_torchrun_address,
+    refuse_loopback,
+    resolve,
+    write_torchrun_address,
+)
 from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Connection, Seal, Unsealed
 from ddp_manual.agent.coordinator import Coordinator
@@ -36,7 +42,7 @@ RANK_0_FIRST = 1.0
 class Task:
     """What the worker of a rank is to do, and what of it all ranks must have in common."""
 
-    start: Mapping[str, Any]
+    start: Mapping[str, Any] = field(default_factory=dict)
     """The message that starts the worker."""
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
@@ -51,7 +57,7 @@ class Task:
     launched: str | None = None
     """The command that resumes the run, if ``launch`` has started the ranks."""
     wait_until_ready: bool = False
-    """Whether a failure waits for what the worker finds out, as ``check`` does."""
+    """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
     attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
     """Differs for each time that the ranks of one torchrun join."""
 
@@ -61,20 +67,11 @@ class Join:
 
     Args:
         log: prints a line for this rank.
-        log_waiting: prints the lines about ranks that are missing.
     """
 
-    def __init__(
-        self,
-        spec: WorldSpec,
-        task: Task,
-        *,
-        steps: Steps,
-        log: Callable[[str], None],
-        log_waiting: Callable[[str], None],
-    ) -> None:
+    def __init__(self, spec: WorldSpec, task: Task, *, steps: Steps, log: Callable[[str], None]) -> None:
         self.info = RankInfo(rank=spec.rank, world_size=spec.world_size, host=launchers.host_name(), pid=os.getpid())
-        """What is known of this rank so far."""
+        """What this rank knows of itself so far, and says in its hello."""
         self.coordinator: Coordinator | None = None
         self.probe_server: asyncio.Server | None = None
         """Answers the other hosts' probes."""
@@ -84,8 +81,10 @@ class Join:
         self.seal = Seal(launchers.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
         self._spec, self._task, self._steps = spec, task, steps
-        self._log, self._log_waiting = log, log_waiting
-        self._waiting = Waiting(spec.join_timeout, log_waiting)
+        self._log = log
+        # The ranks of ``launch`` share one terminal, in which rank 0 says which ranks are missing.
+        self._log_waiting = log if task.launched is None or spec.rank == 0 else lambda line: None
+        self._waiting = Waiting(spec.join_timeout, self._log_waiting)
         self._run: RunInfo
         self._news: Mapping[str, Any] | None = None
         self._logged: set[str] = set()
@@ -101,26 +100,25 @@ class Join:
         with self._steps.step("address") as step:
             found = resolve(spec.master_addr, self._log)
             step.detail = f"{spec.named('master_addr')} is {', '.join(found)}"
-            if words := describe_resolved(spec.master_addr, found):
-                self._log(words)
             refuse_loopback(spec, found)
         if spec.rank == 0:
             found = [await self._become_rank_0(found)]
         while True:
             with self._steps.step("rank 0") as step:
                 if spec.agent_store and spec.rank != 0:
-                    address, port = await torchrun_store.read_address(spec, self._task.attempt, self._waiting)
+                    address, port = await read_torchrun_address(spec, self._task.attempt, self._waiting)
                     self._spec = dataclasses.replace(spec, master_addr=address, master_port=port)
                     found = [address]
                 there = await find_rank_0(self._spec, found, self._waiting, self._command_for(0))
                 assert there.connection is not None
                 where = at(there.address, self._spec.master_port)
                 step.detail = f"its agent answers at {where}"
+            run = None
             try:
                 run = await self._say_hello(there, there.connection, where)
-            except BaseException:
-                there.connection.close()
-                raise
+            finally:
+                if run is None:
+                    there.connection.close()
             if run is not None:
                 self._run, self.connection = run, there.connection
                 self._roll_call = self._steps.begin("roll call")
@@ -128,14 +126,12 @@ class Join:
                     # Rank 0's own time counts from when it began to listen, so rank 0 ends first, and ends all ranks.
                     self._waiting = Waiting(spec.join_timeout, self._log_waiting)
                 return run, there.connection
-            there.connection.close()
-            # That run was ending; this rank's run is still to come.
             self._waiting.about(f"the run at {where} is ending; waiting for the next run")
             if self._waiting.over:
+                waited = f"{self._waiting.waited:.0f} s"
                 raise MasterLost(
                     f"the run at {where} has ended, and no other has begun",
-                    why=f"this rank came when it was over, and has waited {self._waiting.waited:.0f} s for the next "
-                    "run",
+                    why=f"this rank came when it was over, and has waited {waited} for the next run",
                     next=self._command_for(0),
                 )
             self._steps.remove(step)
@@ -193,7 +189,7 @@ class Join:
             self.connection.send({"probed": failures, "for": key})
 
     def complete(self, nodes: int) -> None:
-        """All ranks have joined, on so many hosts."""
+        """End the steps of joining: all ranks have joined, on so many hosts."""
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {nodes} host(s)")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
@@ -216,7 +212,7 @@ class Join:
             listener = await listen(spec, found, port)
             address, port = listener.getsockname()[:2]
             if spec.agent_store:
-                await torchrun_store.write_address(spec, self._task.attempt, address, port)
+                await write_torchrun_address(spec, self._task.attempt, address, port)
             self._spec = spec = dataclasses.replace(spec, master_port=port)
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
@@ -272,49 +268,45 @@ class Join:
     async def _say_hello(self, there: Probe, connection: Connection, where: str) -> RunInfo | None:
         """Ask to be a rank, and wait for the reply; None: that run is over."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
-        if self.seal and not greeting.get("token"):
-            reason = f"rank 0 ({greeting.get('host')}, pid {greeting.get('pid')}) has no token at all"
-            raise self._other_token(where, reason)
-        hello = {**dataclasses.asdict(info), "nonce": self.nonce}
-        connection.send({"hello": self.seal.close(f"hello {greeting['challenge']}", hello)})
-        reply = await self._reply_of_rank_0(connection, where)
         try:
-            if "refused" in reply:
-                raise self.refusal(reply)
-            if "welcome" in reply:
-                return RunInfo(**self.seal.open(f"welcome {self.nonce}", reply["welcome"])["run"])
+            if self.seal and not greeting.get("token"):
+                raise Unsealed(f"rank 0 ({greeting.get('host')}, pid {greeting.get('pid')}) has no token at all")
+            hello = {**dataclasses.asdict(info), "nonce": self.nonce}
+            connection.send({"hello": self.seal.close(f"hello {greeting['challenge']}", hello)})
+            while True:
+                try:
+                    reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
+                except (TimeoutError, asyncio.TimeoutError):
+                    self._say_that_rank_0_is_silent(where)
+                    continue
+                if reply is None or "over" in reply:
+                    return None
+                if "refused" in reply:
+                    raise self.refusal(reply)
+                if "welcome" in reply:
+                    return RunInfo(**self.seal.open(f"welcome {self.nonce}", reply["welcome"])["run"])
         except Unsealed as reason:
-            raise self._other_token(where, str(reason)) from None
-        return None
+            raise TokenMismatch(
+                f"rank 0 at {where} does not have this rank's token",
+                why=f"of its answer to {self.info.who}: {reason}",
+                next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
+                "if they have, something else poses as rank 0",
+            ) from None
 
-    async def _reply_of_rank_0(self, connection: Connection, where: str) -> Mapping[str, Any]:
-        """Return rank 0's reply to the hello; {}: it has closed the connection.
+    def _say_that_rank_0_is_silent(self, where: str) -> None:
+        """Log that rank 0, which may have been stopped after its greeting, does not answer the hello.
 
         Raises:
-            MasterLost: rank 0 says nothing, as a process that was stopped after its greeting.
+            MasterLost: the time is up.
         """
-        while True:
-            try:
-                reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
-                if reply is None or {"refused", "welcome", "over"} & reply.keys():
-                    return reply or {}
-            except (TimeoutError, asyncio.TimeoutError):
-                self._waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
-                if self._waiting.over:
-                    waited = f"{self._waiting.waited:.0f} s"
-                    raise MasterLost(
-                        f"rank 0 at {where} has greeted this rank, and has not answered it for {waited}",
-                        why="its process is stopped or frozen, its host is down, or the network is cut",
-                        next=f"look at rank 0; to start it again: {self._command_for(0)}",
-                    ) from None
-
-    def _other_token(self, where: str, reason: str) -> TokenMismatch:
-        return TokenMismatch(
-            f"rank 0 at {where} does not have this rank's token",
-            why=f"of its answer to {self.info.who}: {reason}",
-            next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
-            "if they have, something else poses as rank 0",
-        )
+        self._waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
+        if self._waiting.over:
+            waited = f"{self._waiting.waited:.0f} s"
+            raise MasterLost(
+                f"rank 0 at {where} has greeted this rank, and has not answered it for {waited}",
+                why="its process is stopped or frozen, its host is down, or the network is cut",
+                next=f"look at rank 0; to start it again: {self._command_for(0)}",
+            )
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))

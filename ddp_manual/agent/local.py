@@ -22,9 +22,8 @@ from typing import Any, TextIO
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import tasks
-from ddp_manual.agent.commands import PER_RANK_OPTIONS
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.worker_process import LOOK_EVERY, PROGRAM, Worker, check_torch_is_installed, first_of
+from ddp_manual.agent.worker_process import LOOK_EVERY, PROGRAM, Worker, check_torch_is_installed
 from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_LINE
@@ -42,6 +41,9 @@ ASKED_TO_STOP = tuple(128 + number for number in signals.STOP)
 GIVE_UP_AFTER = 0.3
 # Seconds to copy what a worker has written last.
 LAST_LINES_WITHIN = 1.0
+
+Failure = tuple[int, DdpManualError]
+"""A rank, and the error that has ended it."""
 
 
 def launch_ranks(
@@ -81,7 +83,11 @@ def from_the_newest(typed: Sequence[str]) -> list[str]:
 
 
 def check_train_options(nproc: int, typed: Sequence[str]) -> None:
-    """Raises BadOption for options that ``launch`` would silently override, and for a script, which it cannot start."""
+    """Check the options for the ranks' training.
+
+    Raises:
+        BadOption: ``launch`` would silently override an option, or is given a script, which it cannot start.
+    """
     if typed and not typed[0].startswith("-"):
         program = typed[0]
         raise BadOption(
@@ -93,7 +99,7 @@ def check_train_options(nproc: int, typed: Sequence[str]) -> None:
         )
     for option in typed:
         name = option.removeprefix("--").split("=")[0].replace("-", "_")
-        if option.startswith("--") and name in PER_RANK_OPTIONS:
+        if option.startswith("--") and name in tasks.PER_RANK_OPTIONS:
             raise BadOption(
                 f"--{name} cannot be passed on by launch",
                 why=f"launch gives every rank its --{name}",
@@ -120,11 +126,13 @@ class Launch:
             closing.callback(forker.close)
             restarts = 0
             while (failed := await self._attempt(spec, config, port, forker)) is not None:
-                if self.signalled or not failed.may_be_mended or restarts >= self.max_restarts:
+                rank, error = failed
+                what = f"error[{error.identifier}]: {error.what}"
+                if self.signalled or not may_be_mended(error) or restarts >= self.max_restarts:
                     break
-                say(f"restart {restarts + 1} of {self.max_restarts} after {failed.told}")
-                for rank in range(self.nproc):
-                    self.paths.set_failure_aside(rank, restarts)
+                say(f"restart {restarts + 1} of {self.max_restarts} after {what}")
+                for other in range(self.nproc):
+                    self.paths.set_failure_aside(other, restarts)
                 config = self._to_go_on(config)
                 forker.start_again()
                 restarts += 1
@@ -137,23 +145,23 @@ class Launch:
             )
         if failed is None:
             return 0
-        say(f"rank {failed.rank} failed first, with exit code {failed.error.exit_code}: {failed.told}")
+        say(f"rank {rank} failed first, with exit code {error.exit_code}: {what}")
         if saved:
             say(f"to go on from the newest checkpoint:\n  {self.go_on}")
-        return failed.error.exit_code
+        return error.exit_code
 
-    async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failed | None:
+    async def _attempt(self, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker) -> Failure | None:
         """Start all ranks and wait for the last; returns the failure that has ended the attempt, if any."""
         with ExitStack() as closing:
             logs = [closing.enter_context(self.paths.log(rank).open("ab")) for rank in range(self.nproc)]
             outputs = [RankOutput(log, rank) for rank, log in enumerate(logs)]
             self.agents = [self._agent(rank, spec, config, port, forker, output) for rank, output in enumerate(outputs)]
-            failed: list[Failed] = []
+            failed: list[Failure] = []
 
             async def live(rank: int) -> None:
                 ended = await self.agents[rank].run()
                 if ended.error is not None:
-                    failed.append(Failed(rank, ended.error))
+                    failed.append((rank, ended.error))
                     await asyncio.sleep(GIVE_UP_AFTER)  # the others may learn why, and then say it themselves
                     for agent in self.agents:
                         agent.give_up(PeerFailed(f"rank {rank} has left", why=ended.error.what, next=ended.error.next))
@@ -162,7 +170,7 @@ class Launch:
 
             await asyncio.gather(*(live(rank) for rank in range(self.nproc)))
         # A rank that has lost a peer may have ended before that peer.
-        return next((one for one in failed if one.error.exit_code != PeerGone.exit_code), failed[0]) if failed else None
+        return min(failed, key=lambda failure: failure[1].exit_code == PeerGone.exit_code, default=None)
 
     def _agent(
         self, rank: int, spec: WorldSpec, config: TrainConfig, port: int, forker: Forker, output: RankOutput
@@ -195,22 +203,10 @@ class Launch:
         return config.resumed()
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A rank that has failed."""
-
-    rank: int
-    error: DdpManualError
-
-    @property
-    def may_be_mended(self) -> bool:
-        """Whether to start all ranks again, as also after the kernel has killed a rank because memory ran out."""
-        code = self.error.exit_code
-        return code in MENDED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
-
-    @property
-    def told(self) -> str:
-        return f"error[{self.error.identifier}]: {self.error.what}"
+def may_be_mended(error: DdpManualError) -> bool:
+    """Return whether to start all ranks again, as also after the kernel has killed a rank because memory ran out."""
+    code = error.exit_code
+    return code in MENDED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
 
 
 async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
@@ -289,17 +285,18 @@ class ForkedWorker(Worker):
         self._copies = copies
 
     async def _watch(self, gone: Callable[[], None]) -> None:
-        await first_of(self._speaks, self._hung_up)
-        if self._speaks.is_set():
+        while not self.said and not self.is_gone:
+            await asyncio.sleep(0.01)
+        if self.said:
             await super()._watch(gone)
             return
         await asyncio.sleep(LOOK_EVERY)  # perhaps only its child has ended, or the forker is about to end
         self.status = self._forker.poll()
-        self.ended.set()
+        self.ended = True
         gone()
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if self._speaks.is_set():
+        if self.said:
             await super().end(error, own=own)
             await asyncio.wait(self._copies, timeout=LAST_LINES_WITHIN)
         else:  # once it is forked it finds the channel closed, and ends

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,13 +16,13 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import run_folder, signals
+from ddp_manual import launchers, run_folder, signals
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
-from ddp_manual.agent.ending import Ended, Ending, StopSignals, write_failure
+from ddp_manual.agent.ending import Ended, Ending, StopSignals
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
-from ddp_manual.agent.worker_process import Worker
+from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
 from ddp_manual.messages import Beat, Place, RunInfo, Step, Steps, Verdict, last_words
 from ddp_manual.world_spec import WorldSpec
@@ -40,7 +39,7 @@ READY_WITHIN = 20.0
 
 
 class Agent:
-    """The agent of one rank.
+    """The agent of one rank, from ``run`` to the exit code.
 
     Args:
         start_worker: starts the worker's process, or returns the one that runs already.
@@ -62,62 +61,55 @@ class Agent:
         self._print_error = print_error
         self._start_worker = start_worker
         self._alone = bool(task.start.get("alone"))
-        # The ranks of ``launch`` share one terminal, in which rank 0 says which ranks are missing.
-        log_waiting = log if task.launched is None or spec.rank == 0 else (lambda line: None)
-        self._join = Join(spec, task, steps=self.steps, log=log, log_waiting=log_waiting)
-        self._signals = StopSignals(spec.rank, task.is_script, log, self._to_worker)
-        self._worker: Worker | None = None
+        self._join = Join(spec, task, steps=self.steps, log=log)
+        self._signals = StopSignals(spec.rank, task.is_script, log, lambda message: self.worker.send(message))
+        self.worker: Worker
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
         self._started = self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
-        self._ready: Mapping[str, Any] | None = None
-        self._ready_came = asyncio.Event()
         self._begun = self._placed = self._left = self._over = False
         self._sent_beat = Beat()
         self._own_words: DdpManualError | None = None
         self._words_of_another: str | None = None
         self._result: Any = None
 
-    @property
-    def worker(self) -> Worker:
-        assert self._worker is not None
-        return self._worker
-
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         self._ending = Ending(self.spec.rank)
+        self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
-                self._check_host()
-                self._worker = self._start_worker()
-                await self._worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
-                self._join.info = dataclasses.replace(self._join.info, pid=self._worker.pid)
-                self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
-                self._tick()
+                if self.spec.from_variables:
+                    self.log(", ".join(self.spec.from_variables))
+                with self.steps.step("open files") as step:
+                    step.detail = f"up to {raise_descriptor_limit(self.spec)}"
+                self.worker = self._start_worker()
             except Exception as error:
                 self._ending.fail(error)
+                ended = await self._ending.wait()
+                assert ended.error is not None
+                self._print_error(ended.error)
+                return ended
+            await self.worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
+            self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
+            self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
+            self._tick()
             ended = await self._ending.wait()
             await self._leave(ended.error)
         return ended
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
-    def _check_host(self) -> None:
-        if self.spec.from_variables:
-            self.log(", ".join(self.spec.from_variables))
-        with self.steps.step("open files") as step:
-            step.detail = f"up to {raise_descriptor_limit(self.spec)}"
-
     async def _work_alone(self) -> None:
         run_id = self.spec.run_id or run_folder.new_run_id()
         self._run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
         self._begin(None)
-        await self._ready_came.wait()
+        await self._ready
         place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
         run = {"run_id": run_id, "run_dir": self._run_dir}
-        self._to_worker({"place": dataclasses.asdict(place), "run": run, "roster": []})
+        self.worker.send({"place": dataclasses.asdict(place), "run": run, "roster": []})
 
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
@@ -125,8 +117,8 @@ class Agent:
         run, connection = await self._join.join()
         self._begin(run.address)
         self._run, self._run_dir, self._heard = run, run.run_dir, time.monotonic()
-        if self._ready is not None:
-            self._send({"ready": self._ready})
+        if self._ready.done():
+            self._send({"ready": self._ready.result()})
         connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
 
     def _begin(self, store_address: str | None) -> None:
@@ -139,7 +131,7 @@ class Agent:
             self._begun = True
             spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
             here = {"store_address": store_address, "started": self._started}
-            self._to_worker({"start": {**self.task.start, **spec, **here}})
+            self.worker.send({"start": {**self.task.start, **spec, **here}})
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
@@ -161,23 +153,23 @@ class Agent:
         elif "stacks" in message:
             self._ending.in_background(self._send_stacks())
         elif "close" in message:
-            self._to_worker({"close": message["close"]})
+            self.worker.send({"close": message["close"]})
         elif "over" in message and self._placed:
             self._over = True
             self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-            self._to_worker({"close": False})
+            self.worker.send({"close": False})
 
     async def _send_stacks(self) -> None:
         self._send({"stacks": await self.worker.stack()})
 
     def _take_place(self, message: Mapping[str, Any]) -> None:
-        """All ranks have joined: tell the worker its place, with which it begins to work."""
+        """Tell the worker its place, with which it begins to work: all ranks have joined."""
         assert self._run is not None
         self._placed = True
         self._join.complete(nodes=message["place"]["nodes"])
         self._run = dataclasses.replace(self._run, pid=message["rank_0_pid"])
         run = {"run_id": self._run.run_id, "run_dir": self._run.run_dir}
-        self._to_worker({"roster": [], **message, "run": run, "interface": self._join.own_address.interface})
+        self.worker.send({"roster": [], **message, "run": run, "interface": self._join.own_address.interface})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
@@ -208,10 +200,10 @@ class Agent:
             if self.worker.take_beat(message["beat"]):
                 self._send_beat()
         elif "ready" in message:
-            self._ready = message["ready"]
             self.steps += [Step(**step) for step in message.get("steps", [])]
-            self._ready_came.set()
-            self._send({"ready": self._ready})
+            if not self._ready.done():
+                self._ready.set_result(message["ready"])
+            self._send({"ready": message["ready"]})
         elif "notes" in message:
             self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
         elif "signalled" in message:
@@ -220,14 +212,14 @@ class Agent:
             self._run_dir = message["run_dir"]
         elif "finished" in message:
             if self._alone or self._over:
-                self._to_worker({"close": False})
+                self.worker.send({"close": False})
             else:
                 self._send_beat()
                 self._send({"finished": True})
         elif "failed" in message:
             self._take_failure(message)
         elif "left" in message:
-            self._ending.in_background(self._part())
+            self._ending.in_background(self._leave_in_order())
         elif "done" in message:
             self._result = message["done"]
             if stopped := message.get("stopped"):
@@ -243,7 +235,7 @@ class Agent:
             self._ending.fail(self._own_words)
             return
         self._send_beat()
-        self._ask_for_verdict({**message, "broken": message.get("broken", False)}, self._own_words)
+        self._ask_for_verdict(message, self._own_words)
 
     def _worker_gone(self) -> None:
         if self._result is not None or self._own_words is not None:
@@ -256,10 +248,10 @@ class Agent:
         again = self._run.start_again if self._run else "start this rank again"
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
         verdict = verdicts.lost(info, self.worker.beat, again, status=worker.status, oom=oom, stack=stack)
-        self._ask_for_verdict({"lost": verdict}, verdicts.error_for(self.spec.rank, verdict))
+        self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
 
     def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
-        """Tell the coordinator why this rank ends; unless it replies with what ends the run, that is ``error``."""
+        """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
         if self._run is None or self._join.connection is None or self._join.connection.closed or self._over:
             self._ending.fail(error)
             return
@@ -270,8 +262,8 @@ class Agent:
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
         asyncio.get_running_loop().call_later(VERDICT_WITHIN, self._ending.fail, error)
 
-    async def _part(self) -> None:
-        """The worker has left: say goodbye. Rank 0 leaves last, because its worker has torch's store."""
+    async def _leave_in_order(self) -> None:
+        """Say goodbye after the worker has left. Rank 0 leaves last, because its worker has torch's store."""
         coordinator = self._join.coordinator
         if coordinator is not None:
             await coordinator.wait_for_goodbyes(self.log)
@@ -279,7 +271,7 @@ class Agent:
         if coordinator is not None:
             coordinator.end()
         self._send({"bye": ""})
-        self._to_worker({"over": True})
+        self.worker.send({"over": True})
         if self._result is not None:
             self._ending.finish(self._result)
 
@@ -291,11 +283,9 @@ class Agent:
         Args:
             seen_by: a terminal sends Ctrl-C to agent and script alike, and the script may see it later.
         """
-        if self._ending.has_come:  # this rank is leaving
-            self._ready_came.set()  # without what a check might still find out
-            return
-        error = self._signals.take(number, seen_by, self._run_dir)
-        if error is not None:
+        if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
+            self._ready.cancel()
+        elif error := self._signals.take(number, seen_by, self._run_dir):
             self._ending.fail(error)
 
     def _tick(self) -> None:
@@ -343,8 +333,7 @@ class Agent:
         keeps_store = own and self.spec.rank == 0 and not self.task.is_script
         if keeps_store:
             await self._let_others_read()
-        if self._worker is not None:
-            await self._worker.end(error, own=own)
+        await self.worker.end(error, own=own)
         if not keeps_store:
             await self._let_others_read()
         self._join.close()
@@ -358,32 +347,32 @@ class Agent:
             self._send({"bye": error.what})
         elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
             self._send({"failed": last_words(error)})
-        failed = self._own_words is not None or self._worker is None or self._worker.ended.is_set()
+        failed = self._own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
-            with suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._ready_came.wait(), READY_WITHIN)
+            await asyncio.wait([self._ready], timeout=READY_WITHIN)
 
     async def _explain(self, error: DdpManualError) -> None:
         """Print the error, after the worker's last line, and leave it in the run's folder."""
         if self._run is not None and not self._placed:
             self._join.fail(error)
-        if self._worker is not None:
-            await self._worker.silence()
+        await self.worker.silence()
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
         if self._run_dir and not never_a_rank:
-            pid = self._worker.pid if self._worker is not None else os.getpid()
-            write_failure(Path(self._run_dir), self.spec.rank, pid, error)
+            paths = run_folder.RunPaths(Path(self._run_dir))
+            about = {"rank": self.spec.rank, "host": launchers.host_name(), "pid": self.worker.pid}
+            with suppress(DdpManualError, OSError):
+                paths.run_dir.mkdir(parents=True, exist_ok=True)
+                run_folder.write_json(paths.failure(self.spec.rank), {**last_words(error), **about})
         self._print_error(error)
 
     async def _let_others_read(self) -> None:
-        """Wait until what was sent last has been read, or for a moment."""
+        """Wait until the other ranks have read what was sent last, at most for a moment."""
         coordinator, connection = self._join.coordinator, self._join.connection
-        deadline = time.monotonic() + LAST_WORD_WITHIN
-        while time.monotonic() < deadline and (
-            (coordinator is not None and coordinator.is_being_read) or (connection is not None and connection.unsent)
-        ):
-            await asyncio.sleep(0.01)
+        await wait_until(
+            lambda: not (coordinator and coordinator.is_being_read) and not (connection and connection.unsent),
+            LAST_WORD_WITHIN,
+        )
 
     def give_up(self, error: DdpManualError) -> None:
         """End this rank for this reason, unless all ranks have joined: then the others say why."""
@@ -393,7 +382,3 @@ class Agent:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._join.connection is not None:
             self._join.connection.send(message)
-
-    def _to_worker(self, message: Mapping[str, Any]) -> None:
-        if self._worker is not None:
-            self._worker.send(message)

@@ -36,7 +36,7 @@ class OwnAddress:
 
 
 def _chosen_address(names: list[str], variable: str, backend: str) -> tuple[str, str]:
-    """NCCL takes a name as a prefix, gloo in full; both prefer an interface's IPv4 address."""
+    """Return address and interface: NCCL takes a name as a prefix, gloo in full, and both prefer IPv4 addresses."""
     mine = interface_addresses()
     found = [
         (address, interface)

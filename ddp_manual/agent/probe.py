@@ -1,7 +1,8 @@
-"""What answers at rank 0's address, and the wait until rank 0's agent does.
+"""What answers at rank 0's address, the wait until rank 0's agent does, and what that agent shows of its run.
 
-The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked,
-over a second connection, whether it is torch's TCPStore or a server that waits for a line.
+The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked over
+a second connection whether it is torch's TCPStore or a server that waits for a line: an agent that is only busy could
+not read such a question.
 """
 
 from __future__ import annotations
@@ -15,31 +16,37 @@ from enum import Enum
 from typing import Any
 
 from ddp_manual import launchers
-from ddp_manual.agent.connection import Connection
+from ddp_manual.agent.connection import Connection, Seal, Unsealed
 from ddp_manual.agent.network_interface import at, is_loopback
-from ddp_manual.errors import MasterAddressError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
+from ddp_manual.errors import (
+    MasterAddressError,
+    MasterLost,
+    MasterNotAStore,
+    MasterRefused,
+    MasterUnreachable,
+    TokenMismatch,
+    from_dict,
+)
 from ddp_manual.messages import LONGEST_ANSWER
 from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
-_VALIDATE = bytes.fromhex("00cef7853c")
+VALIDATE = bytes.fromhex("00cef7853c")
 _PING = b"\x0d"
 # The end of an http request. Without a version Python's http.server would send a page and no status.
 _LINE = b" / HTTP/1.0\r\n\r\n"
 # Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
-GREETED_WITHIN = 3.5
-ASK_AFTER = 0.5
-ANSWER_TIMEOUT = 1.2
-LINE_TIMEOUT = 0.5
+GREETED_WITHIN = 1.5
+REPLY_WITHIN = 1.0
+SHOWN_WITHIN = 5.0
 
 
 class Answer(Enum):
     """What came back from an address and port."""
 
     GREETED = "rank 0's agent answers"
-    OVER = "the agent of a rank 0 whose run is ending"
     REFUSED = "nothing listens"
     SILENT = "no answer: the packets are dropped, or there is no route"
     MUTE = "something accepts connections there but says nothing"
@@ -57,6 +64,8 @@ class Probe:
     detail: str = ""
     connection: Connection | None = None
     greeting: Mapping[str, Any] = field(default_factory=dict)
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    """To which rank 0 binds what it shows of its run."""
 
 
 async def probe(address: str, port: int) -> Probe:
@@ -71,45 +80,32 @@ async def probe(address: str, port: int) -> Probe:
         return Probe(address, Answer.SILENT, "timed out")
     except OSError as error:
         return Probe(address, Answer.SILENT, error.strerror or str(error))
-    greeting = asyncio.ensure_future(connection.receive())
-    asking = asyncio.create_task(_ask(address, port, after=ASK_AFTER))
-    waiting: list[asyncio.Future[Any]] = [greeting, asking]
-    await asyncio.wait(waiting, timeout=GREETED_WITHIN - LINE_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-    if not greeting.done() and (not asking.done() or asking.result().answer is Answer.MUTE):
-        connection.write(_LINE)  # a server of one connection at a time waits for a line on this one
-        await asyncio.wait([greeting], timeout=LINE_TIMEOUT)
-    first = greeting.result() if greeting.done() else None
-    if not greeting.done():
-        found = asking.result() if asking.done() else Probe(address, Answer.MUTE)
-    elif first is not None and "challenge" in first:
-        if not first.get("over"):
-            asking.cancel()
-            return Probe(address, Answer.GREETED, connection=connection, greeting=first)
-        found = Probe(address, Answer.OVER)
-    elif connection.first_bytes:
-        found = Probe(address, Answer.STRANGER, _shown(connection.first_bytes))
-    else:
-        found = Probe(address, Answer.CLOSED, connection.ended)
-    for future in waiting:
-        future.cancel()
+    try:
+        greeting = await asyncio.wait_for(connection.receive(), GREETED_WITHIN)
+    except (TimeoutError, asyncio.TimeoutError):
+        connection.close()  # a server of one connection at a time takes the next one
+        return await _ask(address, port)
+    if greeting is not None and "challenge" in greeting:
+        return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
     connection.close()
-    return found
+    if connection.first_bytes:
+        return Probe(address, Answer.STRANGER, _shown(connection.first_bytes))
+    return Probe(address, Answer.CLOSED, connection.ended)
 
 
-async def _ask(address: str, port: int, *, after: float) -> Probe:
+async def _ask(address: str, port: int) -> Probe:
     """Ask a program that waits for its client to speak: a TCPStore, or a server of lines such as http."""
-    await asyncio.sleep(after)
     nonce = secrets.token_hex(2).encode()  # without a byte that another kind of server takes for the end of a line
-    writer = None
+    writer, reply = None, b""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_TIMEOUT)
-        writer.write(_VALIDATE + _PING + nonce)
-        reply = b""
-        with suppress(TimeoutError, asyncio.TimeoutError):
-            reply = await asyncio.wait_for(reader.read(64), ANSWER_TIMEOUT)
-        if not reply and not reader.at_eof():
-            writer.write(_LINE)
-            reply = await asyncio.wait_for(reader.read(64), ANSWER_TIMEOUT)
+        for question in (VALIDATE + _PING + nonce, _LINE):
+            writer.write(question)
+            with suppress(TimeoutError, asyncio.TimeoutError):
+                reply = await asyncio.wait_for(reader.read(64), REPLY_WITHIN)
+                break
+        else:
+            return Probe(address, Answer.MUTE)
     except (TimeoutError, asyncio.TimeoutError):
         return Probe(address, Answer.MUTE)
     except OSError as error:
@@ -119,6 +115,8 @@ async def _ask(address: str, port: int, *, after: float) -> Probe:
             writer.close()
     if reply == nonce:
         return Probe(address, Answer.STORE)
+    if reply.startswith(b'{"ddp_manual"'):
+        return Probe(address, Answer.SILENT, "rank 0's agent is busy")
     return Probe(address, Answer.STRANGER, _shown(reply)) if reply else Probe(address, Answer.CLOSED, "it closed")
 
 
@@ -141,8 +139,7 @@ async def find_rank_0(
         who: the name of the process that asks, if it is not a rank.
 
     Raises:
-        MasterNotAStore: something else answers. At the deadline MasterRefused, MasterUnreachable, or MasterLost if a
-            run is ending there.
+        MasterNotAStore: something else answers. MasterRefused, MasterUnreachable: at the deadline.
     """
     where = at(spec.master_addr, spec.master_port)
     resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
@@ -164,20 +161,12 @@ async def find_rank_0(
         closed_before = worst.answer is Answer.CLOSED
         if worst.answer in (Answer.STORE, Answer.STRANGER, Answer.MUTE, Answer.CLOSED) and not ending:
             raise _not_rank_0(spec, where, worst)
-        if Answer.OVER in answers:
-            line = f"a run at {where} is ending; waiting for the next run"
-        elif Answer.REFUSED in answers:
+        if Answer.REFUSED in answers:
             line = f"nothing listens at {where}{resolved}: is rank 0 started?"
         else:
             line = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
         waiting.about(line)
         waiting.advise([rank_0_command])
-        if waiting.over and Answer.OVER in answers:
-            raise MasterLost(
-                f"the run at {where} is ending, and no other has begun",
-                why=f"its rank 0 still answers; {who} has waited {waiting.waited:.0f} s for the next one",
-                next=rank_0_command,
-            )
         if waiting.over:
             raise _never_came(spec, where + resolved, probes, waiting, rank_0_command, who)
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))
@@ -218,4 +207,47 @@ def _never_came(
         f"no answer{waited} from rank 0's address {where}",
         why=why,
         next=f"open TCP port {spec.master_port} on rank 0's host, or check the route: ping {spec.master_addr}",
+    )
+
+
+async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool = False) -> dict[str, Any]:
+    """Ask the coordinator that has greeted for its run as it is now; a coordinator whose run fails shows it once more.
+
+    Args:
+        where: the coordinator's address, for an error message.
+        stacks: ask for the Python stacks of every rank too, once the ranks have met.
+
+    Raises:
+        MasterLost: the run has ended, or its coordinator does not answer.
+        TokenMismatch: one side has a token, and the other side does not have this token.
+    """
+    assert there.connection is not None
+    seal = Seal(token)
+    look = seal.close(f"look {there.greeting['challenge']}", {"stacks": stacks, "nonce": there.nonce})
+    there.connection.send({"look": look})
+    reason = "it closed the connection"
+    try:
+        answer = await asyncio.wait_for(there.connection.receive(), SHOWN_WITHIN)
+        if answer is not None and "refused" in answer:
+            raise from_dict(seal.open(f"refused {there.nonce}", answer["refused"]))
+        if answer is not None:
+            return dict(seal.open(f"seen {there.nonce}", answer["seen"]))
+    except (TimeoutError, asyncio.TimeoutError):
+        raise MasterLost(
+            f"rank 0's agent at {where} does not answer",
+            why=f"it was asked for the run, and said nothing for {SHOWN_WITHIN:.0f} s",
+            next="look whether rank 0 is stopped or frozen",
+        ) from None
+    except Unsealed as unsealed:
+        reason = str(unsealed)
+    if answer is None and there.greeting["token"] == bool(seal):
+        raise MasterLost(
+            f"the run at {where} has ended",
+            why="its rank 0 closed the connection",
+            next="look at rank 0's last lines",
+        )
+    raise TokenMismatch(
+        f"rank 0 at {where} does not have this process's token, or this process lacks rank 0's",
+        why=f"of its answer: {reason}",
+        next="give the run's DDP_MANUAL_TOKEN or --token_file",
     )

@@ -147,12 +147,10 @@ class Probes:
             (hosts[node], hosts[other], printable(str(answer))) for other, answer in failures if other in hosts
         ]
 
-    def over(self, now: float) -> bool:
-        return not self._silent or now > self._until
-
-    @property
-    def failing(self) -> list[Pair]:
-        """In the order of the ranks."""
+    def failing(self, now: float) -> list[Pair] | None:
+        """Return the pairs that failed, in the order of the ranks; None while reports are still to come."""
+        if self._silent and now <= self._until:
+            return None
         silent = [(self._hosts[node], None, f"said nothing for {REPORT_TIMEOUT:.0f} s") for node in self._silent]
         return sorted([*self._failing, *silent], key=lambda pair: pair[0].rank)
 

@@ -10,12 +10,12 @@ torch's own ``wait_for_workers`` is not used: it counts connections, so a rank t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from ddp_manual.agent.compatibility import named_gpu, shared_gpu, unlike, unlike_when_ready
+from ddp_manual.agent.compatibility import shared_gpu, unlike, unlike_when_ready
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
 from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
@@ -55,25 +55,27 @@ class RollCall:
         self.refused: deque[str] = deque(maxlen=MOST_NAMED)
         self.gone: deque[str] = deque(maxlen=MOST_NAMED)
         self.warnings: deque[str] = deque(maxlen=MOST_NAMED)
-        self._gpus: dict[str, int] = {}
         self._loading: set[int] = set()
-        # Ranks that are ready and not yet compared with rank 0, in the order in which they got ready.
-        self._not_compared: dict[int, None] = {}
 
     # -- what happens -------------------------------------------------------------------------------------------
 
-    def admit(self, info: RankInfo, now: float, since: float, wall_clock: float) -> DdpManualError | bool:
+    def admit(
+        self, info: RankInfo, now: float, since: float, wall_clock: float, *, false_rank_0: bool = False
+    ) -> DdpManualError | bool:
         """Admit a process as a rank, or refuse it, or let it wait.
 
         Args:
             since: when the process came. If another process holds its rank, the decision waits until that process was
                 heard from, is gone, or is known to be frozen.
             wall_clock: seconds since the epoch.
+            false_rank_0: whether it wants to be rank 0, and is not rank 0's own agent.
 
         Returns:
             True: it is a rank now. False: undecided; call this again. An error: why it is refused.
         """
         refusal, warnings = unlike(info, self._rank_0, self.run, wall_clock)
+        if false_rank_0:
+            refusal = self._taken(info, self._rank_0, frozen=False)
         holder = self.members.get(info.rank)
         if refusal is None and holder is not None:
             frozen = now - holder.heard > FROZEN_AFTER_BEATS * heartbeat_period(self.run)
@@ -96,16 +98,31 @@ class RollCall:
     def hear(self, rank: int, now: float) -> None:
         self.members[rank].heard = now
 
-    def get_ready(self, rank: int, ready: Ready) -> None:
+    def get_ready(self, rank: int, ready: Ready) -> list[tuple[int, DdpManualError]]:
+        """Take what a rank knows now that it has loaded torch.
+
+        Returns:
+            The ranks that are refused, because they do not belong with rank 0 now that both know their devices.
+        """
         member = self.members[rank]
         member.ready = ready
         self.changed = True
         self._loading.discard(rank)
-        self._not_compared[rank] = None
         if member.info.pid != ready.pid:  # ``launch`` knows a worker's pid only now
             member.info = replace(member.info, pid=ready.pid)
         if rank == 0:
             self.run = replace(self.run, pid=ready.pid)
+        first = self.members.get(0)
+        if first is None or first.ready is None:
+            return []
+        refused: list[tuple[int, DdpManualError]] = []
+        for other in self.members.values() if rank == 0 else [member]:
+            if other.ready is not None:
+                error = unlike_when_ready(other.info, other.ready, first.info, first.ready, self.run)
+                if error is not None:
+                    self.refuse(other.info.who, error)
+                    refused.append((other.info.rank, error))
+        return refused
 
     def leave(self, rank: int, how: str) -> None:
         """Make a rank missing again.
@@ -115,34 +132,8 @@ class RollCall:
         """
         member = self.members.pop(rank)
         self._loading.discard(rank)
-        self._not_compared.pop(rank, None)
-        self._gpus = {gpu: user for gpu, user in self._gpus.items() if user != rank}
         self.gone.append(f"{member.info.who} {how}")
         self.changed = True
-
-    def unfit(self) -> Iterable[tuple[int, DdpManualError]]:
-        """Yield the ranks to refuse: ready, and found not to belong with rank 0 now that both know their device."""
-        first = self.members.get(0)
-        if first is None or first.ready is None:
-            return
-        while self._not_compared:
-            rank = next(iter(self._not_compared))
-            del self._not_compared[rank]
-            member = self.members[rank]
-            assert member.ready is not None
-            error = unlike_when_ready(member.info, member.ready, first.info, first.ready, self.run)
-            if error is None:
-                gpu = named_gpu(member.info, member.ready)
-                user = rank if gpu is None else self._gpus.setdefault(gpu, rank)
-                error = self._shared_gpu(dict.fromkeys((user, rank)))
-            if error is not None:
-                yield rank, error
-
-    def taken_rank_0(self, info: RankInfo) -> RankTaken:
-        """Refuse a process other than rank 0's own agent that wants to be rank 0."""
-        error = self._taken(info, self._rank_0, frozen=False)
-        self.refuse(info.who, error)
-        return error
 
     def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
@@ -189,13 +180,10 @@ class RollCall:
         """The place of each rank, once all are here."""
         return assign_places(self.infos())
 
-    def shared_gpus(self, places: Mapping[int, Place]) -> DdpManualError | None:
-        """Whether two ranks would share a GPU, or one has none, at these places."""
-        return self._shared_gpu(sorted(self.members), places)
-
-    def _shared_gpu(self, ranks: Iterable[int], places: Mapping[int, Place] | None = None) -> DdpManualError | None:
-        pairs = [(self.members[rank].info, self.members[rank].ready) for rank in ranks]
-        return shared_gpu([(info, ready) for info, ready in pairs if ready is not None], places)
+    def shared_gpu(self) -> DdpManualError | None:
+        """Return why the ranks, which are all ready, cannot have the GPUs of their places; None if they can."""
+        ranks = [(member.info, member.ready) for _, member in sorted(self.members.items())]
+        return shared_gpu([(info, ready) for info, ready in ranks if ready is not None], self.places())
 
     def news(self) -> dict[str, Any]:
         """What all waiting ranks are told; short even if thousands are missing."""

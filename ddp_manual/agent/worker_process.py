@@ -59,27 +59,21 @@ class Worker:
         self, pid: int, channel: socket.socket, faults: int, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         self.pid = pid
-        self.ended = asyncio.Event()
+        self.ended = False
         self.status: int | None = None
         """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
-        self._channel = channel
-        self._faults = faults
-        self._process = process
-        self._connection: Connection | None = None
-        self._answered, self._may_end, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._hung_up = asyncio.Event()
-        """Set once the channel is closed, by the process or its end."""
-        self._fault_text = ""
-        self._fault_came = asyncio.Event()
-        self._speaks = asyncio.Event()
-        """Set once it has torch and reads its messages."""
-        self._saving = False
         self.beat = Beat()
         """What it has last said that it does."""
+        self.said: set[str] = set()
+        """The kinds of its messages so far; it sends the first once it has torch."""
+        self._channel, self._faults, self._process = channel, faults, process
+        self._connection: Connection | None = None
+        self._fault_text = ""
+        self._saving = False
         self._spoke_at = time.monotonic()
-        self.look_at_memory()
+        self._look_at_memory()
 
-    def look_at_memory(self) -> None:
+    def _look_at_memory(self) -> None:
         """Remember how often its memory cgroup has run out of memory so far."""
         self._oom_file = _oom_counter(self.pid)
         self._oom_kills = _oom_kills(self._oom_file)
@@ -88,26 +82,21 @@ class Worker:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
         loop = asyncio.get_running_loop()
         connection = self._connection = Connection(longest=LONGEST_ANSWER)
-        connection.handle(lambda message: self._take(message, take), lambda reason: self._hung_up.set())
+        connection.handle(lambda message: self._take(message, take), lambda reason: None)
         os.set_blocking(self._faults, False)
         loop.add_reader(self._faults, self._read_faults)
         self._watching = asyncio.create_task(self._watch(gone))
         await loop.create_connection(lambda: connection, sock=self._channel)
 
     def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        self._speaks.set()
+        self.said.update(message)
         self._spoke_at = time.monotonic()
         if "born" in message:
             self.pid = int(message["born"])  # only the fork itself knows its pid
-            self.look_at_memory()
-        elif "quiet" in message:
-            self._quiet.set()
+            self._look_at_memory()
         elif "may_end" in message:
-            self._answered.set()
             self._saving = not message["may_end"]
-            if message["may_end"]:
-                self._may_end.set()
-        else:
+        elif not {"quiet", "noticed"} & message.keys():
             take(message)
 
     def take_beat(self, beat: Mapping[str, Any] | None) -> bool:
@@ -121,6 +110,11 @@ class Worker:
         self.beat = replace(self.beat, stopped=self.stopped_by())
         silent = time.monotonic() - self._spoke_at > SILENT
         return replace(self.beat, inside=False) if silent and self.beat.inside else self.beat
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or has closed its channel on its way to its end."""
+        return self.ended or (self._connection is not None and self._connection.closed)
 
     async def _watch(self, gone: Callable[[], None]) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -140,15 +134,15 @@ class Worker:
             finally:
                 loop.remove_reader(pidfd)
                 os.close(pidfd)
-        elif self._process is None:
-            await self._hung_up.wait()
-        while self._process is not None and self._process.poll() is None:
-            await asyncio.sleep(LOOK_EVERY)
         if self._process is not None:
+            while self._process.poll() is None:
+                await asyncio.sleep(LOOK_EVERY)
             self.status = self._process.returncode
+        while pidfd is None and not self.is_gone and self._process is None:
+            await asyncio.sleep(LOOK_EVERY)
         await asyncio.sleep(0)  # its last message is read first
         self._read_faults()
-        self.ended.set()
+        self.ended = True
         gone()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -157,7 +151,7 @@ class Worker:
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            if not self.ended.is_set():
+            if not self.ended:
                 os.kill(self.pid, number)
 
     def stopped_by(self) -> str:
@@ -183,24 +177,20 @@ class Worker:
         """Return the Python stacks of all threads except this package's own."""
         if name := self.stopped_by():
             return f"its worker is stopped: {name}"
-        self._fault_text = ""
-        self._fault_came.clear()
+        self._fault_text = before = ""
         self.signal(signals.STACKS)
-        with suppress(TimeoutError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._fault_came.wait(), STACK_WITHIN)
-            while True:
-                before = len(self._fault_text)
-                await asyncio.sleep(STACK_ENDS_AFTER)
-                if len(self._fault_text) == before:
-                    break
-        text, self._fault_text = self._fault_text, ""
-        return readable_stack(text) or "its worker gave none"
+        await wait_until(lambda: bool(self._fault_text), STACK_WITHIN)
+        while self._fault_text != before:
+            before = self._fault_text
+            await asyncio.sleep(STACK_ENDS_AFTER)
+        self._fault_text = ""
+        return readable_stack(before) or "its worker gave none"
 
     async def silence(self) -> None:
         """Let it flush its output and then write no more: its agent prints the last lines."""
         self.send({"quiet": True})
-        if self._speaks.is_set() and not self.stopped_by():
-            await first_of(self._quiet, self.ended, self._hung_up, within=ANSWER_WITHIN)
+        if self.said and not self.stopped_by():
+            await self._hear("quiet", within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
         """End the process. A checkpoint that is being written is finished first, within 30 s at most.
@@ -209,19 +199,25 @@ class Worker:
             error: what ends the rank; None if its work is done.
             own: whether the error is the worker's own.
         """
-        if self._speaks.is_set() and not self.ended.is_set() and error is not None:
+        if self.said and error is not None:
             await self._let_it_save()
         self.signal(signal.SIGKILL)
         # A process that waits in the kernel for a device or a file system ends only when that replies.
-        await first_of(self.ended, within=KILLED_WITHIN)
+        await wait_until(lambda: self.ended, KILLED_WITHIN)
         self.close()
 
-    async def _let_it_save(self, *unless: asyncio.Event) -> None:
+    async def _let_it_save(self) -> None:
         """Ask whether the worker is writing a checkpoint, and wait until it is written."""
+        self.said.discard("may_end")
         self.send({"end": True})
-        await first_of(self._answered, self.ended, *unless, within=ANSWER_WITHIN)
+        await self._hear("may_end", "noticed", within=ANSWER_WITHIN)
         if self._saving:
-            await first_of(self._may_end, self.ended, *unless, within=SAVE_WITHIN)
+            self.said.discard("may_end")
+            await self._hear("may_end", "noticed", within=SAVE_WITHIN)
+
+    async def _hear(self, *kinds: str, within: float) -> None:
+        """Wait until the worker has sent a message of one of these kinds, or is gone."""
+        await wait_until(lambda: self.is_gone or not self.said.isdisjoint(kinds), within)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -234,19 +230,17 @@ class Worker:
         os.close(self._faults)
 
     def _read_faults(self) -> None:
-        with suppress(BlockingIOError, OSError):
+        with suppress(OSError):  # such as BlockingIOError: that was all for now
             while piece := os.read(self._faults, 65536):
                 self._fault_text = (self._fault_text + piece.decode(errors="replace"))[-LONGEST_STACK:]
-                self._fault_came.set()
             asyncio.get_running_loop().remove_reader(self._faults)
 
 
-async def first_of(*events: asyncio.Event, within: float | None = None) -> None:
-    """Wait for the first of these events, ``within`` seconds at most."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waiting, timeout=within, return_when=asyncio.FIRST_COMPLETED)
-    for one in waiting:
-        one.cancel()
+async def wait_until(holds: Callable[[], bool], within: float) -> None:
+    """Wait until the condition holds, ``within`` seconds at most."""
+    deadline = time.monotonic() + within
+    while not holds() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
 
 
 class ScriptWorker(Worker):
@@ -262,45 +256,32 @@ class ScriptWorker(Worker):
     ) -> None:
         super().__init__(pid, channel, faults)
         self._print_error = print_error
-        self._noticed = asyncio.Event()
-        self._has_left = False
-
-    def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        if "noticed" in message:
-            self._noticed.set()
-        else:
-            self._has_left = self._has_left or "done" in message
-            super()._take(message, take)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if error is not None and not self._has_left:
-            if not self._is_gone:
+        if error is not None and "done" not in self.said:
+            if not self.is_gone:
                 await self._lead_out(error, own=own)
             elif not own:  # the script cannot say it any more
                 self._print_error(error)
         self.close()
 
-    @property
-    def _is_gone(self) -> bool:
-        return self._hung_up.is_set() or self.ended.is_set()
-
     async def _lead_out(self, error: DdpManualError, *, own: bool) -> None:
         self.send({"verdict": {**last_words(error), "own": own}})
         # The exception lets the script close what it has open, so it gets a moment to notice the verdict.
-        await first_of(self._noticed, self._hung_up, self.ended, within=GRACE)
-        if not self._noticed.is_set():
-            await self._let_it_save(self._noticed)
-        if self._noticed.is_set():
-            await first_of(self._hung_up, self.ended, within=WAY_OUT)
-        if self._is_gone:
+        await self._hear("noticed", within=GRACE)
+        if "noticed" not in self.said:
+            await self._let_it_save()
+        if "noticed" in self.said:
+            await self._hear(within=WAY_OUT)
+        if self.is_gone:
             return
         self._print_error(error)
         self.send({"exit": error.exit_code})
-        await first_of(self._hung_up, self.ended, within=KILL_AFTER)
+        await self._hear(within=KILL_AFTER)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not self._is_gone:
+            if not self.is_gone:
                 self.signal(number)
-                await first_of(self._hung_up, self.ended, within=KILL_AFTER)
+                await self._hear(within=KILL_AFTER)
 
 
 def check_torch_is_installed() -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 from ddp_manual import launchers, terminal
 from ddp_manual.agent.address import resolve
-from ddp_manual.agent.commands import command_template
 from ddp_manual.agent.join import Task
 from ddp_manual.agent.network_interface import own_address
-from ddp_manual.agent.tasks import agent_in_this_terminal
+from ddp_manual.agent.tasks import agent_in_this_terminal, command_template
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.messages import Step
 from ddp_manual.terminal import byte_size, columns
@@ -47,9 +46,8 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     variables = launchers.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
     # The option has a rank that checks refused by a rank that trains.
-    checking = Task(
-        start={}, options={"command": ("check", "command")}, command=command_template(spec), wait_until_ready=True
-    )
+    options = {"command": ("check", "command")}
+    checking = Task(options=options, command=command_template(spec), wait_until_ready=True)
     agent = agent_in_this_terminal(spec, checking, print_error=lambda error: None)
     # The agent raises the same error below, after all that this host can find out by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:

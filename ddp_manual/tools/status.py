@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from ddp_manual import launchers
 from ddp_manual.agent.address import resolve
 from ddp_manual.agent.network_interface import at
-from ddp_manual.agent.observer import look_at
-from ddp_manual.agent.probe import find_rank_0
+from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.agent.verdicts import error_for
 from ddp_manual.errors import MasterLost, from_dict
 from ddp_manual.terminal import Waiting, columns
@@ -50,19 +48,17 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
     start_rank_0 = (
         f"ddp-manual train --world_size N --rank 0 --master_addr {spec.master_addr} --master_port {spec.master_port}"
     )
-    token, nonces = launchers.token(spec.token_file), [secrets.token_hex(8)]
-    waiting = Waiting(0.0, lambda line: None)
+    token, waiting = launchers.token(spec.token_file), Waiting(0.0, lambda line: None)
     there = await find_rank_0(spec, resolve(spec.master_addr), waiting, start_rank_0, who="status")
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
-        seen = await look_at(there, where, token, stacks=stacks, nonces=nonces)
+        seen = await look_at(there, where, token, stacks=stacks)
         yield seen
         while again:
             await asyncio.sleep(LOOK_EVERY)
-            nonces = [secrets.token_hex(8), nonces[0]]
             try:
-                seen = await look_at(there, where, token, stacks=stacks, nonces=nonces)
+                seen = await look_at(there, where, token, stacks=stacks)
             except MasterLost:
                 if not there.connection.closed:
                     raise

@@ -14,8 +14,7 @@ import torch
 from ddp_manual.errors import ConfigMismatch, DataDiffers
 from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.training import collectives
-from ddp_manual.training.data import Split
-from ddp_manual.training.data_cache import digest_of
+from ddp_manual.training.data import Split, digest_of
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World

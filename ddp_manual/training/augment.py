@@ -34,39 +34,27 @@ def unit_scale(channels: int) -> Normalise:
     return Normalise([0.0] * channels, [255.0] * channels)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Augment:
-    """How training images are varied, anew in each epoch.
-
-    Args:
-        shift: the most pixels by which an image is moved in each direction; black comes in from outside.
-        flip: whether half of the images are mirrored, left to right.
-    """
-
-    shift: int
-    flip: bool
-
-    def draw(self, count: int, *, seed: int, epoch: int, device: torch.device) -> Augmentation:
-        """Draw for all samples of an epoch, so that a sample is varied alike whichever rank takes it."""
-        generator = torch.Generator().manual_seed(seed + epoch)
-        shifts = torch.randint(-self.shift, self.shift + 1, (count, 2), generator=generator).to(device)
-        flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if self.flip else None
-        return Augmentation(shift=self.shift, shifts=shifts, flips=flips)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Augmentation:
-    """How each sample of one epoch is varied.
+    """How each training image is varied in one epoch.
 
     Args:
         shift: the most that is in ``shifts``: to look it up there would wait for the device at every step.
-        shifts: int64 [N, 2], pixels down and to the right.
-        flips: bool [N], or None where nothing is mirrored.
+        shifts: int64 [N, 2], pixels down and to the right; black comes in from outside.
+        flips: bool [N], whether an image is mirrored, left to right; None where no image is.
     """
 
     shift: int
     shifts: Tensor
     flips: Tensor | None
+
+    @classmethod
+    def draw(cls, count: int, *, shift: int, flip: bool, seed: int, epoch: int, device: torch.device) -> Augmentation:
+        """Draw for all samples of an epoch, so that a sample is varied alike whichever rank takes it."""
+        generator = torch.Generator().manual_seed(seed + epoch)
+        shifts = torch.randint(-shift, shift + 1, (count, 2), generator=generator).to(device)
+        flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if flip else None
+        return cls(shift=shift, shifts=shifts, flips=flips)
 
     def __call__(self, images: Tensor, samples: Tensor) -> Tensor:
         """Return ``images[samples]``, uint8 [n, C, H, W], varied."""

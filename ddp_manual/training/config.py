@@ -1,22 +1,26 @@
-"""What is trained and how, as a frozen value that is valid from the moment it exists.
+"""The options of a training and their defaults, from flags and from a JSON file (``--config``).
 
-Each field is one option of the command line. A value that cannot work raises BadOption before torch is imported.
+Each field of TrainConfig is one option of the command line. A value that cannot work raises BadOption before torch is
+imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import logging
-from collections import Counter
+import os
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import Options, option, option_fields
-from ddp_manual.training import config_file, own_code
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.training import own_code
 from ddp_manual.training.own_code import OWN_FACTORY
 from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
 
@@ -29,8 +33,8 @@ FOLDER_PREFIX = "folder:"
 FOLDER = {"folder:PATH": r"folder:.+"}
 # Seconds: up to 10 for the login and 15 to begin the run, and on a busy machine more to start wandb's own process.
 WANDB_BEGINS_WITHIN = 30.0
-# Two ways to say one thing.
-BATCH_SIZES = ("batch_size", "global_batch_size")
+# A file of options has neither: each run writes to a folder of its own, and resumes from a checkpoint of its own.
+OF_ONE_RUN = ("run_dir", "resume")
 # Extra -> the packages it brings, which only some options need; setup.cfg has the same extras.
 PACKAGES = {
     "tensorboard": ("tensorboard",),
@@ -132,16 +136,16 @@ class TrainConfig(Options):
             self.validate()
 
     def validate(self) -> None:
-        """Raise BadOption where a value is out of its bounds, or two of them contradict each other."""
+        """Raise BadOption where a value is out of its bounds, or two values contradict each other."""
         for name in ("model", "dataset"):
             own_code.check_name(name, getattr(self, name))
         self.check_bounds()
-        for name, missing in (("run_dir", "files cannot be written there"), ("resume", "it names no checkpoint")):
+        for name in OF_ONE_RUN:
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise BadOption(
                     f"--{name} is empty",
-                    why=f"{self.named(name)}: {missing}",
+                    why=f"{self.named(name)}: it names no folder",
                     next=f"leave --{name} out, or name a folder" + (", or auto" if name == "resume" else ""),
                 )
         names = self.class_names or ()
@@ -149,7 +153,7 @@ class TrainConfig(Options):
             raise BadOption(
                 f"--classes {self.classes!r} does not name each class once",
                 why=self.named("classes"),
-                next="give names like cat,dog: none of them empty, none twice",
+                next="give names like cat,dog: no empty name, and no name twice",
             )
         if self.image_size is not None and not is_folder(self.dataset):
             raise BadOption(
@@ -157,13 +161,13 @@ class TrainConfig(Options):
                 why=f"{self.named('image_size')}, {self.named('dataset')}: its images have a size of their own",
                 next="leave --image_size out",
             )
-        for name, times in Counter(self.trackers).items():
-            if name not in TRACKERS or times > 1:
-                raise BadOption(
-                    f"--track {self.track!r} names {name!r}{', which is not known' if times == 1 else ' twice'}",
-                    why=f"{self.named('track')}: it names where else the run can be followed",
-                    next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
-                )
+        if strange := [name for name in self.trackers if name not in TRACKERS or self.trackers.count(name) > 1]:
+            raise BadOption(
+                f"--track {self.track!r} names {strange[0]!r}"
+                + (" twice" if strange[0] in TRACKERS else ", which is not known"),
+                why=f"{self.named('track')}: it names the trackers of the run, each of them once",
+                next=f"choose from {', '.join(TRACKERS)}; several like this: --track {','.join(TRACKERS)}",
+            )
         if self.batch_size is not None and self.global_batch_size is not None:
             raise BadOption(
                 "--batch_size and --global_batch_size cannot both be given",
@@ -212,22 +216,6 @@ class TrainConfig(Options):
             )
 
     @classmethod
-    def from_json(cls, text: str, source: str = "JSON") -> TrainConfig:
-        """Read a JSON object with some options as keys, as ``to_json`` or a person writes it.
-
-        ``run_dir`` and ``resume`` cannot be given in it: they belong to one run. In a run's ``config.json``, which has
-        the key ``run``, they are passed over, and so is that key.
-
-        Args:
-            source: what messages call the text: a file's name.
-
-        Raises:
-            BadOption: it is no such object, or a value cannot work.
-        """
-        values = config_file.parse(text, source, cls, WORLD_OPTIONS)
-        return cls(**values, sources=dict.fromkeys(values, f"from {source}"))
-
-    @classmethod
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
         """Take flags first, then the JSON file at ``path`` (of a run's folder, its ``config.json``), then the defaults.
 
@@ -235,13 +223,14 @@ class TrainConfig(Options):
         folders of images.
 
         Raises:
-            BadOption: see ``from_json``; also when the file cannot be read.
+            BadOption: the file cannot be read or holds no options, or a value cannot work.
         """
-        path = None if path is None else config_file.located(path)
-        values = {} if path is None else config_file.parse(config_file.read(path), path, cls, WORLD_OPTIONS)
-        for one, other in (BATCH_SIZES, BATCH_SIZES[::-1]):
-            if one in flags and other not in flags:
-                values.pop(other, None)
+        if path is not None and os.path.isfile(inside := RunPaths(Path(path)).config):
+            path = str(inside)
+        values = {} if path is None else _options_in(path)
+        if "batch_size" in flags or "global_batch_size" in flags:
+            values.pop("batch_size", None)
+            values.pop("global_batch_size", None)
         dataset = flags.get("dataset")
         if dataset is not None and values.get("dataset", dataset) != dataset:
             values.pop("classes", None)
@@ -259,8 +248,8 @@ class TrainConfig(Options):
         return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
 
     def to_json(self) -> str:
-        """Write every option except those of one run, for ``from_json`` or ``--config``."""
-        options = {name: value for name, value in self.values().items() if name not in config_file.OF_ONE_RUN}
+        """Return every option except ``OF_ONE_RUN``, as a file for ``--config``."""
+        options = {name: value for name, value in self.values().items() if name not in OF_ONE_RUN}
         return json.dumps(options, indent=2, allow_nan=False) + "\n"
 
     def check_world(self, spec: WorldSpec) -> None:
@@ -295,6 +284,54 @@ class TrainConfig(Options):
             for field in option_fields(type(self))
             if field.metadata["shared"]
         }
+
+
+def _options_in(path: str) -> dict[str, Any]:
+    """Return option -> value for the options in a JSON file; null means that an option is not given.
+
+    A run's own ``config.json`` has its ``run_dir`` and ``resume`` too, which are skipped, and the key ``run``.
+
+    Raises:
+        BadOption: the file cannot be read, is no JSON object, or has a key that is no option of a training. Types and
+            bounds are for ``TrainConfig.validate`` to check.
+    """
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for whoever writes to it
+            raise OSError(0, "it is no regular file")
+        options = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        if not isinstance(options, dict):
+            raise ValueError("it is JSON, but no object")
+    except OSError as error:
+        raise BadOption(
+            f"--config {path} cannot be read",
+            why=f"{error.strerror}: {path}",
+            next="name a JSON file of options, such as the config.json of a run",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise BadOption(
+            f"{path} holds no options",
+            why=str(error),
+            next='write a JSON object with options as keys, such as {"epochs": 3, "lr": 0.05}',
+        ) from None
+    if options.pop("run", None) is not None:
+        options = {name: value for name, value in options.items() if name not in OF_ONE_RUN}
+    options = {name: value for name, value in options.items() if value is not None}
+    known = [field.name for field in option_fields(TrainConfig)]
+    for name in options:
+        if name in WORLD_OPTIONS or name in OF_ONE_RUN:
+            raise BadOption(
+                f"{path}: {name} cannot be given in a file",
+                why="a file says what is trained, the same for all ranks and for any number of runs",
+                next=f"leave it out, and give --{name} or what the launcher sets for it",
+            )
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise BadOption(
+                f"{path}: {json.dumps(name)} is no option",
+                why=f"options are {', '.join(known)}",
+                next=f"write {close[0]}" if close else "leave it out",
+            )
+    return options
 
 
 def is_folder(dataset: str) -> bool:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError, writing
 from ddp_manual.training import synthetic
 from ddp_manual.training.config import FOLDER_PREFIX, TrainConfig, is_folder
-from ddp_manual.training.data import DIGITS, PARTS, Source, Split, as_tensor, eight_bit, is_grey
-from ddp_manual.training.data_cache import DataCache, digest_of_files
+from ddp_manual.training.data import DIGITS, PARTS, DataCache, Source, Split, digest_of_files
 from ddp_manual.training.own_data import OwnData
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from ddp_manual.training.pictures import as_tensor, eight_bit, is_grey
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -50,8 +47,6 @@ DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tupl
 }
 DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
 IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# What keeps a file from being read that may be whole.
-OF_THIS_MACHINE = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 DRAWN_COUNTS = {"train": 60_000, "test": 10_000}
 DRAWN_SEEDS = {"train": 1, "test": 2}
 
@@ -99,17 +94,11 @@ class Downloaded(Source):
     def fetch(self) -> None:
         if self.verb == "read":
             return
-        new = [path for path in (self._raw, self._raw.parent, self.folder) if not path.exists()]
         _make_data_dir(self.folder)
-        with writing(self.folder, "--data_dir"):
-            tempfile.TemporaryFile(dir=self.folder).close()
         logger.info("downloading %s into %s", self.name, self.folder)
         try:
             getattr(_torchvision(), self._torchvision)(root=str(self.folder), download=True)
         except (RuntimeError, OSError) as error:
-            for path in dict.fromkeys(new):
-                with suppress(OSError):  # a part of the files may have come
-                    path.rmdir()
             said = "\n".join(line for line in str(error).splitlines() if line.strip())
             raise self._missing(f"it could not be downloaded:\n{said}") from error
         self.verb = "read"
@@ -127,15 +116,11 @@ class Downloaded(Source):
         idx = _torchvision().mnist
         images_file, labels_file = (self._found(name) or self._raw for name in IDX_FILES[part])
         images, labels = _unpacked(images_file, idx.read_image_file), _unpacked(labels_file, idx.read_label_file)
-        wrong = None
-        if len(images) != len(labels) or len(images) == 0:
-            wrong = f"{len(images)} images and {len(labels)} labels"
-        elif int(labels.max()) >= len(self._own_classes):
-            wrong = f"a label {int(labels.max())}, and {len(self._own_classes)} classes, counted from 0"
-        if wrong:
+        if not 0 < len(images) == len(labels) or int(labels.max()) >= len(self._own_classes):
+            highest = f", the highest {int(labels.max())}" if len(labels) else ""
             raise DataCorrupt(
-                f"the {part} part of {self.name} has {wrong}",
-                why=f"{images_file} and {labels_file.name} do not belong together",
+                f"the {part} part of {self.name} has {len(images)} images and {len(labels)} labels{highest}",
+                why=f"{images_file} and {labels_file.name} do not belong together, or are of another data set",
                 next=f"delete {self._raw} and start again with a network, to download it anew",
             )
         return Split(images.unsqueeze(1), labels, self._own_classes)
@@ -153,7 +138,7 @@ class Downloaded(Source):
         return Split(images, torch.tensor(found.targets), tuple(found.classes))
 
     def _found(self, name: str) -> Path | None:
-        """torchvision keeps the archive and what was in it; either will do."""
+        """Return the path of a file, unpacked or not: torchvision keeps both, and people copy only one of them."""
         return next((path for path in (self._raw / name, self._raw / f"{name}.gz") if path.is_file()), None)
 
     def _missing(self, reason: str) -> DataMissing:
@@ -189,7 +174,7 @@ class ImageFolder(Source):
 
     @cached_property
     def _files_digest(self) -> str:
-        """Of both parts, as colours in one make the images of the other coloured too."""
+        """Of the files of both parts: a coloured image in one part makes the images of the other coloured too."""
         folders = [found for part in PARTS for found in os.walk(self.folder / part, followlinks=True)]
         return digest_of_files(self.folder, (Path(folder, name) for folder, _, names in folders for name in names))
 
@@ -207,7 +192,7 @@ class ImageFolder(Source):
         return Split(self._pixels([Path(path) for path, _ in samples]), torch.tensor(labels), classes)
 
     def _class_names(self) -> tuple[str, ...]:
-        """Of the training part, if there is one: a network can be tested without."""
+        """Return the class folders of the training part, or of the test part where that is all there is."""
         train, test = (self.folder / part for part in PARTS)
         if not train.is_dir():
             return self._class_folders("test")
@@ -224,22 +209,18 @@ class ImageFolder(Source):
         folder = self.folder / part
         try:
             names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+            if not names:
+                raise OSError(0, "it has no class folders", str(folder))
         except OSError as error:
             raise DataMissing(
                 f"{folder} cannot be read as a folder of images",
                 why=f"{error.strerror}: {error.filename}",
                 next="give --dataset folder:PATH where PATH has train/ and test/, each with one folder per class",
             ) from None
-        if not names:
-            raise DataMissing(
-                f"{folder} has no class folders",
-                why="each class is a folder of images there, named as the class",
-                next=f"put the images into folders such as {folder / 'cat'}",
-            )
         return tuple(names)
 
     def _samples(self, part: str) -> list[tuple[str, int]]:
-        """The path and the label of each image, in the order of classes and paths."""
+        """Return the path and the label of each image, in the order of classes and paths."""
         folder = self.folder / part
         self._class_folders(part)
 
@@ -261,7 +242,7 @@ class ImageFolder(Source):
         return 1 if all(_in_threads(lambda path: _opened(path, is_grey), files)) else 3
 
     def _pixels(self, files: Sequence[Path]) -> Tensor:
-        """uint8 [N, C, H, W]."""
+        """Read the files as uint8 [N, C, H, W]."""
         width, height = (self._size, self._size) if self._size else _opened(files[0], lambda image: image.size)
         shape = (len(files), self._channels, height, width)
         size, available = torch.Size(shape).numel(), psutil.virtual_memory().available
@@ -274,28 +255,23 @@ class ImageFolder(Source):
         images = torch.empty(shape, dtype=torch.uint8)
 
         def read(index: int) -> None:
-            images[index] = _opened(files[index], lambda image: self._fitted(image, files, index, (width, height)))
+            image = _opened(files[index], eight_bit)
+            if self._size:
+                image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+            if image.size != (width, height):
+                raise BadOption(
+                    f"the images of {self.folder} differ in size",
+                    why=f"{files[0]} has {width}x{height} pixels, {files[index]} {image.width}x{image.height}",
+                    next="make them all alike: --image_size 64",
+                )
+            images[index] = as_tensor(image.convert("L" if self._channels == 1 else "RGB"))
 
         _in_threads(read, range(len(files)))
         return images
 
-    def _fitted(self, image: Image, files: Sequence[Path], index: int, size: tuple[int, int]) -> Tensor:
-        from PIL import Image, ImageOps
-
-        image = eight_bit(image)
-        if self._size:
-            image = ImageOps.fit(image, size, Image.Resampling.BILINEAR)
-        if image.size != size:
-            raise BadOption(
-                f"the images of {self.folder} differ in size",
-                why=f"{files[0]} has {size[0]}x{size[1]} pixels, {files[index]} {image.size[0]}x{image.size[1]}",
-                next="make them all alike: --image_size 64",
-            )
-        return as_tensor(image.convert("L" if self._channels == 1 else "RGB"))
-
 
 def _torchvision() -> Any:
-    """torchvision.datasets; its import takes 1.6 s, which a start that finds a cache does not need."""
+    """Return torchvision.datasets; its import takes 1.6 s, which a start that finds a cache does not need."""
     from torchvision import datasets
 
     return datasets
@@ -308,14 +284,12 @@ def _make_data_dir(data_dir: Path) -> None:
 
 
 def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:
-    """Pillow decodes without Python's lock."""
+    """Run ``action`` on each item, on all cores: Pillow decodes without Python's lock."""
     with ThreadPoolExecutor(launchers.usable_cores()) as pool:
         return list(pool.map(action, items))
 
 
-def _opened(path: Path, action: Callable[[Image], T]) -> T:
-    from PIL import Image
-
+def _opened(path: Path, action: Callable[[Image.Image], T]) -> T:
     with _naming(path, "an image", "mend or delete that file"), Image.open(path) as image:
         return action(image)
 
@@ -324,12 +298,10 @@ def _unpacked(path: Path, read: Callable[[str], Tensor]) -> Tensor:
     with _naming(path, "a data set", DOWNLOAD_AGAIN):
         if path.suffix != ".gz":
             return read(str(path))
-        content = gzip.decompress(path.read_bytes())
-    # torchvision would unpack it beside the archive, where this user may not be allowed to write.
-    with writing(Path("the folder for temporary files"), "TMPDIR"), tempfile.NamedTemporaryFile() as plain:
-        plain.write(content)
-        plain.flush()
-        with _naming(path, "a data set", DOWNLOAD_AGAIN):
+        # torchvision would unpack it beside the archive, where this user may not be allowed to write.
+        with tempfile.NamedTemporaryFile() as plain:
+            plain.write(gzip.decompress(path.read_bytes()))
+            plain.flush()
             return read(plain.name)
 
 
@@ -340,15 +312,9 @@ def _naming(path: Path, kind: str, then: str) -> Iterator[None]:
         yield
     except (DdpManualError, MemoryError):
         raise
-    except PermissionError as error:
-        raise DataMissing(
-            f"{path} may not be read", why=str(error), next=f"make it readable for this user: chmod a+r {path}"
-        ) from error
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in OF_THIS_MACHINE:
-            raise DataMissing(
-                f"{path} cannot be read now", why=str(error), next="mend that, then start again"
-            ) from error
+        if isinstance(error, OSError) and error.errno:  # of the operating system: the file may be whole
+            raise DataMissing(f"{path} cannot be read", why=str(error), next="mend that, then start again") from error
         raise DataCorrupt(
             f"{path} cannot be read as {kind}", why=f"{type(error).__name__}: {error}", next=then
         ) from error

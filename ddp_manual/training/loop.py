@@ -21,7 +21,7 @@ from ddp_manual import messages, terminal
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Requests
 from ddp_manual.training import checkpoint, collectives, data, ddp
-from ddp_manual.training.augment import Augment, Normalise
+from ddp_manual.training.augment import Augmentation, Normalise
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
@@ -98,7 +98,7 @@ class Trainer:
         )
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
         self._fewest_samples = 0 if config.sync_bn and world_size > 1 else fewest_samples
-        self._augment = Augment(shift=config.shift, flip=config.flip)
+        self._shift, self._flip = config.shift, config.flip
         self._clip_grad_norm = config.most_grad_norm
         self._run_seed = config.seed
 
@@ -110,8 +110,11 @@ class Trainer:
         """
         meter.begin(position.step)
         device = self.train.labels.device
-        order = data.epoch_order(len(self.train), seed=self._run_seed, epoch=position.epoch).to(device)
-        augmented = self._augment.draw(len(self.train), seed=self._run_seed, epoch=position.epoch, device=device)
+        count, epoch = len(self.train), position.epoch
+        order = data.epoch_order(count, seed=self._run_seed, epoch=epoch).to(device)
+        augmented = Augmentation.draw(
+            count, shift=self._shift, flip=self._flip, seed=self._run_seed, epoch=epoch, device=device
+        )
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
         while not self.epoch_plan.epoch_ended(position):
             meter.own_work.start()

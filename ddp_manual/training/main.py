@@ -214,7 +214,7 @@ def _load(world: World, config: TrainConfig) -> Data:
     )
     check_shapes(config.dataset, train, test)
     if world.rank == 0:
-        warn_of_untrained(train, test)
+        warn_of_untrained(train)
     train, test = (dataclasses.replace(split, digest=digests[part]) for part, split in parts.items())
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     return Data(train.to(world.device), test.to(world.device), normalise)

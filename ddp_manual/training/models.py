@@ -1,19 +1,37 @@
 """The networks: images float32 [N, C, H, W] in, class scores float32 [N, classes] out.
 
-Each is an ``nn.Sequential``, which runs its layers in the order in which they are assigned.
+This package's own networks come first; then ``build``, and the checks of a network of the user's own
+(``--model package.module:factory``), which is tried out before the ranks train with it.
 """
 
 from __future__ import annotations
 
+import copy
+import io
+import logging
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import own_model
+from ddp_manual.training import collectives, own_code
+from ddp_manual.training.own_code import wrong
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 MNIST: Shape = (1, 28, 28)
+# Where a network that torch.compile has made keeps the original; torch's documentation of torch.compile names it, as
+# the prefix of the keys of the state dict.
+COMPILED = "_orig_mod"
+
+logger = logging.getLogger(__name__)
 
 
 class ConvNet(nn.Sequential):
@@ -100,7 +118,9 @@ class CifarCNN(nn.Sequential):
         channels, height, width = shape
         features: list[nn.Module] = []
         for channels_out in (64, 128, 256):
-            features += [*_convolution(channels, channels_out), *_convolution(channels_out, channels_out)]
+            for channels_in in (channels, channels_out):
+                convolution = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
+                features += [convolution, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True)]
             features.append(nn.MaxPool2d(2))
             channels = channels_out
         self.features = nn.Sequential(*features)
@@ -111,11 +131,6 @@ class CifarCNN(nn.Sequential):
             nn.Dropout(0.5),
             nn.Linear(512, classes),
         )
-
-
-def _convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
-    convolution = nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False)
-    return [convolution, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True)]
 
 
 MODELS: dict[str, type[ConvNet | MLP | Classic | CifarCNN]] = {
@@ -147,7 +162,7 @@ def build(
         )
     torch.manual_seed(seed)
     if name not in MODELS:
-        model = own_model.build(name, shape, classes)
+        model = _build_own(name, shape, classes)
     elif min(shape[1:]) < (smallest := MODELS[name].smallest):
         raise BadOption(
             f"--model {name} needs images of at least {smallest}x{smallest} pixels",
@@ -162,8 +177,163 @@ def build(
     return model.to(device)
 
 
+def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
+    """Build what the user's factory returns, on the CPU and for training. Lazy layers have their shapes afterwards.
+
+    Raises:
+        BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
+    """
+    if isinstance(own_code.factory("model", name), nn.Module):
+        wanted = "its class, or a function that returns a new network, whose weights are drawn once the seed is set"
+        raise wrong("model", name, "is a network, not a function that makes one", wanted)
+    model = own_code.call("model", name, shape=shape, classes=classes)
+    if not isinstance(model, nn.Module) or isinstance(model, (DataParallel, DistributedDataParallel)):
+        wanted = "a torch.nn.Module that is not wrapped: it is wrapped in DDP here"
+        raise wrong("model", name, f"returned a {type(model).__name__}", wanted)
+    if isinstance(getattr(model, COMPILED, None), nn.Module):
+        model.register_state_dict_post_hook(_without_prefix)
+        model.register_load_state_dict_pre_hook(_with_prefix)
+    model = model.cpu()
+    if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
+        model.register_forward_pre_hook(_in_rows)
+    model.eval()  # in which neither batch statistics nor random numbers are touched
+    with torch.no_grad():
+        images = _two_images(shape)
+        _scores(name, model, images, classes)
+        _scores(name, model, images[:1], classes)  # a single image may be left for the end of an evaluation
+    model.train()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise wrong("model", name, "has no parameter to train", "at least one parameter with requires_grad")
+    # What ``get_extra_state`` returns goes into the state dict, and need not be a tensor.
+    extra = {key: value for key, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    content = io.BytesIO()
+    try:
+        torch.save(extra, content)
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except Exception as error:  # of torch, of pickle, or of the user's own class
+        what = f"has a state that cannot be read back without running code, in {', '.join(extra)}"
+        wanted = "a get_extra_state() of numbers, texts, lists, dicts and tensors: no checkpoint here holds more"
+        raise wrong("model", name, what, wanted) from error
+    return model
+
+
+def _two_images(shape: Shape) -> Tensor:
+    """Return zeros that lie in memory as ``Normalise`` leaves images."""
+    channels, height, width = shape
+    return torch.zeros(2, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _in_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Make the images contiguous before ``forward``, unlike those that this package's own networks get.
+
+    In many tutorials ``forward`` has a ``view(-1, 320)`` after its convolutions, which torch refuses of tensors that
+    have their channels last. With a single channel both layouts are contiguous, but a convolution goes by the strides:
+    the view has new ones.
+    """
+    return tuple(one.contiguous().view(-1).view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
+
+
+def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]) -> None:
+    consume_prefix_in_state_dict_if_present(state, f"{prefix}{COMPILED}.")
+
+
+def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(f"{prefix}{COMPILED}.")]:
+        state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def _scores(name: str, model: nn.Module, images: Tensor, classes: int) -> Tensor:
+    """Return the scores of the user's network; raise BadOption where they do not fit these images and classes."""
+    when = " while it trains" * model.training
+    with _named_failure(name, images, when):
+        scores = model(images)
+    wanted = [len(images), classes]
+    if not isinstance(scores, Tensor) or list(scores.shape) != wanted or not scores.is_floating_point():
+        given = f"{list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        what = f"gives {given} for {len(images)} image{'s'[: len(images) > 1]}{when}"
+        raise wrong("model", name, what, f"scores of {classes} classes, a float tensor {wanted}")
+    return scores
+
+
+@contextmanager
+def _named_failure(name: str, images: Tensor, when: str) -> Iterator[None]:
+    """Turn whatever a user's network raises into BadOption, except a lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        what = f"fails{when} on images float32 {list(images.shape)}: {_in_one_line(error)}"
+        wanted = "a network that takes them, and whose scores have gradients in training"
+        raise wrong("model", name, what, wanted) from error
+
+
 def fewest_samples(
     name: str, model: nn.Module, device: torch.device, shape: Shape, classes: int, *, with_ddp: bool
 ) -> int:
-    """Return how many samples a batch of training needs; a collective. See ``own_model.fewest_samples``."""
-    return 1 if name in MODELS else own_model.fewest_samples(name, model, device, shape, classes, with_ddp=with_ddp)
+    """Return how many samples a batch of training needs; try one step on a copy of a network of the user's own.
+
+    A collective if ``with_ddp``: every rank calls it, and all ranks find the same.
+
+    Returns:
+        2 if a batch of one fails, as in batch normalisation over a single value, or if the network cannot be copied
+        and so cannot be tried; otherwise 1.
+
+    Raises:
+        BadOption: the step fails; or, with DDP, a parameter gets no gradient, or the backend cannot send a buffer of
+            that type.
+    """
+    if name in MODELS:
+        return 1
+    if with_ddp:
+        _check_buffers(name, model)
+    if isinstance(model, torch.jit.ScriptModule):  # whose copies do not show their gradients
+        return 2
+    try:
+        trial = copy.deepcopy(model)
+    except Exception as error:  # a module may hold anything
+        logger.info("--model %s is not tried out, since it cannot be copied: %s", name, _in_one_line(error))
+        return 2
+    images = _two_images(shape).to(device)
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        scores = _scores(name, trial, images, classes)
+        sums = scores.detach().float().sum(dim=1)
+        # bfloat16 has three digits.
+        if collectives.rank() == 0 and bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01):
+            logger.warning(
+                "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
+                "leave the softmax out, or end in log_softmax",
+                name,
+            )
+        with _named_failure(name, images, " while it trains"):
+            F.cross_entropy(scores.float(), torch.zeros(2, dtype=torch.int64, device=device)).backward()
+        without = [key for key, value in trial.named_parameters() if value.requires_grad and value.grad is None]
+        if with_ddp and without:
+            raise BadOption(
+                f"--model {name} has parameters that the loss does not depend on: {', '.join(without)}",
+                why="they get no gradient, for which DDP would wait without end",
+                next="leave them out of the model, or say that they are not trained: parameter.requires_grad_(False)",
+            )
+        try:
+            with torch.no_grad():
+                return 1 if trial(images[:1]).shape == (1, classes) else 2
+        except Exception:  # how a network says that one sample is too few for it
+            return 2
+
+
+def _check_buffers(name: str, model: nn.Module) -> None:
+    """Raise BadOption for a buffer that DDP could not send from rank 0 to the others; a collective."""
+    for buffer_name, buffer in model.named_buffers():
+        try:
+            collectives.broadcast(buffer)  # all ranks have the same in it
+            buffer.copy_(buffer.clone())  # which DDP does too; torch refuses it of a buffer that is expanded
+        except Exception as error:  # each backend words it in its own way
+            kind = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
+            what = f"has a buffer that cannot be sent to other ranks, {buffer_name}, {kind}: {_in_one_line(error)}"
+            wanted = "one that torch.distributed.broadcast takes, such as a contiguous one of float32, int64 or bool"
+            raise wrong("model", name, what, wanted) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """Shorten an error's message; some of torch's have over twenty lines."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")

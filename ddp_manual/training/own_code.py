@@ -1,4 +1,7 @@
-"""A user's own factory, which an option names as ``package.module:name``: found, imported, called, and compared."""
+"""A user's own factory, which an option names as ``package.module:name``: found, imported, called, and compared.
+
+No torch: ``own_data`` checks the data that a factory returns, and ``models`` the network.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddp_manual.errors import BadOption, DdpManualError
+from ddp_manual.errors import BadOption
 
 # folder:PATH may look like one, but is a folder of images.
 OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
@@ -25,11 +27,10 @@ MAIN = ("__main__", "__mp_main__")
 OUR_COMMAND_LINE = {"ddp_manual.cli", "ddp_manual.worker.task"}
 PACKAGE = Path(__file__).resolve().parents[1]
 GUARD = 'put that below a line: if __name__ == "__main__":'
-MOST_NAMED = 8
 
 _importing: list[str] = []
 """The modules that are being imported because an option names them."""
-_digests: dict[str, tuple[ModuleSpec | ModuleType, str]] = {}
+_digests: dict[str, tuple[object, str]] = {}
 """Module -> its spec, which is another one after a reload, and the digest of its source when it was imported."""
 
 
@@ -70,11 +71,11 @@ def _main_name() -> str:
 
 
 def refuse_while_importing(call: str) -> None:
-    """Raise BadOption where a module of the user's comes to ``call`` while it is imported for an option."""
+    """Raise BadOption if a module that an option names calls ``join`` or ``spawn`` while it is imported."""
     if _importing:
         raise BadOption(
             f"importing {_importing[-1]} calls {call}",
-            why="an option names it for what it defines, not to have it run",
+            why="an option names the module for what it defines, not to have it run",
             next=GUARD,
         )
 
@@ -90,13 +91,16 @@ def factory(option: str, value: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if callable(found):
         return found  # type: ignore[no-any-return]
-    there = [one for one, kind in vars(module).items() if callable(kind) and one[0] != "_"]
-    there.sort(key=lambda one: getattr(vars(module)[one], "__module__", None) != module.__name__)  # its own first
-    nearest = [*difflib.get_close_matches(name, there, n=1), *there, "NAME"][0]
+    its_own = [
+        defined
+        for defined, kind in vars(module).items()
+        if callable(kind) and getattr(kind, "__module__", None) == module.__name__ and defined[0] != "_"
+    ]
+    nearest = [*difflib.get_close_matches(name, its_own, n=1), *its_own, "NAME"][0]
     so_far = ", as far as it has run" if module is sys.modules["__main__"] else ""
     raise BadOption(
         f"--{option} {value}: {module_name} has no function or class {name}",
-        why=f"{getattr(module, '__file__', module_name)} has {', '.join(there[:MOST_NAMED]) or 'none at all'}{so_far}",
+        why=f"{getattr(module, '__file__', module_name)} defines {', '.join(its_own) or 'no functions'}{so_far}",
         next=f"name one of its functions or classes: --{option} {module_name}:{nearest}",
     )
 
@@ -115,38 +119,43 @@ def call(option: str, value: str, **offered: Any) -> Any:
     except TypeError as error:
         raise BadOption(
             f"--{option} {value} cannot be called: {error}",
-            why=f"it is called with those of {', '.join(offered)} that it names, and with no other",
+            why=f"it is called with those of {', '.join(offered)} that it names, and with no other argument",
             next="give that parameter a default, or name a function that calls it with what it needs",
         ) from None
     return made_by(**wanted)
 
 
-def digest(option: str, value: str) -> tuple[str, str]:
-    """Return a digest of the source as it was imported, of the module's file or of all of its package, and the file.
+def wrong(option: str, value: str, what: str, wanted: str, next: str | None = None) -> BadOption:
+    """Return the error for a factory that does not return what ``docs/own-model-and-data.md`` says."""
+    return BadOption(
+        f"--{option} {value} {what}",
+        why=f"expected: {wanted}",
+        next=next or "mend the factory; docs/own-model-and-data.md has its signature and an example",
+    )
 
-    What is edited while a run trains is not what it trains.
+
+def digest(option: str, value: str) -> tuple[str, str]:
+    """Return a digest of the module's source as it was imported, and the module's file.
+
+    The digest covers all files of the module's package. What is edited while a run trains is not what it trains.
 
     Raises:
         BadOption: the module cannot be imported.
     """
     module = _imported(option, value)
-    name, spec = value.partition(":")[0], module.__spec__ or module  # a script has no spec
+    name, file = value.partition(":")[0], Path(getattr(module, "__file__", None) or "")
+    spec = module.__spec__ or module  # a script has no spec; a module has another spec after a reload
     if name not in _digests or _digests[name][0] is not spec:
-        _digests[name] = spec, _source_digest(name, module)
+        files = {Path(file.name): file}
+        top = sys.modules.get(name.partition(".")[0], module)
+        for folder in getattr(top, "__path__", ()):
+            files |= {path.relative_to(folder): path for path in Path(folder).rglob("*.py")}
+        content = hashlib.sha256()
+        for relative, path in sorted(files.items()):
+            if path.is_file():
+                content.update(os.fsencode(relative) + b"\n" + path.read_bytes())
+        _digests[name] = spec, content.hexdigest()[:16]
     return _digests[name][1], str(getattr(module, "__file__", ""))
-
-
-def _source_digest(name: str, module: ModuleType) -> str:
-    file = Path(getattr(module, "__file__", None) or "")
-    files = {Path(file.name): file}
-    top = sys.modules.get(name.partition(".")[0], module)
-    for folder in getattr(top, "__path__", ()):
-        files |= {path.relative_to(folder): path for path in Path(folder).rglob("*.py")}
-    content = hashlib.sha256()
-    for relative, path in sorted(files.items()):
-        if path.is_file():
-            content.update(os.fsencode(relative) + b"\n" + path.read_bytes())
-    return content.hexdigest()[:16]
 
 
 def sources(**named: str) -> dict[str, str]:
@@ -167,8 +176,6 @@ def _imported(option: str, value: str) -> ModuleType:
     name = value.partition(":")[0]
     if _is_the_script(name):
         return sys.modules["__main__"]
-    if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
-        raise _not_importable(option, value, ModuleNotFoundError(name=name))
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does; a console script has its own folder there instead
     typed = sys.argv
@@ -176,16 +183,24 @@ def _imported(option: str, value: str) -> ModuleType:
         sys.argv = [name]
     _importing.append(name)
     try:
+        if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
+            raise ModuleNotFoundError(name=name)
         return importlib.import_module(name)
-    except SystemExit as end:
-        said = f": {end.code}" if isinstance(end.code, str) else f"({end.code}); what it said is above"
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise BadOption(
+                f"--{option} {value}: there is no module {name}",
+                why=f"looked for it in {os.getcwd()} and where Python keeps its packages",
+                next=f"name the module, not its file: --{option} {value.replace('.py:', ':')}"
+                if name.endswith(".py")
+                else "start from the folder that has it, or put that folder into PYTHONPATH",
+            ) from error
         raise BadOption(
-            f"--{option} {value}: importing {name} ended the program",
-            why=f"it called sys.exit{said}",
-            next=f"mend what it said\nor, if it is a program of its own, as with parse_args(): {GUARD}",
-        ) from end
-    except Exception as error:
-        raise _not_importable(option, value, error) from error
+            f"--{option} {value} cannot be imported",
+            why=f"{type(error).__name__}: {error}",
+            next=f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {name}'\n"
+            f"if the module does more than define things, such as parse_args() or join(): {GUARD}",
+        ) from error
     finally:
         _importing.pop()
         sys.argv = typed
@@ -199,22 +214,3 @@ def _is_the_script(name: str) -> bool:
     below = Path(*name.split(".")).with_suffix(".py")
     files = (Path(folder, below) for folder in sys.path) if below.name == script.name else ()
     return name == _main_name() or any(file.exists() and file.samefile(script) for file in files)
-
-
-def _not_importable(option: str, value: str, error: Exception) -> BadOption:
-    module = value.partition(":")[0]
-    if isinstance(error, DdpManualError):
-        return BadOption(f"--{option} {value} cannot be imported", why=f"{error.what}\n{error.why}", next=error.next)
-    if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-        return BadOption(
-            f"--{option} {value}: there is no module {module}",
-            why=f"looked for it in {os.getcwd()} and where Python keeps its packages",
-            next=f"name the module, not its file: --{option} {value.replace('.py:', ':')}"
-            if module.endswith(".py")
-            else "start from the folder that has it, or put that folder into PYTHONPATH",
-        )
-    return BadOption(
-        f"--{option} {value} cannot be imported",
-        why=f"{type(error).__name__}: {error}",
-        next=f"mend it; this shows more: {os.path.basename(sys.executable)} -c 'import {module}'",
-    )

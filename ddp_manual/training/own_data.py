@@ -1,24 +1,23 @@
-"""``package.module:factory``: a data set that a function of the user's returns."""
+"""``--dataset package.module:factory``: a data set that a function of the user's returns, checked and made tensors."""
 
 from __future__ import annotations
 
 import logging
 import random
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import collectives, own_code
-from ddp_manual.training.data import PARTS, Source, Split, as_tensor, eight_bit
+from ddp_manual.training.data import PARTS, Source, Split
+from ddp_manual.training.pictures import as_tensor, eight_bit
 
-OPTION = "dataset"
 # Labels without names may make this many classes more than there are images: few images are enough to try things.
 MOST_WITHOUT_AN_IMAGE = 1000
 # Images of a part: a transform that mirrors every second image leaves all of them unchanged once in 65,536 runs.
@@ -53,21 +52,19 @@ class OwnData(Source):
         return self._parts[part]
 
     def _call(self) -> dict[str, Split]:
-        own_code.factory(OPTION, self.name)  # what its module draws when it is imported is drawn before the seed
-        _seed_generators(self._seed)
-        made = own_code.call(OPTION, self.name, data_dir=self.folder)
-        if not isinstance(made, Sequence) or len(made) != len(PARTS):
+        own_code.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
+        random.seed(self._seed)
+        torch.manual_seed(self._seed)
+        numpy.random.seed(self._seed % 2**32)  # it takes no larger seed
+        made = own_code.call("dataset", self.name, data_dir=self.folder)
+        if not isinstance(made, Sequence) or len(made) != len(PARTS) or _is_array(made[0]):
             size = f" of {len(made)}" if isinstance(made, Sequence) else ""
-            raise self._wrong(f"a {type(made).__name__}{size}", "a pair: the training part and the test part")
-        if _is_array(made[0]):
-            raise self._wrong(
-                "images and labels of one part",
-                "two parts, the second to test on: (train_images, train_labels), (test_images, test_labels)",
-            )
-        parts = [self._part(part, value) for part, value in zip(PARTS, made, strict=True)]
-        classes = self._class_names(parts)
-        found = {part: Split(images, labels, classes) for part, (images, labels, _) in zip(PARTS, parts, strict=True)}
-        # Last: so the second reading changes nothing, even if it draws from a generator of the user's own.
+            wanted = "two parts, the second to test on: (train_images, train_labels), (test_images, test_labels)"
+            raise self._wrong(f"a {type(made).__name__}{size}", wanted)
+        parts = {part: self._part(part, value) for part, value in zip(PARTS, made, strict=True)}
+        classes = self._class_names(list(parts.values()))
+        found = {part: Split(images, labels, classes) for part, (images, labels, _) in parts.items()}
+        # Last, so that the second reading changes nothing, even if it draws from a generator of the user's own.
         with _generators_kept():
             varying = [part for part, value in zip(PARTS, made, strict=True) if _varies(value, found[part].images)]
         if varying and collectives.rank() == 0:
@@ -82,33 +79,31 @@ class OwnData(Source):
         count = max(1 + int(labels.max()) for _, labels, _ in parts)
         images = sum(len(images) for images, *_ in parts)
         named = list(dict.fromkeys(names for *_, names in parts if names))
-        if len(named) > 1:
+        if not named:
+            if count > images + MOST_WITHOUT_AN_IMAGE:
+                wanted = "classes numbered from 0, without gaps, or their names"
+                raise self._wrong(f"labels up to {count - 1} for {images} images", wanted)
+            return tuple(map(str, range(count)))
+        names = named[0]
+        if len(named) > 1 or len(set(names)) < len(names) or count > len(names):
             raise self._wrong(
-                f"parts whose classes differ: {' and '.join(', '.join(names) for names in named)}",
-                "the same classes in the same order, since a label means the same in both parts",
+                f"a label {count - 1} and the classes {' and '.join(', '.join(names) for names in named)}",
+                "a name for each label, no name twice, and the same names in the same order for both parts",
             )
-        if not named and count > images + MOST_WITHOUT_AN_IMAGE:
-            raise self._wrong(
-                f"labels up to {count - 1} for {images} images", "classes numbered from 0, without gaps, or their names"
-            )
-        names = named[0] if named else tuple(map(str, range(count)))
-        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-            raise self._wrong(f"classes with a name that occurs twice: {', '.join(twice)}", "a name for each class")
-        if count > len(names):
-            raise self._wrong(f"a label {count - 1}", f"labels below {len(names)}, the number of its classes")
         return names
 
     def _part(self, part: str, value: Any) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        """Return the images, the labels and the names of the classes (none, if they have no names) of a part."""
         classes = getattr(value, "classes", None)
-        if classes is not None and (isinstance(classes, str) or not isinstance(classes, Iterable)):
+        classes = () if classes is None else classes
+        if isinstance(classes, str) or not isinstance(classes, Iterable):
             raise self._wrong(f"a {type(classes).__name__} as the classes of its {part} part", "a name for each class")
         if _is_pair(value):
             try:
                 images, labels = map(_as_tensor, value)
             except (TypeError, ValueError, RuntimeError) as error:  # strings, objects, lists of different lengths
-                raise self._wrong(
-                    f"a {part} part that is not tensors ({error})", "images and labels as numbers"
-                ) from error
+                what = f"a {part} part that is not tensors ({error})"
+                raise self._wrong(what, "images and labels as numbers") from error
         elif hasattr(value, "__getitem__") and hasattr(value, "__len__"):
             images, labels = self._gathered(part, value)
         else:
@@ -118,23 +113,22 @@ class OwnData(Source):
             )
         images = images.unsqueeze(1) if images.dim() == 3 else images
         if images.dim() != 4 or images.shape[1] not in (1, 3) or images.dtype != torch.uint8:
-            raise self._wrong(
-                f"{part} images that are {_kind(images)}",
-                "uint8 [N, 1 or 3, H, W], 0 to 255: they are normalised here",
-                _conversion(images),
-            )
+            how = None  # to mend the two most frequent mistakes
+            if images.is_floating_point():
+                how = "leave ToTensor and Normalize out, or use PILToTensor in place of ToTensor"
+            elif images.dim() == 4 and images.shape[-1] in (1, 3):
+                how = "put the channels first: images.permute(0, 3, 1, 2), or of a single image image.permute(2, 0, 1)"
+            wanted = "uint8 [N, 1 or 3, H, W], 0 to 255: they are normalised here"
+            raise self._wrong(f"{part} images that are {_kind(images)}", wanted, how)
         if labels.shape != images.shape[:1] or not _is_whole(labels):
-            raise self._wrong(
-                f"{part} labels that are {_kind(labels)}", f"whole numbers [{len(images)}], one for each image"
-            )
+            wanted = f"whole numbers [{len(images)}], one for each image"
+            raise self._wrong(f"{part} labels that are {_kind(labels)}", wanted)
         labels = labels.long()  # torch does not compare unsigned numbers
         if not len(images) or int(labels.min()) < 0:
-            raise self._wrong(
-                f"a {part} part without images" if not len(images) else f"a {part} label {int(labels.min())}",
-                "at least one image, and labels from 0",
-            )
-        # A factory may have put them on a GPU; the ranks compare, measure and move them from the CPU.
-        return images.cpu().contiguous(), labels.cpu(), tuple(map(str, () if classes is None else classes))
+            what = f"a {part} label {int(labels.min())}" if len(images) else f"a {part} part without images"
+            raise self._wrong(what, "at least one image, and labels from 0")
+        # A factory may have put the images on a GPU; the ranks compare, measure and move them from the CPU.
+        return images.cpu().contiguous(), labels.cpu(), tuple(map(str, classes))
 
     def _gathered(self, part: str, dataset: Any) -> tuple[Tensor, Tensor]:
         images: list[Tensor] = []
@@ -144,35 +138,28 @@ class OwnData(Source):
             try:
                 item = dataset[index]
             except Exception as error:  # the traceback, of the user's own code, does not say which item it was
-                logger.warning("--%s %s: %s raised %r", OPTION, self.name, where, error)
+                logger.warning("--dataset %s: %s raised %r", self.name, where, error)
                 raise
             try:
                 image, label = item
-                labels.append(_number(label))
-                pixels = _pixels(image)
+                label = _as_tensor(label)
+                if not _is_whole(label):  # int() would truncate 0.5
+                    raise TypeError(f"its label is {_kind(label)}")
+                labels.append(int(label))
+                images.append(_pixels(image))
+                if images[-1].shape != images[0].shape:
+                    raise ValueError(f"images of {list(images[0].shape)} and {list(images[-1].shape)}")
             except (TypeError, ValueError, RuntimeError) as error:
-                raise self._wrong(
-                    f"a strange {where} ({error})", "pairs (image, label), the label a whole number"
-                ) from error
-            if not isinstance(pixels, Tensor):
-                wanted = "an image of Pillow's, or a uint8 tensor or array"
-                raise self._wrong(f"a {type(image).__name__} in {where}", wanted)
-            if images and pixels.shape != images[0].shape:
-                shapes = f"{list(images[0].shape)} and {list(pixels.shape)}"
-                raise self._wrong(f"images of {shapes} in its {part} part", "images of one size")
-            images.append(pixels)
+                wanted = "pairs of an image, all of one size (Pillow's, or uint8 tensors or arrays), and a whole number"
+                raise self._wrong(f"a strange {where} ({error})", wanted) from error
         return torch.stack(images) if images else torch.empty(0, 1, 1, 1, dtype=torch.uint8), torch.tensor(labels)
 
-    def _wrong(self, returned: str, wanted: str, then: str | None = None) -> BadOption:
-        return BadOption(
-            f"--{OPTION} {self.name} returned {returned}",
-            why=f"expected: {wanted}",
-            next=then or "mend the factory; docs/own-model-and-data.md has its signature and an example",
-        )
+    def _wrong(self, returned: str, wanted: str, next: str | None = None) -> BadOption:
+        return own_code.wrong("dataset", self.name, f"returned {returned}", wanted, next)
 
 
 def _varies(value: Any, images: Tensor) -> bool:
-    """Whether the first items of a dataset differ from ``images`` when they are read again."""
+    """Tell whether the first items of a dataset differ from ``images`` when they are read again."""
     if _is_pair(value):
         return False
     try:
@@ -183,32 +170,15 @@ def _varies(value: Any, images: Tensor) -> bool:
         return False
 
 
-def _pixels(image: Any) -> Any:
-    """Convert an image of Pillow's to uint8 [C, H, W] and an array to a tensor; return anything else as it is."""
-    if _is_array(image):
-        return _as_tensor(image)
-    return as_tensor(eight_bit(image)) if hasattr(image, "convert") else image
+def _pixels(image: Any) -> Tensor:
+    """Return the tensor of an image: uint8 [C, H, W] of Pillow's, and a tensor or an array as it is."""
+    if not _is_array(image) and not hasattr(image, "convert"):
+        raise TypeError(f"a {type(image).__name__} is no image")
+    return _as_tensor(image) if _is_array(image) else as_tensor(eight_bit(image))
 
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _conversion(images: Tensor) -> str | None:
-    """How the two most frequent mistakes are mended."""
-    if images.is_floating_point():
-        return "leave ToTensor and Normalize out, or use PILToTensor in place of ToTensor"
-    if images.dim() == 4 and images.shape[-1] in (1, 3):
-        return "put the channels first: images.permute(0, 3, 1, 2), or of a single image image.permute(2, 0, 1)"
-    return None
-
-
-def _number(label: Any) -> int:
-    """Raise TypeError for a label that is not a whole number; ``int`` would truncate 0.5, and accept strings."""
-    label = _as_tensor(label)
-    if not _is_whole(label):
-        raise TypeError(f"its label is {_kind(label)}")
-    return int(label)
 
 
 def _is_whole(labels: Tensor) -> bool:
@@ -216,36 +186,24 @@ def _is_whole(labels: Tensor) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether it is images and labels, and not a dataset."""
+    """Tell whether ``value`` is images and labels, and not a dataset."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and _is_array(value[0])
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # where numpy is not imported, nothing is an array
-    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return isinstance(value, (Tensor, numpy.ndarray))
 
 
 def _as_tensor(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) and _is_array(value):
-        # torch warns of memory that it may not write to, and refuses arrays with negative strides.
-        value = value if value.flags.writeable and min(value.strides, default=0) >= 0 else value.copy()
-    return torch.as_tensor(value)
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)  # it takes no larger seed
+    # torch warns of memory that it may not write to, and refuses arrays with negative strides.
+    return torch.as_tensor(numpy.require(value, requirements=("C", "W")) if isinstance(value, numpy.ndarray) else value)
 
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
     """Restore the state of the generators after the body."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpys = numpy.random.get_state() if numpy else None
+    python, numpys = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([]):
         yield
     random.setstate(python)
-    if numpy and numpys:
-        numpy.random.set_state(numpys)
+    numpy.random.set_state(numpys)

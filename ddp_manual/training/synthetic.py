@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 IMAGE_SIZE = 28
 DRAWING_VERSION = 1  # raise it whenever the same seed draws other pixels: a cache has it in its digest
@@ -84,12 +85,7 @@ def draw_digits(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
     Return the images, uint8 [count, 28, 28] with 0 for paper and 255 for full ink, and their labels 0..9,
     int64 [count], both on the CPU. The same seed draws the same digits, and a smaller count draws the first
     of them.
-
-    Raises:
-        ValueError: count is negative.
     """
-    if count < 0:
-        raise ValueError(f"count must be at least 0, got {count}")
     generator = torch.Generator().manual_seed(seed)
     digit_of, cumulative, control, basis, joined = _glyph_tables()
     images = torch.empty(count, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
@@ -118,14 +114,9 @@ def _glyph_tables() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the table as tensors over its G glyphs: digit [G], cumulative probability of all but the last [G - 1],
     control points [G, C, 2] in digit heights about the middle, their weights in each pen position
     [G, POINTS, C], and whether the pen stays down from each position to the next [G, POINTS - 1]."""
-    paths = [_pen_path(path) for _, _, path in GLYPHS]
-    most = max(len(control) for control, _, _ in paths)
-    control = torch.zeros(len(paths), most, 2)
-    basis = torch.zeros(len(paths), POINTS, most)
-    for i, (points, weights, _) in enumerate(paths):
-        control[i, : len(points)] = points
-        basis[i, :, : len(points)] = weights
-    joined = torch.stack([pen_down for _, _, pen_down in paths])
+    controls, weights, pen_down = zip(*(_pen_path(path) for _, _, path in GLYPHS), strict=True)
+    control, joined = pad_sequence(list(controls), batch_first=True), torch.stack(pen_down)
+    basis = pad_sequence([of_glyph.T for of_glyph in weights], batch_first=True).transpose(1, 2).contiguous()
     digit_of = torch.tensor([digit for digit, _, _ in GLYPHS])
     weight = torch.tensor([float(weight) for _, weight, _ in GLYPHS])
     probability = weight / (10 * torch.zeros(10).index_add_(0, digit_of, weight)[digit_of])

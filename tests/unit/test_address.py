@@ -66,20 +66,20 @@ def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
     assert store.get("key") == b"value"
 
 
-@pytest.mark.parametrize(("over", "answer"), [(False, Answer.GREETED), (True, Answer.OVER)])
-def test_rank_0s_agent_speaks_first_and_a_run_that_is_ending_says_so(over: bool, answer: Answer) -> None:
+def test_rank_0s_agent_speaks_first_and_the_connection_is_kept() -> None:
     async def look() -> Probe:
         open_ones: list[Connection] = []
 
         def greet(connection: Connection) -> None:
             open_ones.append(connection)
-            connection.send({"ddp_manual": 1, "challenge": "00", "over": over, "host": "a", "pid": 1, "token": False})
+            connection.send({"ddp_manual": 1, "challenge": "00", "host": "a", "pid": 1, "token": False})
 
         loop = asyncio.get_running_loop()
         agent = await loop.create_server(lambda: Connection(greet), "127.0.0.1", 0)
         try:
             found = await probe_at("127.0.0.1", agent.sockets[0].getsockname()[1])
-            open_ones += [found.connection] if found.connection else []
+            assert found.connection is not None
+            open_ones.append(found.connection)
             return found
         finally:
             agent.close()
@@ -88,9 +88,20 @@ def test_rank_0s_agent_speaks_first_and_a_run_that_is_ending_says_so(over: bool,
             await asyncio.sleep(0.01)
 
     found = asyncio.run(look())
-    assert found.answer is answer
-    assert (found.connection is None) == over
-    assert over or found.greeting["challenge"] == "00"
+    assert found.answer is Answer.GREETED
+    assert found.greeting["challenge"] == "00"
+
+
+def test_a_rank_0_that_is_too_busy_to_greet_is_not_taken_for_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.2)
+    greetings = iter([b"", b'{"ddp_manual":1,"challenge":"00"}\n'])
+
+    def greet(connection: socket.socket) -> None:
+        connection.sendall(next(greetings))
+        connection.recv(100)
+
+    with server(greet) as busy:
+        assert probe("127.0.0.1", busy).answer is Answer.SILENT
 
 
 def test_a_store_without_a_roll_call_is_not_waited_for() -> None:
@@ -132,7 +143,7 @@ def test_a_name_without_an_address_is_refused_at_once() -> None:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A greeting is awaited for 0.7 s and not for 3.5 s."""
+    """A greeting is awaited for 0.7 s and not for 1.5 s."""
     monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.7)
 
 
@@ -157,7 +168,7 @@ def test_a_name_of_digits_that_reads_as_an_impossible_address_is_refused_at_once
 def test_a_name_of_digits_that_reads_as_an_address_gives_a_warning() -> None:
     said: list[str] = []
     assert address.resolve("2130706433", said.append) == ["127.0.0.1"]
-    assert ["is all digits: it is read as the IP address 127.0.0.1" in line for line in said] == [True]
+    assert "is all digits: it is read as the IP address 127.0.0.1" in said[0]
 
 
 def test_a_loopback_address_is_refused_if_the_launcher_has_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ BOTTOM = set(BOTTOM_ROW)
 TRAINING_WITHOUT_TORCH = {
     "training.checkpoint_files",
     "training.config",
-    "training.config_file",
     "training.learning_rate",
     "training.own_code",
 }

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ddp_manual import cli, run_folder, signals
-from ddp_manual.agent.commands import command_to_go_on
+from ddp_manual.agent.tasks import command_to_go_on
 from ddp_manual.errors import (
     BadOption,
     CheckpointCorrupt,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ddp_manual.training.augment import Augment, Augmentation, Normalise, unit_scale
+from ddp_manual.training.augment import Augmentation, Normalise, unit_scale
 from ddp_manual.training.data import Split
 from tests.conftest import source
 
@@ -35,8 +35,10 @@ def test_an_image_is_mirrored_by_its_own_draw_and_then_moved() -> None:
 
 
 def test_a_sample_is_varied_alike_on_any_rank_and_anew_each_epoch() -> None:
-    augment, device = Augment(shift=1, flip=True), torch.device("cpu")
-    first, again, next_epoch = (augment.draw(1000, seed=0, epoch=epoch, device=device) for epoch in (0, 0, 1))
+    first, again, next_epoch = (
+        Augmentation.draw(1000, shift=1, flip=True, seed=0, epoch=epoch, device=torch.device("cpu"))
+        for epoch in (0, 0, 1)
+    )
     assert torch.equal(first.shifts, again.shifts) and first.flips is not None and again.flips is not None
     assert torch.equal(first.flips, again.flips)
     assert not torch.equal(first.shifts, next_epoch.shifts)

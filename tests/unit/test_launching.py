@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_manual import TrainConfig, errors
-from ddp_manual.agent.local import Failed, Launch, check_train_options, copy, from_the_newest
+from ddp_manual.agent.local import Launch, check_train_options, copy, from_the_newest, may_be_mended
 from ddp_manual.errors import PeerLost, Stopped
 from ddp_manual.messages import LONGEST_LINE
 from ddp_manual.run_folder import RunPaths
@@ -20,18 +20,18 @@ from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
 
 
-def failed(code: int) -> Failed:
-    error = PeerLost("rank 1 is gone", why="no last words", next="start it again")
+def failed(code: int) -> PeerLost:
+    error = PeerLost("rank 1 is gone", why="it said nothing", next="start it again")
     error.exit_code = code
-    return Failed(1, error)
+    return error
 
 
 def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
-    again = {code for code in range(1, 129) if failed(code).may_be_mended}
+    again = {code for code in range(1, 129) if may_be_mended(failed(code))}
     assert again == {errors.TrainingFailed.exit_code, errors.PeerGone.exit_code}
-    assert failed(128 + signal.SIGKILL).may_be_mended and failed(128 + signal.SIGSEGV).may_be_mended
+    assert may_be_mended(failed(128 + signal.SIGKILL)) and may_be_mended(failed(128 + signal.SIGSEGV))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        assert not Failed(1, Stopped(number)).may_be_mended
+        assert not may_be_mended(Stopped(number))
 
 
 def test_a_progress_bar_is_shown_while_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,10 +51,6 @@ def test_a_progress_bar_is_shown_while_it_grows(tmp_path: Path, capsys: pytest.C
     asyncio.run(copied())
     assert capsys.readouterr().out.splitlines()[:3] == ["[rank 1] 10%", "[rank 1] 20%", "[rank 1] 30% done"]
     assert (tmp_path / "log").stat().st_size > LONGEST_LINE
-
-
-def test_a_failure_is_described_by_its_identifier_and_message() -> None:
-    assert failed(14).told == "error[peer-lost]: rank 1 is gone"
 
 
 def test_a_failure_that_was_set_aside_keeps_the_number_of_its_attempt(tmp_path: Path) -> None:

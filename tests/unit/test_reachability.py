@@ -131,10 +131,11 @@ def test_failing_pairs_are_named_with_their_direction_and_so_is_a_host_that_did_
     earlier = [keys[0][0] - 1, 0]
     probes.take(keys[8], [[0, "no answer"], [7, "of no host"]])
     probes.take(earlier, [[1, "connection refused"]])
-    assert not probes.over(108.0)
+    assert probes.failing(108.0) is None
     probes.take(keys[0], [])
-    assert probes.over(108.1)
-    error = unreachable(probes.failing)
+    failing = probes.failing(108.1)
+    assert failing is not None
+    error = unreachable(failing)
     assert error.what == "2 of the connections between hosts cannot be made: b -> a, c is silent"
     assert "from 10.0.0.1 (rank 8 on b) to 10.0.0.0:4000 (rank 0 on a): no answer" in error.why
     assert "from 10.0.0.2 (rank 16 on c): said nothing for 8 s" in error.why

@@ -259,13 +259,10 @@ def test_two_ranks_on_one_gpu_are_named_with_its_uuid() -> None:
     ranks = [info(0, "a"), info(1, "a")]
     assert shared_gpu([(rank, has) for rank in ranks], assign_places(ranks)) is None
     ranks[1] = replace(ranks[1], local_rank=0)
-    assert shared_gpu([(rank, has) for rank in ranks]) is None  # rank 0 has not been given its GPU yet
     error = shared_gpu([(rank, has) for rank in ranks], assign_places(ranks))
     assert isinstance(error, DeviceTaken)
     assert error.what == "rank 0 (a, pid 1) and rank 1 (a, pid 1) would share one GPU"
     assert "GPU-1" in error.why
-    ranks[0] = replace(ranks[0], local_rank=0)
-    assert isinstance(shared_gpu([(rank, has) for rank in ranks]), DeviceTaken)
 
 
 def test_two_containers_that_see_the_same_gpu_share_it() -> None:
@@ -305,9 +302,8 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     assert roll_call.admit(info(2, "b"), 1.0, 1.0, 0.0) is True
     assert roll_call.all_here and not roll_call.all_ready
     for rank in (0, 2):
-        roll_call.get_ready(rank, ready())
+        assert roll_call.get_ready(rank, ready()) == []
     assert roll_call.all_ready
-    assert list(roll_call.unfit()) == []
     roll_call.leave(1, "is gone: its process has ended")
     assert not roll_call.all_ready
     assert roll_call.news()["gone"] == ["rank 1 (b, pid 1) is gone: its process has ended"]
@@ -316,46 +312,31 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize("second", [0, 1])
-def test_given_gpus_are_compared_between_ranks_but_not_with_a_rank_itself(second: int) -> None:
+def test_ranks_have_the_gpus_of_the_local_ranks_that_they_were_given(second: int) -> None:
     run = replace(RUN, world_size=2)
     ranks = [info(rank, "a", local, world_size=2) for rank, local in ((0, 0), (1, second))]
     roll_call = roll_call_of(*ranks, run=run)
     for rank in (0, 1):
-        roll_call.get_ready(rank, ready_with("GPU-1", "GPU-2"))
-    unfit = [(rank, type(error)) for rank, error in roll_call.unfit()]
-    if second == 0:
-        assert unfit == [(1, DeviceTaken)]
-        roll_call.leave(1, "has left: it was refused")
-        assert roll_call.admit(replace(ranks[1], local_rank=1), 1.0, 1.0, 0.0) is True
-        roll_call.get_ready(1, ready_with("GPU-1", "GPU-2"))
-        unfit = [(rank, type(error)) for rank, error in roll_call.unfit()]
-    assert unfit == []
-    assert [place.local_rank for place in roll_call.places().values()] == [0, 1]
-    assert roll_call.shared_gpus(roll_call.places()) is None
+        assert roll_call.get_ready(rank, ready_with("GPU-1", "GPU-2")) == []
+    error = roll_call.shared_gpu()
+    assert isinstance(error, DeviceTaken) if second == 0 else error is None
 
 
 def test_a_process_that_replaces_a_rank_is_compared_with_rank_0_too() -> None:
-    """The GPU of the one that has left is free; rank 0's is not."""
-    has = ready_with("GPU-1", "GPU-2")
-    roll_call = roll_call_of(info(0, "a", 0), info(1, "a", 1))
-    roll_call.get_ready(0, has)
-    roll_call.get_ready(1, has)
-    assert list(roll_call.unfit()) == []
+    roll_call = roll_call_of(info(0, "a"), info(1, "a"))
+    for rank in (0, 1):
+        assert roll_call.get_ready(rank, ready()) == []
     roll_call.leave(1, "is gone: its process has ended")
-    assert roll_call.admit(info(2, "a", 1), 1.0, 1.0, 0.0) is True
-    roll_call.get_ready(2, has)
-    assert list(roll_call.unfit()) == []
-    assert roll_call.admit(info(1, "a", 0), 1.0, 1.0, 0.0) is True
-    roll_call.get_ready(1, has)
-    assert [(rank, error.identifier) for rank, error in roll_call.unfit()] == [(1, "device-taken")]
+    assert roll_call.admit(info(1, "a"), 1.0, 1.0, 0.0) is True
+    refused = roll_call.get_ready(1, ready(options={"device": ["cpu", "default"], "backend": ["nccl", "flag"]}))
+    assert [(rank, type(error)) for rank, error in refused] == [(1, ConfigMismatch)]
 
 
 def test_ranks_that_are_ready_before_rank_0_are_compared_once_rank_0_is_ready() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b"))
-    roll_call.get_ready(1, ready())
-    assert list(roll_call.unfit()) == []
-    roll_call.get_ready(0, ready(options={"device": ["cpu", "default"], "backend": ["nccl", "flag"]}))
-    assert [(rank, type(error)) for rank, error in roll_call.unfit()] == [(1, ConfigMismatch)]
+    assert roll_call.get_ready(1, ready()) == []
+    refused = roll_call.get_ready(0, ready(options={"device": ["cpu", "default"], "backend": ["nccl", "flag"]}))
+    assert [(rank, type(error)) for rank, error in refused] == [(1, ConfigMismatch)]
 
 
 def test_a_rank_is_taken_once_the_process_that_holds_it_was_heard_from() -> None:
@@ -392,7 +373,7 @@ def test_the_rank_of_a_process_that_is_gone_is_free() -> None:
 
 def test_once_all_ranks_are_here_a_newcomer_reads_that_no_rank_is_missing() -> None:
     roll_call = roll_call_of(*(info(rank, "a") for rank in range(3)))
-    error = roll_call.taken_rank_0(info(0, "b", pid=9))
+    error = roll_call.admit(info(0, "b", pid=9), 1.0, 1.0, 0.0, false_rank_0=True)
     assert isinstance(error, RankTaken)
     assert error.next.startswith("all ranks are here; to replace rank 0, end that process")
 

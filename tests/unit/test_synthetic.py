@@ -59,11 +59,6 @@ def test_a_count_of_zero_draws_nothing() -> None:
     assert labels.shape == (0,) and labels.dtype == torch.int64
 
 
-def test_a_negative_count_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        draw_digits(-1, seed=1)
-
-
 def test_every_digit_is_drawn_about_equally_often(digits: tuple[Tensor, Tensor]) -> None:
     share = digits[1].bincount(minlength=10) / len(digits[1])
     assert len(share) == 10

@@ -10,16 +10,16 @@ import sys
 from ddp_manual.agent.main import Agent
 from ddp_manual.cli import main
 
-part = Agent._part
+leave_in_order = Agent._leave_in_order
 
 
 async def signalled(self: Agent) -> None:
     if self.spec.rank == 0:
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0.1)  # it is told from the event loop
-    await part(self)
+    await leave_in_order(self)
 
 
 if __name__ == "__main__":
-    Agent._part = signalled  # type: ignore[method-assign]
+    Agent._leave_in_order = signalled  # type: ignore[method-assign]
     main(["train", *sys.argv[1:]])

@@ -90,7 +90,7 @@ def test_a_rank_whose_worker_is_killed_is_named_by_all_ranks(
     for rank in three.ranks:
         error = last_error(rank.err)
         assert error.startswith(f"error[{three.lost}]: {three.name} is gone: SIGKILL\n")
-        assert "SIGKILL ended its worker; no memory cgroup of it has run out of memory\n" in error
+        assert "SIGKILL ended its worker; its memory cgroup has not run out of memory\n" in error
         assert "since memory ran out" not in error and "OOM" not in error
     fault, row = f"SIGKILL of rank {victim} of 3", 17 if victim else 20
     named = "rank, host, pid, signal, last step and phase, on the killed rank too"
