@@ -11,24 +11,14 @@ import json
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from ddp_manual import launchers, signals, terminal
-from ddp_manual.errors import (
-    BackendUnavailable,
-    BadOption,
-    DdpManualError,
-    Stopped,
-    StopSignal,
-    TrainingFailed,
-    stopped_by,
-)
+from ddp_manual import errors, launchers, signals, terminal
 from ddp_manual.options import help_text, option_fields, spelling, value_types
 from ddp_manual.training.config import TrainConfig, require
 from ddp_manual.world_spec import WorldSpec
@@ -45,7 +35,6 @@ CONTEXT = {
 }
 PATH: Any = click.Path(path_type=Path)
 
-
 # The headings of a command's help, and the options below them.
 GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints", "other")
 GROUP_OF = {field.name: field.metadata["group"] for kind in (WorldSpec, TrainConfig) for field in option_fields(kind)}
@@ -56,8 +45,8 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group in GROUPS:
-            parameters = [one for one in self.get_params(ctx) if GROUP_OF.get(one.name or "", "other") == group]
-            if records := [*filter(None, (parameter.get_help_record(ctx) for parameter in parameters))]:
+            options = [option for option in self.get_params(ctx) if GROUP_OF.get(option.name or "", "other") == group]
+            if records := [*filter(None, (option.get_help_record(ctx) for option in options))]:
                 with formatter.section(group.capitalize()):
                     formatter.write_dl(records)
 
@@ -105,7 +94,7 @@ def ddp_manual() -> None:
 )
 @options_of(TrainConfig)
 @options_of(WorldSpec)
-def train(config_file: str | None, **flags: Any) -> None:
+def train(config_file: str | None, **flags: Any) -> int:
     """Run ONE rank: wait for the others, then train together with them.
 
     A value comes from its flag; otherwise from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK,
@@ -120,18 +109,18 @@ def train(config_file: str | None, **flags: Any) -> None:
     if ended.error is None and spec.rank == 0:
         try:
             _say(terminal.result_text(ended.result))
-        except DdpManualError as error:  # the run is complete, whether its result can be printed or not
+        except errors.DdpManualError as error:  # the run is complete, whether its result can be printed or not
             where = ended.result["run_dir"]
             terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, where)
         except click.exceptions.Exit:
             pass
-    _exit(ended.exit_code)
+    return ended.exit_code
 
 
 @ddp_manual.command(cls=GroupedCommand)
 @json_option
 @options_of(WorldSpec)
-def check(as_json: bool, **flags: Any) -> None:
+def check(as_json: bool, **flags: Any) -> int:
     """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
 
     Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
@@ -141,7 +130,7 @@ def check(as_json: bool, **flags: Any) -> None:
 
     report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
     _say(json.dumps(report) if as_json else check.text(report))
-    _exit(FOUND_A_PROBLEM if report["findings"] else 0)
+    return FOUND_A_PROBLEM if report["findings"] else 0
 
 
 @ddp_manual.command(cls=GroupedCommand)
@@ -149,7 +138,7 @@ def check(as_json: bool, **flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; with --watch one a line.")
 @click.option("--stacks", is_flag=True, help="Ask every rank for its Python stacks, to see where a run hangs.")
 @options_of(WorldSpec, only=("master_addr", "master_port", "token_file"))
-def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
+def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> int:
     """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing.
 
     With --watch, the exit code is that of the failure that has ended the run.
@@ -158,22 +147,19 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
 
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     try:
-        with terminal.redrawing(watch and not as_json and sys.stdout.isatty()) as redraw:
-            show = redraw or _say
-            status.watch(
-                spec,
-                lambda seen: show(json.dumps(seen) if as_json else status.text(seen)),
-                again=watch,
-                stacks=stacks,
-            )
-    except DdpManualError as error:
+        redraws = watch and not as_json and sys.stdout.isatty()
+        with terminal.redrawing() if redraws else nullcontext(_say) as show:
+            text = json.dumps if as_json else status.text
+            status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks)
+    except errors.DdpManualError as error:
         if as_json:
             _say(json.dumps({"error": error.as_dict()}))
         raise
-    except StopSignal as stop:  # the usual way to end --watch, and no failure
-        _exit(128 + stop.number)
+    except errors.StopSignal as stop:  # the usual way to end --watch, and no failure
+        return 128 + stop.number
     if watch and not as_json:
         _say("the run has ended: rank 0 is gone")
+    return 0
 
 
 @ddp_manual.command("checkpoints")
@@ -182,7 +168,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> None:
 def list_checkpoints(as_json: bool, folder: Path) -> None:
     """List the checkpoints of the run in DIR, newest first, and whether each is what was written.
 
-    The exit code is 0, also where one is damaged; 15 if there is none.
+    The exit code is 0, also if a checkpoint is damaged; 15 if there is no checkpoint.
     """
     from ddp_manual.tools import checkpoints
 
@@ -270,11 +256,11 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     "--max_restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="How often to start all ranks again, from the newest checkpoint, after one was killed or its training "
+    help="How often to start all ranks again, from the newest checkpoint, after a rank was killed or its training "
     "failed (default: 0).",
 )
 @click.argument("train_options", nargs=-1, type=click.UNPROCESSED)
-def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tuple[str, ...]) -> None:
+def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tuple[str, ...]) -> int:
     """Start NPROC ranks on this machine, each with the TRAIN_OPTIONS after --, and end them together.
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
@@ -286,7 +272,7 @@ def launch(nproc: int, run_dir: str | None, max_restarts: int, train_options: tu
     config = TrainConfig.from_file(flags.pop("config_file"), **given(TrainConfig, flags))
     options = given(WorldSpec, flags)  # and no variables, which another launcher may have left
     spec = WorldSpec(**options, sources=dict.fromkeys(options, "flag"))
-    _exit(local.launch_ranks(nproc, spec, config, train_options, run_dir, max_restarts))
+    return local.launch_ranks(nproc, spec, config, train_options, run_dir, max_restarts)
 
 
 def _say(text: str) -> None:
@@ -300,14 +286,8 @@ def _say(text: str) -> None:
     except OSError as error:
         failed = terminal.stdout_failed(error)
         if error.errno == errno.EPIPE:
-            _exit(BROKEN_PIPE)
+            raise click.exceptions.Exit(BROKEN_PIPE) from error
         raise failed from error
-
-
-def _exit(code: int) -> None:
-    """End the command with this exit code, unless it is 0."""
-    if code:
-        raise click.exceptions.Exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -317,25 +297,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
         with signals.raise_on_stop():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
-    except DdpManualError as error:
-        return _print(error)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 0
-    except click.UsageError as error:
-        return _print(_as_bad_option(error))
-    except click.ClickException as error:
-        return _print(BadOption(error.format_message(), why="click refused it", next="see --help"))
-    except (StopSignal, KeyboardInterrupt) as signalled:
-        return _print_stop(stopped_by(signalled), arguments)
-    except click.Abort:
-        return _print_stop(Stopped(signal.SIGINT), arguments)
-    except ModuleNotFoundError as error:
-        return _print(_as_not_installed(error))
+    except (errors.StopSignal, KeyboardInterrupt, click.Abort) as signalled:
+        ended: errors.DdpManualError = errors.stopped_by(signalled)
+        command = next(iter(sys.argv[1:] if arguments is None else arguments), None)
+        if command not in OF_RANKS:  # nothing has to be started again
+            terminal.say(ended.what)
+            return ended.exit_code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-            return _print(terminal.stdout_failed(error))  # click's own text, of --help
-        return _print(_as_failed(error))
+        ended = _as_ours(error)
+    terminal.print_error(ended)
+    return ended.exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -343,44 +317,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run(arguments))
 
 
-def _print(error: DdpManualError) -> int:
-    terminal.print_error(error)
-    return error.exit_code
-
-
-def _print_stop(stopped: Stopped, arguments: Sequence[str] | None) -> int:
-    """Print what to start again only for a rank; whoever stops another command has seen enough."""
-    command = next(iter(sys.argv[1:] if arguments is None else arguments), None)
-    if command in OF_RANKS:
-        return _print(stopped)
-    with suppress(OSError):
-        click.echo(stopped.what, err=True)
-    return stopped.exit_code
-
-
-def _as_bad_option(error: click.UsageError) -> BadOption:
-    program, arguments = launchers.typed_command()
-    parameter = getattr(error, "param", None)
-    about = getattr(parameter, "help", None) or "the command line has no such option or argument"
-    command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
-    return BadOption(error.format_message().rstrip("."), why=about, next=f"{shlex.join(command)} --help")
-
-
-def _as_failed(error: Exception) -> TrainingFailed:
-    """Describe an error that no code expected, with the end of its traceback."""
-    return TrainingFailed(
+def _as_ours(error: Exception) -> errors.DdpManualError:
+    """Turn what a command has raised into an error that explains itself."""
+    if isinstance(error, errors.DdpManualError):
+        return error
+    if isinstance(error, click.ClickException):
+        program, arguments = launchers.typed_command()
+        about = getattr(getattr(error, "param", None), "help", None)
+        command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
+        return errors.BadOption(
+            error.format_message().rstrip("."),
+            why=about or "the command line has no such option or argument",
+            next=f"{shlex.join(command)} --help",
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision", "psutil", "rich"):
+        return errors.not_installed(error.name)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return terminal.stdout_failed(error)  # click's own text, of --help
+    return errors.TrainingFailed(
         f"{type(error).__name__}: {error}".splitlines()[0],
-        why="".join(traceback.format_exception(error, limit=-10)).rstrip(),
+        why=errors.traceback_of(error),
         next="mend the code or the data that raised it, then try again",
-    )
-
-
-def _as_not_installed(error: ModuleNotFoundError) -> DdpManualError:
-    if error.name not in ("torch", "torchvision", "psutil", "rich"):
-        raise error
-    return BackendUnavailable(
-        f"{error.name} is not installed in this Python",
-        why=f"{sys.executable} cannot import it",
-        next="install this package with what it needs: pip install .\n"
-        "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
     )

@@ -1,44 +1,4 @@
-"""Every way a run can stop, as an exception that explains itself.
-
-    DdpManualError
-    |-- TrainingFailed              1   the user's own code raised
-    |-- BadOption                   2   a flag, a variable or a file name cannot be used
-    |-- RankMissing                10   not everybody came
-    |-- MasterAddressError         11   rank 0's address
-    |   |-- MasterUnresolvable          the name has no address
-    |   |-- MasterRefused               nothing listens there
-    |   |-- MasterUnreachable           no answer: dropped, or no route
-    |   |-- MasterNotAStore             something else listens there
-    |   |-- PortInUse                   rank 0 cannot listen: the port is taken
-    |   |-- AddressNotLocal             rank 0 was started on another host
-    |   `-- LoopbackMaster              a loopback address, and there are other hosts
-    |-- RanksDoNotBelongTogether   12   the ranks were started differently
-    |   |-- WorldSizeMismatch
-    |   |-- ConfigMismatch              other options, or other code
-    |   |-- VersionMismatch             another torch, Python, CUDA or NCCL
-    |   `-- TokenMismatch               no token, or another token
-    |-- RankTaken                  13   this rank is held by another process
-    |-- PeerGone                   14   another rank is gone
-    |   |-- PeerFailed                  it reported an error
-    |   |-- PeerLost                    it vanished without reporting an error
-    |   |-- PeerStalled                 it lives, and the others wait for it in vain
-    |   `-- MasterLost                  it was rank 0
-    |-- RunFilesError              15   what a run keeps on disk
-    |   |-- DiskFull                    a file of the run could not be written
-    |   |-- CheckpointMissing           there is no checkpoint to continue from
-    |   |-- CheckpointCorrupt           a checkpoint is not what was written
-    |   `-- CheckpointMismatch          a checkpoint is of another run
-    |-- DataError                  16   the data set
-    |   |-- DataMissing
-    |   |-- DataCorrupt
-    |   `-- DataDiffers                 between ranks
-    |-- DeviceError                17   the device
-    |   |-- DeviceMissing
-    |   |-- DeviceTaken                 two ranks on one GPU
-    |   |-- BackendUnavailable
-    |   `-- OutOfMemory
-    |-- PeerUnreachable            18   the ranks met but cannot talk to each other
-    `-- Stopped               128 + n   signal n, after leaving in order
+"""Every way a run can stop, as an exception that explains itself, with its identifier and its exit code.
 
 Only ``cli`` turns an error into an exit status.
 """
@@ -48,13 +8,19 @@ from __future__ import annotations
 import copyreg
 import errno
 import signal
+import sys
 import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+TRACEBACK_FRAMES = 10
+EVERY_ERROR: dict[str, type[DdpManualError]] = {}
+"""Identifier -> class."""
 
 
 class DdpManualError(Exception):
@@ -66,8 +32,16 @@ class DdpManualError(Exception):
         next: The command to type or the setting to change. May span lines.
     """
 
-    identifier: ClassVar[str]
-    exit_code: ClassVar[int]
+    identifier: str
+    exit_code: int
+
+    def __init_subclass__(cls, identifier: str | None = None, exit_code: int | None = None) -> None:
+        """Take what the class does not have from its family."""
+        if exit_code is not None:
+            cls.exit_code = exit_code
+        if identifier is not None:
+            cls.identifier = identifier
+            EVERY_ERROR[identifier] = cls
 
     def __init__(self, what: str, *, why: str, next: str) -> None:
         super().__init__(what)
@@ -85,178 +59,73 @@ class DdpManualError(Exception):
 
     def render(self) -> str:
         """Return the three-part text that ends every failing rank's stderr."""
-        return (
-            f"error[{self.identifier}]: {self.what}\n"
-            f"{_hanging('  why:  ', self.why)}\n"
-            f"{_hanging('  next: ', self.next)}"
-        )
+        lines = [f"error[{self.identifier}]: {self.what}"]
+        for label, text in (("  why:  ", self.why), ("  next: ", self.next)):
+            lines.append(textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1))
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, str]:
         """Return the fields that agents tell each other and ``failure-rank<k>.json`` holds."""
         return {"identifier": self.identifier, "what": self.what, "why": self.why, "next": self.next}
 
 
-def _hanging(label: str, text: str) -> str:
-    return textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1)
-
-
-class TrainingFailed(DdpManualError):
-    identifier, exit_code = "training-failed", 1
-
-
-class BadOption(DdpManualError):
-    identifier, exit_code = "bad-option", 2
-
-
-class RankMissing(DdpManualError):
-    identifier, exit_code = "rank-missing", 10
-
-
-class MasterAddressError(DdpManualError):
-    exit_code = 11
-
-
-class MasterUnresolvable(MasterAddressError):
-    identifier = "master-unresolvable"
-
-
-class MasterRefused(MasterAddressError):
-    identifier = "master-refused"
-
-
-class MasterUnreachable(MasterAddressError):
-    identifier = "master-unreachable"
-
-
-class MasterNotAStore(MasterAddressError):
-    identifier = "master-not-a-store"
-
-
-class PortInUse(MasterAddressError):
-    identifier = "port-in-use"
-
-
-class AddressNotLocal(MasterAddressError):
-    identifier = "address-not-local"
-
-
-class LoopbackMaster(MasterAddressError):
-    identifier = "loopback-master"
-
-
-class RanksDoNotBelongTogether(DdpManualError):
-    exit_code = 12
-
-
-class WorldSizeMismatch(RanksDoNotBelongTogether):
-    identifier = "world-size-mismatch"
-
-
-class ConfigMismatch(RanksDoNotBelongTogether):
-    identifier = "config-mismatch"
-
-
-class VersionMismatch(RanksDoNotBelongTogether):
-    identifier = "version-mismatch"
-
-
-class TokenMismatch(RanksDoNotBelongTogether):
-    identifier = "token-mismatch"
-
-
-class RankTaken(DdpManualError):
-    identifier, exit_code = "rank-taken", 13
-
-
-class PeerGone(DdpManualError):
-    exit_code = 14
-
-
-class PeerFailed(PeerGone):
-    identifier = "peer-failed"
-
-
-class PeerLost(PeerGone):
-    identifier = "peer-lost"
-
-
-class PeerStalled(PeerGone):
-    identifier = "peer-stalled"
-
-
-class MasterLost(PeerGone):
-    identifier = "master-lost"
-
-
-class RunFilesError(DdpManualError):
-    exit_code = 15
-
-
-class DiskFull(RunFilesError):
-    identifier = "disk-full"
-
-
-class CheckpointMissing(RunFilesError):
-    identifier = "checkpoint-missing"
-
-
-class CheckpointCorrupt(RunFilesError):
-    identifier = "checkpoint-corrupt"
-
-
-class CheckpointMismatch(RunFilesError):
-    identifier = "checkpoint-mismatch"
-
-
-class DataError(DdpManualError):
-    exit_code = 16
-
-
-class DataMissing(DataError):
-    identifier = "data-missing"
-
-
-class DataCorrupt(DataError):
-    identifier = "data-corrupt"
-
-
-class DataDiffers(DataError):
-    identifier = "data-differs"
-
-
-class DeviceError(DdpManualError):
-    exit_code = 17
-
-
-class DeviceMissing(DeviceError):
-    identifier = "device-missing"
-
-
-class DeviceTaken(DeviceError):
-    identifier = "device-taken"
-
-
-class BackendUnavailable(DeviceError):
-    identifier = "backend-unavailable"
-
-
-class OutOfMemory(DeviceError):
-    identifier = "out-of-memory"
-
-
-class PeerUnreachable(DdpManualError):
-    identifier, exit_code = "peer-unreachable", 18
-
-
-class Stopped(DdpManualError):
+# One line for each error.
+# fmt: off
+class TrainingFailed(DdpManualError, identifier="training-failed", exit_code=1): ...  # the user's own code raised
+class BadOption(DdpManualError, identifier="bad-option", exit_code=2): ...  # a flag, variable or file cannot be used
+class RankMissing(DdpManualError, identifier="rank-missing", exit_code=10): ...  # not everybody came
+
+class MasterAddressError(DdpManualError, exit_code=11): ...  # rank 0's address
+class MasterUnresolvable(MasterAddressError, identifier="master-unresolvable"): ...  # the name has no address
+class MasterRefused(MasterAddressError, identifier="master-refused"): ...  # nothing listens there
+class MasterUnreachable(MasterAddressError, identifier="master-unreachable"): ...  # no answer: dropped, or no route
+class MasterNotAStore(MasterAddressError, identifier="master-not-a-store"): ...  # something else listens there
+class PortInUse(MasterAddressError, identifier="port-in-use"): ...  # rank 0 cannot listen: the port is taken
+class AddressNotLocal(MasterAddressError, identifier="address-not-local"): ...  # rank 0 was started on another host
+class LoopbackMaster(MasterAddressError, identifier="loopback-master"): ...  # and there are other hosts
+
+class RanksDoNotBelongTogether(DdpManualError, exit_code=12): ...  # the ranks were started differently
+class WorldSizeMismatch(RanksDoNotBelongTogether, identifier="world-size-mismatch"): ...
+class ConfigMismatch(RanksDoNotBelongTogether, identifier="config-mismatch"): ...  # other options, or other code
+class VersionMismatch(RanksDoNotBelongTogether, identifier="version-mismatch"): ...  # of torch, Python, CUDA or NCCL
+class TokenMismatch(RanksDoNotBelongTogether, identifier="token-mismatch"): ...  # no token, or another token
+
+class RankTaken(DdpManualError, identifier="rank-taken", exit_code=13): ...  # another process holds this rank
+
+class PeerGone(DdpManualError, exit_code=14): ...  # another rank is gone
+class PeerFailed(PeerGone, identifier="peer-failed"): ...  # another rank reported an error
+class PeerLost(PeerGone, identifier="peer-lost"): ...  # it vanished, and reported no error
+class PeerStalled(PeerGone, identifier="peer-stalled"): ...  # it lives, but others wait for it in vain
+class MasterLost(PeerGone, identifier="master-lost"): ...  # the rank that is gone is rank 0
+
+class RunFilesError(DdpManualError, exit_code=15): ...  # what a run keeps on disk
+class DiskFull(RunFilesError, identifier="disk-full"): ...  # a file of the run could not be written
+class CheckpointMissing(RunFilesError, identifier="checkpoint-missing"): ...  # no checkpoint to continue from
+class CheckpointCorrupt(RunFilesError, identifier="checkpoint-corrupt"): ...  # its bytes are not what was written
+class CheckpointMismatch(RunFilesError, identifier="checkpoint-mismatch"): ...  # it is from another run
+
+class DataError(DdpManualError, exit_code=16): ...  # the data set
+class DataMissing(DataError, identifier="data-missing"): ...
+class DataCorrupt(DataError, identifier="data-corrupt"): ...
+class DataDiffers(DataError, identifier="data-differs"): ...  # between ranks
+
+class DeviceError(DdpManualError, exit_code=17): ...  # the device
+class DeviceMissing(DeviceError, identifier="device-missing"): ...
+class DeviceTaken(DeviceError, identifier="device-taken"): ...  # two ranks on one GPU
+class BackendUnavailable(DeviceError, identifier="backend-unavailable"): ...
+class OutOfMemory(DeviceError, identifier="out-of-memory"): ...
+
+class PeerUnreachable(DdpManualError, identifier="peer-unreachable", exit_code=18): ...  # ranks met, but cannot connect
+# fmt: on
+
+
+class Stopped(DdpManualError, identifier="stopped"):
     """A signal asked this process to stop; the exit code is 128 + its number.
 
     Args:
         where: how far the run got, such as "after step 120".
         why, next: None if no training had begun.
     """
-
-    identifier = "stopped"
 
     def __init__(self, number: int, where: str = "", *, why: str | None = None, next: str | None = None) -> None:
         super().__init__(
@@ -266,7 +135,7 @@ class Stopped(DdpManualError):
             or "start this rank again if the others still wait for it, otherwise all ranks, with a new --run_dir\n"
             "or, if the run had saved a checkpoint: with the same --run_dir and --resume auto",
         )
-        self.exit_code = 128 + number  # type: ignore[misc]  # the only code that is not fixed per class
+        self.exit_code = 128 + number  # the only code that is not fixed per class
 
 
 def signal_name(number: int) -> str:
@@ -287,17 +156,9 @@ class StopSignal(BaseException):
         self.number = number
 
 
-def stopped_by(signalled: StopSignal | KeyboardInterrupt, *, next: str | None = None) -> Stopped:
+def stopped_by(signalled: BaseException, *, next: str | None = None) -> Stopped:
     """Return the error for a signal; Python raises KeyboardInterrupt where no handler is set."""
     return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT, next=next)
-
-
-def every_error() -> dict[str, type[DdpManualError]]:
-    """Return identifier -> class, for every class that has an identifier."""
-    kinds = [DdpManualError]
-    for kind in kinds:  # which grows while it is walked
-        kinds += kind.__subclasses__()
-    return {kind.identifier: kind for kind in kinds if "identifier" in vars(kind)}
 
 
 def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManualError:
@@ -306,12 +167,26 @@ def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManual
     Args:
         exit_code: if it is not that of the class, as with Stopped.
     """
-    kind = every_error().get(fields.get("identifier", ""), PeerFailed)
+    kind = EVERY_ERROR.get(fields.get("identifier", ""), PeerFailed)
     error = kind.__new__(kind)
     DdpManualError.__init__(error, fields.get("what", ""), why=fields.get("why", ""), next=fields.get("next", ""))
     if exit_code is not None:
-        error.exit_code = exit_code  # type: ignore[misc]
+        error.exit_code = exit_code
     return error
+
+
+def not_installed(package: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"{package} is not installed in this Python",
+        why=f"{sys.executable} cannot import it",
+        next="install this package with what it needs: pip install .\n"
+        "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
+    )
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the end of an exception's traceback, for the ``why`` of an error that no code expected."""
+    return "".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ IDENTITY_VARIABLES = {
     "master_port": "MASTER_PORT",
 }
 
-# Variables of one launcher that would mislead a rank which another launcher starts below it.
+# Variables of one launcher that would mislead the ranks that another launcher starts below it.
 LAUNCHER_VARIABLES = (
     *IDENTITY_VARIABLES.values(),
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
@@ -57,6 +57,17 @@ def identity(option: str) -> str | int | None:
         ) from None
 
 
+def _count(variable: str) -> int:
+    """Return the whole number that a variable holds; 0 if it holds none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _listed(*variables: str) -> str:
+    """Return ``RANK=0, WORLD_SIZE=2``, without variables that are not set."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
+
+
 def host_name() -> str:
     return os.uname().nodename
 
@@ -71,10 +82,10 @@ def host_id() -> str:
     return "/".join(parts)
 
 
-def agent_store_serves(master_addr: str, master_port: int) -> bool:
-    """Return whether torchrun's agent hosts a TCPStore at that address, so that rank 0 is a client too.
+def torchrun_store_at(master_addr: str, master_port: int) -> bool:
+    """Return whether torchrun hosts a TCPStore at that address, so that rank 0 is a client too.
 
-    Like torch, trust the variable only for the address that the agent exported beside it.
+    Like torch, trust the variable only for the address that torchrun exported beside it.
     """
     return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -85,11 +96,10 @@ def agent_store_serves(master_addr: str, master_port: int) -> bool:
 
 def restart_count() -> int:
     """Return how often torchrun has restarted this group; keys of an earlier roll call may still be in its store."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdigit() else 0
+    return _count("TORCHELASTIC_RESTART_COUNT")
 
 
-def agent_identity() -> str | None:
+def torchrun_identity() -> str | None:
     """Identify the torchrun process that started this rank, across its restarts; None without torchrun.
 
     TORCHELASTIC_RUN_ID does not: it is "none" unless the user chooses one, and may be chosen again another day.
@@ -113,19 +123,17 @@ def launcher_hosts(world_size: int) -> str | None:
     Variables of a whole batch job are not read, since many runs in a job use a single host; nor are torchrun's, which
     is often tried with two agents on one host.
     """
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
-    if nodes.isdigit() and int(nodes) > 1:
-        return f"SLURM_STEP_NUM_NODES={nodes}"
-    here, total = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("LOCAL_SIZE", "SIZE"))
-    if here.isdigit() and total == str(world_size) and int(here) < world_size:
-        return f"OMPI_COMM_WORLD_LOCAL_SIZE={here} of OMPI_COMM_WORLD_SIZE={total}"
+    if _count("SLURM_STEP_NUM_NODES") > 1:
+        return _listed("SLURM_STEP_NUM_NODES")
+    here, total = "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"
+    if 0 < _count(here) < _count(total) == world_size:
+        return f"{_listed(here)} of {_listed(total)}"
     return None
 
 
-def agent_variables() -> str:
-    """Return the variables that point to the store of torchrun's agent, as they are set here."""
-    names = ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
-    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+def torchrun_variables() -> str:
+    """Return the variables that point to torchrun's store, as they are set here."""
+    return _listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def token(token_file: str | None) -> bytes | None:
@@ -172,22 +180,25 @@ def legacy_store_requested() -> bool:
 
 
 @contextmanager
-def _changed(wanted: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables while the body runs; None unsets one."""
+def _changed(wanted: Mapping[str, str | None], **usual: str) -> Iterator[None]:
+    """Set these variables while the body runs; a value of None unsets the variable.
+
+    Args:
+        usual: values for variables that are not set.
+    """
+    wanted = {**wanted, **{name: os.environ.get(name, value) for name, value in usual.items()}}
     before = {name: os.environ.get(name) for name in wanted}
-    _put(wanted)
+
+    def put(values: Mapping[str, str | None]) -> None:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in values.items() if value is not None})
+
+    put(wanted)
     try:
         yield
     finally:
-        _put(before)
-
-
-def _put(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        put(before)
 
 
 _set_by_us: dict[str, str] = {}
@@ -217,13 +228,11 @@ def set_rank_variables(
             "MASTER_PORT": str(store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-    if interface is not None:
-        # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
-        for variable, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-            wanted[variable] = os.environ.get(variable, value)
+    # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
+    usual = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
     if launched_as() is None:
         _set_by_us.update(wanted)
-    with _changed(wanted):
+    with _changed(wanted, **usual):
         try:
             yield
         finally:
@@ -232,11 +241,11 @@ def set_rank_variables(
 
 def launched_as() -> str | None:
     """Return ``RANK=0, WORLD_SIZE=2`` where a launcher started this process as one of several ranks, otherwise None."""
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-    several = found["RANK"] and found["WORLD_SIZE"].isdigit() and int(found["WORLD_SIZE"]) > 1
-    if not several or found.items() <= _set_by_us.items():
+    names = ("RANK", "WORLD_SIZE")
+    if not os.environ.get("RANK") or _count("WORLD_SIZE") < 2:
         return None
-    return ", ".join(f"{name}={value}" for name, value in found.items())
+    set_here = all(_set_by_us.get(name) == os.environ[name] for name in names)
+    return None if set_here else _listed(*names)
 
 
 def chosen_interfaces(backend: str) -> tuple[list[str], str]:
@@ -263,7 +272,9 @@ def reserved_port() -> Iterator[int]:
 def brief_name_lookups() -> Iterator[None]:
     """Keep a thread that looks up its first name in the body from asking a name server; where torch would print a
     warning about that, allow one attempt of 1 s."""
-    with _changed({"RES_OPTIONS": "attempts:0" if torch_is_quiet() else "timeout:1 attempts:1"}):
+    # A script may have imported torch, with warnings in torch's C++ log, before it calls us.
+    quiet = os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
+    with _changed({"RES_OPTIONS": "attempts:0" if quiet else "timeout:1 attempts:1"}):
         yield
 
 
@@ -271,22 +282,14 @@ def brief_name_lookups() -> Iterator[None]:
 def wandb_files_below(folder: Path) -> Iterator[None]:
     """Keep wandb's files, such as images not uploaded yet, below ``folder`` instead of the user's home, unless the
     user's variables say where."""
-    wanted = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
-    with _changed({name: os.environ.get(name, value) for name, value in wanted.items()}):
+    usual = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
+    with _changed({}, **usual):
         yield
-
-
-def torch_is_quiet() -> bool:
-    """Return whether torch's C++ log omits warnings; it does not in a script that imports torch before it calls us."""
-    return os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
 
 
 def cpu_threads(local_world_size: int) -> int:
     """Return the threads for one of ``local_world_size`` ranks: OMP_NUM_THREADS, otherwise its share of the cores."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    return max(1, usable_cores() // local_world_size)
+    return _count("OMP_NUM_THREADS") or max(1, usable_cores() // local_world_size)
 
 
 def malloc_is_tuned() -> bool:
@@ -323,8 +326,7 @@ def clean_variables(threads_shared_by: int) -> Iterator[None]:
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
     threads = str(cpu_threads(threads_shared_by))
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
-    there = {name: os.environ.get(name, value) for name, value in usual.items()}
-    with _changed({**there, **dict.fromkeys(LAUNCHER_VARIABLES)}):
+    with _changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual):
         yield
 
 

@@ -19,7 +19,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
@@ -244,7 +244,7 @@ class RunInfo:
         return _ip_address(self.address).is_loopback
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Place:
     """A rank's place among the hosts of the run."""
 
@@ -370,10 +370,6 @@ class Steps(list[Step]):
         """End the step that was begun last."""
         step.outcome, step.detail = outcome, detail
         step.seconds = time.monotonic() - self._began
-
-    def extend_from(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Add the worker's steps, which it sends as dictionaries."""
-        self.extend(Step(**step) for step in steps)
 
     def as_dicts(self) -> list[dict[str, Any]]:
         return [asdict(step) for step in self]

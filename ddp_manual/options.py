@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,12 @@ from ddp_manual.errors import BadOption
 T = TypeVar("T")
 
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# Name of a bound, what is said of a value that violates it, what is said of a value that may be chosen, and the test.
+BOUNDS = (
+    ("minimum", "below", "at least", operator.lt),
+    ("above", "not above", "above", operator.le),
+    ("maximum", "above", "at most", operator.gt),
+)
 
 
 def option(
@@ -115,12 +122,9 @@ def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return "is not a finite number"
-    if limits["minimum"] is not None and value < limits["minimum"]:
-        return f"is below {limits['minimum']}"
-    if limits["above"] is not None and value <= limits["above"]:
-        return f"is not above {limits['above']}"
-    if limits["maximum"] is not None and value > limits["maximum"]:
-        return f"is above {limits['maximum']}"
+    for name, complaint, _, is_violated in BOUNDS:
+        if limits[name] is not None and is_violated(value, limits[name]):
+            return f"is {complaint} {limits[name]}"
     return None
 
 
@@ -134,11 +138,7 @@ def _meant(field: dataclasses.Field[Any], value: Any) -> str:
 def _wanted(limits: Mapping[str, Any]) -> str:
     if limits["choices"] is not None:
         return f"is one of {', '.join([*limits['choices'], *limits['forms']])}"
-    bounds = [
-        f"is {word} {limits[name]}"
-        for name, word in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
-        if limits[name] is not None
-    ]
+    bounds = [f"is {word} {limits[name]}" for name, _, word, _ in BOUNDS if limits[name] is not None]
     return " and ".join(bounds) or "is a finite number"
 
 

@@ -44,9 +44,9 @@ def unused_run_dir(run_id: str) -> str:
     return next(name for name in names if not os.path.exists(name))
 
 
-def run_dir_of_agent(agent: str) -> str:
+def torchrun_run_dir(torchrun: str) -> str:
     """Return ``runs/torchrun-<digest>``, the same for all ranks of one torchrun, also after it restarts them."""
-    return os.path.join("runs", f"torchrun-{hashlib.sha256(agent.encode()).hexdigest()[:8]}")
+    return os.path.join("runs", f"torchrun-{hashlib.sha256(torchrun.encode()).hexdigest()[:8]}")
 
 
 def in_a_file_name(dataset: str) -> str:
@@ -55,19 +55,6 @@ def in_a_file_name(dataset: str) -> str:
     if name == re.sub("^folder:", "folder-", dataset):
         return name
     return f"{name}-{hashlib.sha256(dataset.encode(errors='surrogateescape')).hexdigest()[:8]}"
-
-
-@dataclass
-class RunFolder:
-    """Where the files of a run go.
-
-    Args:
-        path: None until the ranks have agreed on it, or if the run keeps no files.
-        of_join: the folder they agreed on when they met.
-    """
-
-    path: Path | None = None
-    of_join: Path | None = None
 
 
 class _Named:
@@ -232,12 +219,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         DiskFull, BadOption: the folder cannot take the file.
     """
     with writing(path, "--run_dir"):
-        replace_file(path, content)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Do what ``write_bytes`` does, but raise OSError."""
-    replace_files({path: content})
+        replace_files({path: content})
 
 
 def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
@@ -245,34 +227,25 @@ def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in contents}
     try:
         for path, content in contents.items():
-            _write(path, temporary[path], [content] if isinstance(content, bytes) else content)
+            try:
+                with open(temporary[path], "wb") as file:
+                    file.writelines([content] if isinstance(content, bytes) else content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                error.filename = error.filename or str(path)  # only open() names the file
+                raise
         for path in contents:
             os.replace(temporary[path], path)
-            _flush_names(path.parent)
+            # A renamed file keeps its new name after a crash only once its folder is on disk too.
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     finally:
         for left in temporary.values():
             left.unlink(missing_ok=True)
-
-
-def _write(path: Path, temporary: Path, pieces: Iterable[bytes]) -> None:
-    try:
-        with open(temporary, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if error.filename is None:  # only open() names the file
-            error.filename = str(path)
-        raise
-
-
-def _flush_names(folder: Path) -> None:
-    """Put the names in a folder on disk: a renamed file keeps its new name after a crash only then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def unfinished(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -303,7 +276,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def keep_json_lines(path: Path, wanted: Callable[[Any], bool]) -> None:
-    """Drop the lines of a ``.jsonl`` file that are not ``wanted``, and one that a kill cut off."""
+    """Drop the lines of a ``.jsonl`` file that are not ``wanted``, and a line that a kill cut off."""
     if not path.exists():
         return
     kept = []

@@ -18,7 +18,7 @@ from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.run_folder import RunPaths
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 LOGGER = logging.getLogger("ddp_manual")
 COLOURS = (36, 33, 32, 35, 34, 31)
@@ -31,15 +31,11 @@ Say = Callable[[str], None]
 """Shows a line to the person at this rank's terminal."""
 
 
-class _CurrentStderr(logging.StreamHandler):  # type: ignore[type-arg]
+class _CurrentStderr(logging.Handler):
     """Looks up sys.stderr for each line, since a progress bar replaces it while it is drawn."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):  # type: ignore[no-untyped-def]
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
 
 
 def tag(rank: int) -> str:
@@ -48,13 +44,9 @@ def tag(rank: int) -> str:
 
 def log_to_stderr(rank: int | None) -> None:
     """Send this package's log lines to stderr, tagged with the rank if there is one; a second call changes the tag."""
-    for handler in LOGGER.handlers:
-        if isinstance(handler, _CurrentStderr):
-            break
-    else:
-        handler = _CurrentStderr()
-        LOGGER.addHandler(handler)
-        LOGGER.propagate = False
+    handler = next((found for found in LOGGER.handlers if isinstance(found, _CurrentStderr)), _CurrentStderr())
+    LOGGER.addHandler(handler)
+    LOGGER.propagate = False
     handler.setFormatter(logging.Formatter("%(message)s" if rank is None else f"{tag(rank)} %(message)s"))
     LOGGER.setLevel(logging.INFO)
 
@@ -77,16 +69,14 @@ def log(line: str) -> None:
 
 def say(line: str) -> None:
     """Print a line on stderr, unless its reader has gone."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def print_error(error: DdpManualError) -> None:
     """Print the error that ends this process; the exit code also says it, in case the terminal is gone."""
-    with suppress(OSError):
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # show the cursor, which an interrupted progress bar left hidden
-        print(error.render(), file=sys.stderr, flush=True)
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # an interrupted progress bar leaves it hidden
+    say(show_cursor + error.render())
 
 
 def result_text(summary: Mapping[str, Any]) -> str:
@@ -149,60 +139,48 @@ class RankOutput:
 
 
 class ProgressLines:
-    """Progress as lines of the log; if not ``shown``, as nothing, since rank 0 speaks for all ranks."""
+    """Shows how training goes: as a bar with the last line beside it, otherwise as lines of the log, or not at all."""
 
-    def __init__(self, *, shown: bool = True) -> None:
+    def __init__(self, bar: Progress | None = None, *, shown: bool = True) -> None:
+        self._bar = bar
         self._shown = shown
 
     def advance(self) -> None:
         """Count a step."""
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
 
     def say(self, line: str) -> None:
-        """Tell how training goes, every so many steps."""
-        if self._shown:
+        """Show a line, every so many steps."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=line)
+        elif self._shown:
             LOGGER.info("%s", line)
 
 
-class ProgressBar(ProgressLines):
-    """Progress as a bar on stderr with the last line beside it."""
-
-    def __init__(self, drawn: Progress, task: TaskID) -> None:
-        super().__init__()
-        self._drawn = drawn
-        self._task = task
-
-    def advance(self) -> None:
-        self._drawn.advance(self._task)
-
-    def say(self, line: str) -> None:
-        self._drawn.update(self._task, description=line)
-
-
 @contextmanager
-def progress(total_steps: int, *, done: int, bar: bool, lines: bool = True) -> Iterator[ProgressLines]:
-    """Show progress over ``total_steps``, of which some are ``done``, as a ``bar`` on stderr or as lines."""
-    if not bar:
-        yield ProgressLines(shown=lines)
+def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLines]:
+    """Show progress over ``total_steps``, of which some are ``done``: on a terminal as a bar, otherwise as lines.
+
+    Args:
+        shown: only on rank 0, which speaks for all ranks.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield ProgressLines(shown=shown)
         return
     # rich takes 0.05 s to import, so only processes that draw import it.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        yield ProgressBar(drawn, drawn.add_task("", total=total_steps, completed=done))
-
-
-def on_a_terminal() -> bool:
-    return sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task("", total=total_steps, completed=done)
+        yield ProgressLines(bar)
 
 
 @contextmanager
-def redrawing(wanted: bool) -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that replaces the text on the terminal; None if that is not ``wanted``."""
-    if not wanted:
-        yield None
-        return
+def redrawing() -> Iterator[Say]:
+    """Yield a function that replaces the text on the terminal."""
     from rich.live import Live
     from rich.text import Text
 

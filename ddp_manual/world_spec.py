@@ -122,8 +122,8 @@ class WorldSpec(Options):
 
     @property
     def agent_store(self) -> bool:
-        """Whether torchrun's agent hosts the store, so that rank 0 is a client like the others."""
-        return launchers.agent_store_serves(self.master_addr, self.master_port)
+        """Whether torchrun hosts the store, so that rank 0 is a client like the others."""
+        return launchers.torchrun_store_at(self.master_addr, self.master_port)
 
     @property
     def alone(self) -> bool:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ddp_manual.messages import Progress
-from ddp_manual.run_folder import RunFolder
 from ddp_manual.signals import Requests
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
@@ -32,7 +31,8 @@ def alone() -> Iterator[World]:
             rendezvous_seconds=0.0,
             host_leader=0,
             progress=Progress(),
-            _folder=RunFolder(),
+            run_dir=None,
+            run_dir_of_join=None,
             _store=None,
             _roster=[{"rank": 0, "host": "here"}],
             _requests=Requests(),

@@ -24,14 +24,13 @@ def run_agent(program: str, arguments: Sequence[str]) -> None:
 
 def run_worker(change: Callable[[], None]) -> None:
     """Run the worker, and call ``change`` before it loads anything else."""
-    from ddp_manual import worker
-    from ddp_manual.worker import process
+    from ddp_manual import signals, worker
 
-    die_with_parent = process.die_with_parent
+    die_with_parent = signals.die_with_parent
 
     def born(parent: int) -> None:
         die_with_parent(parent)
         change()
 
-    process.die_with_parent = born
+    signals.die_with_parent = born
     runpy.run_path(str(Path(str(worker.__file__)).with_name("__main__.py")), run_name="__main__")

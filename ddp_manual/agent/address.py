@@ -254,7 +254,7 @@ async def _connected(spec: WorldSpec) -> AsyncIterator[tuple[asyncio.StreamReade
         # torchrun's agent listens before it starts any rank: if nothing listens, there is no torchrun.
         raise BadOption(
             f"variables of another launcher say that its agent hosts the store at {where}, but nothing listens there",
-            why="; ".join([launchers.agent_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
+            why="; ".join([launchers.torchrun_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
             next="unset TORCHELASTIC_USE_AGENT_STORE RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT\n"
             "then start every rank again, with flags",
         ) from None

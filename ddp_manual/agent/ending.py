@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by
+from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by, traceback_of
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 
 
@@ -58,7 +57,7 @@ class Ending:
         if not isinstance(error, DdpManualError):
             error = MasterLost(
                 f"the agent of rank {self._rank} broke",
-                why="".join(traceback.format_exception(error, limit=-5)).rstrip(),
+                why=traceback_of(error),
                 next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
             )
         self._done.set_exception(error)

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import tasks
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.worker_process import LOOK_EVERY, Worker, check_torch_is_installed
+from ddp_manual.agent.worker_process import LOOK_EVERY, PROGRAM, Worker, check_torch_is_installed
 from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, PeerGone, Stopped, TrainingFailed
 from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_LINE
@@ -33,7 +33,6 @@ from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
-FORKER = Path(__file__).parent.parent / "worker" / "forker.py"
 # Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
 # options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.
 MENDED_BY_A_RESTART = (TrainingFailed.exit_code, PeerGone.exit_code)
@@ -228,7 +227,7 @@ async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
 
 
 class Forker:
-    """The process that imports torch, and then forks each worker: see ``worker/forker.py``."""
+    """The process that imports torch, and then forks each worker: see ``worker/__main__.py``."""
 
     def __init__(self, nproc: int) -> None:
         self._nproc = nproc
@@ -238,7 +237,7 @@ class Forker:
         self._control, theirs = socket.socketpair()
         with theirs, launchers.clean_variables(self._nproc):
             self._process = start_python(
-                FORKER, [theirs.fileno()], [f"ranks={self._nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
+                PROGRAM, [theirs.fileno()], [f"ranks={self._nproc}"], stdin=subprocess.DEVNULL, start_new_session=True
             )
 
     def start_again(self) -> None:

@@ -24,7 +24,7 @@ from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
-from ddp_manual.messages import Beat, Place, RunInfo, Steps, Verdict, last_words
+from ddp_manual.messages import Beat, Place, RunInfo, Step, Steps, Verdict, last_words
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -200,7 +200,7 @@ class Agent:
             if self.worker.take_beat(message["beat"]):
                 self._send_beat()
         elif "ready" in message:
-            self.steps.extend_from(message.get("steps", []))
+            self.steps += [Step(**step) for step in message.get("steps", [])]
             if not self._ready.done():
                 self._ready.set_result(message["ready"])
             self._send({"ready": message["ready"]})

@@ -23,7 +23,7 @@ from typing import Any
 
 from ddp_manual import signals
 from ddp_manual.agent.connection import Connection
-from ddp_manual.errors import BackendUnavailable, DdpManualError, signal_name
+from ddp_manual.errors import DdpManualError, not_installed, signal_name
 from ddp_manual.launchers import start_python
 from ddp_manual.messages import LONGEST_ANSWER, Beat, last_words
 
@@ -287,12 +287,7 @@ class ScriptWorker(Worker):
 def check_torch_is_installed() -> None:
     """Raise BackendUnavailable before a worker is started in vain."""
     if find_spec("torch") is None:
-        raise BackendUnavailable(
-            "torch is not installed in this Python",
-            why="it is looked for where this Python keeps its packages",
-            next="install this package with what it needs: pip install .\n"
-            "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
-        )
+        raise not_installed("torch")
 
 
 def start_process(rank: int, world_size: int) -> Worker:

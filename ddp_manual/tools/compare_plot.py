@@ -34,7 +34,7 @@ def write_plot(comparison: Comparison, path: Path) -> None:
     content = io.BytesIO()
     figure.savefig(content, format=form, dpi=100)
     with writing(path, "--plot"):
-        run_folder.replace_file(path, content.getvalue())
+        run_folder.replace_files({path: content.getvalue()})
 
 
 def _draw(comparison: Comparison, figure: Figure) -> None:

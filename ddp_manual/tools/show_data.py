@@ -49,7 +49,7 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
     source.prepare([part])
     split = source.load(part)
     with writing(out, "--out"):
-        run_folder.replace_file(out, image_grid(split, count=count))
+        run_folder.replace_files({out: image_grid(split, count=count)})
     if sys.stdout.isatty():
         _draw(split, count)
     counts = torch.bincount(split.labels, minlength=len(split.classes)).tolist()

@@ -345,10 +345,10 @@ def with_torchrun_run_dir(config: TrainConfig) -> TrainConfig:
     The folder is named after the torchrun process that has started this rank, so the ranks that it starts again after
     a failure find the checkpoints of the attempt before. Another torchrun has another folder.
     """
-    agent = launchers.agent_identity()
-    if config.resume != AUTO or config.run_dir is not None or agent is None:
+    torchrun = launchers.torchrun_identity()
+    if config.resume != AUTO or config.run_dir is not None or torchrun is None:
         return config
-    return dataclasses.replace(config, run_dir=run_folder.run_dir_of_agent(agent))
+    return dataclasses.replace(config, run_dir=run_folder.torchrun_run_dir(torchrun))
 
 
 def check_run_dir(config: TrainConfig) -> None:

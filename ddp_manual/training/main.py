@@ -148,9 +148,8 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
             )
             steps, done = plan.steps(trainer.position), trainer.position.step
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
-            requests = until_finished.enter_context(world.noting_signals())
-            bar = on_rank_0 and terminal.on_a_terminal()
-            with terminal.progress(steps, done=done, bar=bar, lines=on_rank_0) as lines:
+            requests = until_finished.enter_context(world.collect_signals())
+            with terminal.progress(steps, done=done, shown=on_rank_0) as lines:
                 while not trainer.ended:
                     asked = trainer.train_epoch(requests, lines)
                     if not plan.epoch_ended(trainer.position):

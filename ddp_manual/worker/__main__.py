@@ -1,17 +1,66 @@
-"""What an agent starts: ``python .../ddp_manual/worker CHANNEL FAULTS PARENT rank=K of=N``."""
+"""The program of a worker: ``python .../ddp_manual/worker CHANNEL FAULTS PARENT rank=K of=N``, as an agent starts it.
 
+``launch`` starts ``python .../ddp_manual/worker CONTROL PARENT ranks=N``, which imports torch once and then forks each
+worker. A request is a byte on the inherited socket CONTROL with four descriptors: the worker's channel to its agent,
+the pipe for faults, stdout and stderr. When the socket closes, that process ends, and its children with it.
+"""
+
+import gc
+import os
+import signal
+import socket
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    channel, faults, parent = map(int, sys.argv[1:4])
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
-    from ddp_manual.worker import process
 
-    process.leave_stacks_in(faults)
-    process.leave_signals_to_the_agent()
-    process.die_with_parent(parent)
+from ddp_manual import signals
 
-    from ddp_manual.worker.task import main
 
-    main(channel)
+def serve_forks(control: socket.socket) -> tuple[int, ...]:
+    """Fork for each request and return its descriptors in the child; end this process when the socket is closed."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+        if not request:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.fork() == 0:
+            control.close()
+            return tuple(descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def become_forked_worker(parent: int, faults: int, out: int, err: int) -> None:
+    """Make this fork of ``parent`` a process like a worker that has started a Python of its own."""
+    os.setsid()
+    signals.die_with_parent(parent)
+    for number, descriptor in ((1, out), (2, err)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # The parent's streams may have another encoding, and unwritten output in their buffers.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    signals.write_stacks_to(faults)
+    # Unseeded random numbers differ between ranks.
+    sys.modules["torch"].seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+if __name__ == "__main__":
+    *descriptors, parent = (int(word) for word in sys.argv[1:] if word.isdigit())
+    forks = len(descriptors) == 1
+    if not forks:
+        signals.write_stacks_to(descriptors[1])
+    signals.leave_signals_to_the_agent()
+    signals.die_with_parent(parent)
+
+    from ddp_manual.worker import task  # imports torch
+
+    if forks:
+        gc.freeze()
+        parent = os.getpid()
+        descriptors[:] = serve_forks(socket.socket(fileno=descriptors[0]))
+        become_forked_worker(parent, *descriptors[1:])
+    task.main(descriptors[0])

@@ -17,10 +17,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, terminal
-from ddp_manual.errors import DdpManualError, Stopped, from_dict
+from ddp_manual import launchers, signals, terminal
+from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.training import own_code
-from ddp_manual.worker import process
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
@@ -72,10 +71,14 @@ def joined(
     check_none_open()
     launchers.token(spec.token_file)  # complain here, since the agent could not
     with ExitStack() as undo:
-        _restore_at_the_end(undo)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with suppress(ValueError, OSError):  # rank 0's worker hosts torch's store, to which each rank connects
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        undo.enter_context(terminal.log_as_found())
         terminal.log_to_stderr(spec.rank)
         reporter = _start_agent(spec, run_dir, command, undo)
-        reporter.on_exit = lambda status: _exit(reporter, tell, status)
+        reporter.tell_before_exit = tell
         rank = Rank(reporter, spec, reporter.wait("start")["start"])
         ended: SystemExit | Stopped | None = None
         with rank.live({}) as world:
@@ -86,9 +89,9 @@ def joined(
                     raise
                 ended = exit  # a script that ends with exit code 0 has done its work
             except Stopped as stopped:
-                ended = rank.stopped = stopped
+                ended = stopped
         reporter.over = True  # the agent ends once it knows
-        rank.send_result()
+        rank.send_result(None, ended if isinstance(ended, Stopped) else None)
     if ended is not None:
         raise ended
 
@@ -100,9 +103,9 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
         agent = launchers.start_python(AGENT, [theirs.fileno(), reading], stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
-    undo.callback(process.leave_no_stacks, was_enabled=faulthandler.is_enabled())
+    undo.callback(signals.write_no_stacks, was_enabled=faulthandler.is_enabled())
     undo.callback(_await_end, agent)  # while stacks can still be written: the agent may be about to ask for them
-    process.leave_stacks_in(writing)
+    signals.write_stacks_to(writing)
     program, arguments = launchers.typed_command()
     script = launchers.program_file()
     attach = {
@@ -127,20 +130,3 @@ def _await_end(agent: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         agent.kill()
         agent.wait()
-
-
-def _restore_at_the_end(undo: ExitStack) -> None:
-    """Raise the limit of open files, and restore that and the log configuration at the end."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-    with suppress(ValueError, OSError):  # rank 0's worker hosts torch's store, to which each rank connects
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    undo.enter_context(terminal.log_as_found())
-
-
-def _exit(reporter: Reporter, tell: Callable[[DdpManualError], None] | None, status: int) -> None:
-    """End this process, whose main thread is blocked, with the exit code that says why."""
-    verdict = reporter.verdict
-    if tell is not None and verdict is not None:
-        tell(from_dict(verdict, status))
-    process.end_process(status)

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,30 +17,17 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from ddp_manual import launchers
-from ddp_manual.errors import (
-    DdpManualError,
-    OutOfMemory,
-    PeerGone,
-    PeerLost,
-    Stopped,
-    StopSignal,
-    TrainingFailed,
-    from_dict,
-    stopped_by,
-)
+from ddp_manual import errors, launchers
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words
-from ddp_manual.run_folder import RunFolder
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
-from ddp_manual.worker.process_group import first_line, is_broken_collective, is_opened_twice
+from ddp_manual.worker.process_group import first_line, is_broken_collective
 from ddp_manual.worker.reporter import Reporter, raised_at
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
 
-TRACEBACK_FRAMES = 10
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
 VERDICT_WITHIN = 4.0
 LEAVE_WITHIN = 70.0
@@ -59,11 +45,6 @@ class Rank:
         self.reporter = reporter
         self.spec = spec
         self.steps = Steps()
-        self.result: Any = None
-        """What the agent is told that came of the run."""
-        self.stopped: Stopped | None = None
-        """Set where all ranks stopped after the same step. That is not a failure: they leave in order."""
-        self._alone = bool(start.get("alone"))
         self._start = start
 
     @contextmanager
@@ -83,21 +64,10 @@ class Rank:
             try:
                 device, backend, store = self._get_ready(own_code)
                 placed = self.reporter.wait("place")
-                place = Place(**placed["place"])
-                address, port = ("", 0) if self._alone else placed["store"]
-                variables = (self.spec.world_size, self.spec.rank, place, address, port, placed.get("interface"))
                 closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-                closing.enter_context(launchers.set_rank_variables(*variables))
-                pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
-                if not self._alone:
-                    with self.steps.step("process group") as step:
-                        store = store or process_group.open_store(address, port)
-                        process_group.open_process_group(store, self.spec.rank, self.spec.world_size, backend, pinned)
-                        step.detail = f"{backend} on {pinned}"
-                    if self.spec.rank == 0:
-                        store.set("ddp_manual/roster", json.dumps(placed["roster"]))
-                yield self._world(place, placed, pinned, backend, store, closing)
-                self._leave(pinned)
+                world = self._meet(placed, device, backend, store, closing)
+                yield world
+                self._leave(world.device)
             except BaseException as error:
                 cause = self._conclude(error)
                 if cause is error:
@@ -115,9 +85,8 @@ class Rank:
         process_group.check_none_open()
         store, where = None, []
         if address := self._start.get("store_address"):
-            listener = process_group.listen_for_store(address)
-            where = [address, listener.getsockname()[1]]
-            store = process_group.open_store(address, where[1], listener)
+            store = process_group.open_store(address)
+            where = [address, store.port]
         ready = Ready(
             pid=os.getpid(),
             device=device,
@@ -136,30 +105,42 @@ class Rank:
         self.steps.clear()
         return device, backend, store
 
-    def _world(
-        self,
-        place: Place,
-        placed: Mapping[str, Any],
-        device: torch.device,
-        backend: str,
-        store: TCPStore | None,
-        closing: ExitStack,
+    def _meet(
+        self, placed: Mapping[str, Any], device: str, backend: str, store: TCPStore | None, closing: ExitStack
     ) -> World:
-        run = placed["run"]
+        """Pin the device and open the process group, at the place that the agent has told."""
+        spec, place, run, alone = self.spec, Place(**placed["place"]), placed["run"], bool(self._start.get("alone"))
+        address, port = ("", 0) if alone else placed["store"]
+        variables = (spec.world_size, spec.rank, place, address, port, placed.get("interface"))
+        closing.enter_context(launchers.set_rank_variables(*variables))
+        pinned = devices.pin(spec.rank, device, place.local_rank, place.local_world_size)
+        host, roster = launchers.host_name(), placed["roster"]
+        if alone:  # so that no coordinator has made the roster
+            versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
+            only = {"rank": 0, "host": host, "pid": os.getpid(), "device": str(pinned), "versions": versions}
+            roster = [only]
+        else:
+            with self.steps.step("process group") as step:
+                store = store or process_group.open_store(address, port)
+                process_group.open_process_group(store, spec.rank, spec.world_size, backend, pinned)
+                step.detail = f"{backend} on {pinned}"
+            if spec.rank == 0:
+                store.set("ddp_manual/roster", json.dumps(roster))
         path = Path(run["run_dir"]) if run["run_dir"] else None
         world = World(
-            spec=self.spec,
-            rank=self.spec.rank,
-            world_size=self.spec.world_size,
-            device=device,
-            backend="none" if self._alone else backend,
-            host=launchers.host_name(),
+            spec=spec,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            device=pinned,
+            backend="none" if alone else backend,
+            host=host,
             run_id=run["run_id"],
-            rendezvous_seconds=0.0 if self._alone else time.monotonic() - self._start["started"],
+            rendezvous_seconds=0.0 if alone else time.monotonic() - self._start["started"],
             progress=self.reporter.progress,
-            _folder=RunFolder(path, path),
+            run_dir=path,
+            run_dir_of_join=path,
             _store=store,
-            _roster=placed["roster"] or [_describe_only_rank(device)],
+            _roster=roster,
             _requests=self.reporter.requests,
             _tell=self.reporter.send,
             _own_process=self.reporter.own_process,
@@ -167,7 +148,7 @@ class Rank:
             **vars(place),
         )
         self.reporter.progress.phase = RUNNING  # a person's own script may leave it at that
-        if not self._alone:
+        if not alone:
             logger.info(
                 "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
                 *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
@@ -188,10 +169,10 @@ class Rank:
             with suppress(TimeoutError):
                 self.reporter.wait("over", LEAVE_WITHIN)
 
-    def send_result(self) -> None:
-        """Tell the agent that this rank has left, which ends its part."""
-        stopped = {"stopped": last_words(self.stopped)} if self.stopped is not None else {}
-        self.reporter.send({"done": self.result, **stopped})
+    def send_result(self, result: Any, stopped: errors.Stopped | None) -> None:
+        """Tell the agent what came of the run, or that all ranks stopped after the same step; this rank has left."""
+        words = {"stopped": last_words(stopped)} if stopped is not None else {}
+        self.reporter.send({"done": result, **words})
 
     def tell(self, error: BaseException) -> None:
         """Tell the agent, once, that ``error`` ends this rank."""
@@ -208,53 +189,47 @@ class Rank:
             self.tell(error)
         if self.reporter.own_process:
             return error
-        with suppress(TimeoutError, DdpManualError):
+        with suppress(TimeoutError, errors.DdpManualError):
             self.reporter.wait("verdict", VERDICT_WITHIN)
         self.reporter.send({"noticed": True})
         verdict = self.reporter.verdict
         if verdict is None or verdict["own"]:
             return error
-        cause = from_dict(verdict, verdict["exit_code"])
-        return cause if isinstance(cause, PeerGone) else error
+        cause = errors.from_dict(verdict, verdict["exit_code"])
+        return cause if isinstance(cause, errors.PeerGone) else error
 
 
-def _describe_only_rank(device: torch.device) -> dict[str, Any]:
-    """Make the roster's entry for the rank of a ``--no_ddp`` run; otherwise rank 0's coordinator makes the roster."""
-    versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
-    host, pid = launchers.host_name(), os.getpid()
-    return {"rank": 0, "host": host, "pid": pid, "device": str(device), "versions": versions}
-
-
-def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> DdpManualError:
+def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> errors.DdpManualError:
     """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
 
     Args:
         after_a_signal: what to do next if a signal ended the rank; None: what Stopped says.
     """
-    if isinstance(error, DdpManualError):
+    if isinstance(error, errors.DdpManualError):
         return error
-    if isinstance(error, (StopSignal, KeyboardInterrupt)):
-        return stopped_by(error, next=after_a_signal)
+    if isinstance(error, (errors.StopSignal, KeyboardInterrupt)):
+        return errors.stopped_by(error, next=after_a_signal)
     where = f"rank {rank} on {launchers.host_name()}"
     if isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemory(
+        return errors.OutOfMemory(
             f"{where} ran out of GPU memory",
             why=first_line(error),
             next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
         )
     if is_broken_collective(error):
-        return PeerLost(
+        return errors.PeerLost(
             f"rank {rank} lost its connection to another rank",
             why=f"a collective broke: {first_line(error)}",
             next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
         )
-    failed = TrainingFailed(
+    opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
+    failed = errors.TrainingFailed(
         f"{where}: {first_line(error)}",
-        why="".join(traceback.format_exception(error, limit=-TRACEBACK_FRAMES)).rstrip(),
+        why=errors.traceback_of(error),
         next="leave init_process_group out: the process group is open, and is closed at the end"
-        if is_opened_twice(error)
+        if opened_twice
         else "mend the code or the data that raised it, then start all ranks again",
     )
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code & 0xFF:
-        failed.exit_code = error.code & 0xFF  # type: ignore[misc]
+        failed.exit_code = error.code & 0xFF
     return failed

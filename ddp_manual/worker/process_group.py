@@ -47,14 +47,8 @@ def check_none_open() -> None:
         )
 
 
-def listen_for_store(address: str) -> socket.socket:
-    """Listen for torch's store on rank 0, at this IP address only."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=4096)
-
-
-def open_store(address: str, port: int, listener: socket.socket | None = None) -> TCPStore:
-    """Connect to torch's store at rank 0's address; with a ``listener``, which it takes over, host the store.
+def open_store(address: str, port: int | None = None) -> TCPStore:
+    """Connect to torch's store at rank 0's address; without a port, host it there, and at no other address.
 
     torch looks up the name of every peer of a store, only for its log, and a name server that does not answer would
     delay all ranks. After the first look-up that fails, torch asks no more in that process
@@ -70,9 +64,13 @@ def open_store(address: str, port: int, listener: socket.socket | None = None) -
             why="USE_LIBUV=0 is set; it asks for the legacy store, which listens on all addresses",
             next="unset USE_LIBUV",
         )
-    listening = listener.detach() if listener is not None else None
     how: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": False, "use_libuv": True}
-    how |= {"is_master": listening is not None, "master_listen_fd": listening, "timeout": CONNECT_TIMEOUT}
+    how |= {"is_master": port is None, "timeout": CONNECT_TIMEOUT}
+    if port is None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=4096)
+        port = listener.getsockname()[1]
+        how["master_listen_fd"] = listener.detach()
     try:
         with launchers.brief_name_lookups():
             return ThreadPoolExecutor(1).submit(TCPStore, address, port, **how).result()
@@ -102,7 +100,7 @@ def open_process_group(store: TCPStore, rank: int, world_size: int, backend: str
         )
         total = torch.ones(1, device=device)
         dist.all_reduce(total)
-        counted = round(total.item())
+        answered = round(total.item())
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -118,7 +116,7 @@ def open_process_group(store: TCPStore, rank: int, world_size: int, backend: str
             next="open all TCP ports between the hosts, or name the interface that connects them:\n"
             f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME=<interface>",
         ) from error
-    assert counted == world_size, f"{counted} ranks answered the first all-reduce, not {world_size}"
+    assert answered == world_size, f"{answered} ranks answered the first all-reduce, not {world_size}"
     set_timeout(COLLECTIVE_TIMEOUT)
 
 
@@ -134,29 +132,25 @@ def close_process_group(device: torch.device, *, all_finished: bool) -> bool:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own
-            _close(all_finished=all_finished)
+            if all_finished and dist.get_backend() == "gloo":
+                # gloo's two threads may still hold the last all-reduce that DDP began inside a backward pass, and with
+                # it a Python object. If they release it while the interpreter ends, the process aborts (seen in 3 of
+                # 80 runs under load). A thread that has begun a barrier has released it.
+                with suppress(RuntimeError):
+                    for _ in range(2):
+                        dist.barrier()
+            dist.destroy_process_group()
         except BaseException as error:
             failed.append(error)
 
+    if not dist.is_initialized():
+        return True
     closing = threading.Thread(target=close, name="ddp_manual closing", daemon=True)
     closing.start()
     closing.join(CLOSE_WITHIN)
     if failed:
         raise failed[0]
     return not closing.is_alive()
-
-
-def _close(*, all_finished: bool) -> None:
-    if not dist.is_initialized():
-        return
-    if all_finished and dist.get_backend() == "gloo":
-        # gloo's two threads may still hold the last all-reduce that DDP began inside a backward pass, and with it a
-        # Python object. If they release it while the interpreter ends, the process aborts (seen in 3 of 80 runs under
-        # load). A thread that has begun a barrier has released it.
-        with suppress(RuntimeError):
-            for _ in range(2):
-                dist.barrier()
-    dist.destroy_process_group()
 
 
 def is_broken_collective(error: BaseException | None) -> bool:
@@ -166,11 +160,6 @@ def is_broken_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def is_opened_twice(error: BaseException) -> bool:
-    """Return whether torch raised this because a process group is open already."""
-    return isinstance(error, ValueError) and "default process group twice" in str(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -8,25 +8,27 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import itertools
+import logging
 import math
 import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from ddp_manual import terminal
-from ddp_manual.errors import from_dict
+from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
-from ddp_manual.signals import Requests
-from ddp_manual.worker import process
+from ddp_manual.signals import SAVE, Requests
 from ddp_manual.worker.process_group import collectives_begun, innermost_frame
 
 # Seconds.
@@ -35,6 +37,8 @@ LOOK_EVERY = 0.25
 LOOK_WHILE_SAVING = 0.02
 # For a message that is being sent when the channel is closed.
 SENT_WITHIN = 1.0
+# For a terminal or a pipe that nobody may read.
+FLUSH_WITHIN = 0.3
 
 # What the place of a thread is read from: a wait in a collective, a debugger's prompt (pdb's, IPython's or that of
 # code.interact()), and files of libraries, which are not the user's program.
@@ -73,10 +77,10 @@ class Reporter:
         """Whether the training thread has failed and is closing what is open."""
         self.over = False
         """Whether this rank has left the run, so that the agent may end."""
-        self.on_exit: Callable[[int], None] = lambda status: None
-        """Called in the reporter's thread with an exit code when the agent asks a person's own script to end."""
-        self._channel = channel
+        self.tell_before_exit: Callable[[DdpManualError], None] | None = None
+        """Called in the reporter's thread with why the agent has it end a person's own script, which is blocked."""
         self.own_process = own_process
+        self._channel = channel
         _open.add(channel)
         self._reader = LineReader(LONGEST_ANSWER)
         self._turn = threading.Lock()
@@ -144,7 +148,7 @@ class Reporter:
             while True:
                 if selector.select(LOOK_WHILE_SAVING if self._ending else LOOK_EVERY) and not self._read():
                     break
-                if self._ending and not self._busy:
+                if self._ending and not (self.progress.saving or self.unwinding):  # so that nothing would be lost
                     self._ending = False
                     self.send({"may_end": True})
                 now = time.monotonic()
@@ -153,11 +157,6 @@ class Reporter:
                     self.send_beat()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    @property
-    def _busy(self) -> bool:
-        """Whether this process would lose something if it were ended now."""
-        return self.progress.saving or self.unwinding
 
     def _read(self) -> bool:
         """Take the agent's messages; return False if the agent is gone."""
@@ -169,30 +168,28 @@ class Reporter:
             self._take(message)
         return bool(data)
 
-    def _fall_silent(self) -> None:
-        """Write out what this process has printed so far, then print no more: the agent has the last word."""
-        terminal.LOGGER.disabled = True
-        if self.own_process:  # the user's own threads, or torch, may still print
-            process.flush_briefly()
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), 1)
-                os.dup2(nowhere.fileno(), 2)
-
     def _take(self, message: dict[str, Any]) -> None:
         self._said.update(dict.fromkeys(message, message))
         self._agent_spoke.set()
         if "stop" in message:
-            self.requests.request_stop(int(message["stop"]))
+            self.requests.add(int(message["stop"]))
         if "save" in message:
-            self.requests.request_save()
-        if "quiet" in message:
-            self._fall_silent()
+            self.requests.add(SAVE)
+        if "quiet" in message:  # the agent has the last word
+            terminal.LOGGER.disabled = True
+            if self.own_process:  # the user's own threads, or torch, may still print
+                flush_briefly()
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), 1)
+                    os.dup2(nowhere.fileno(), 2)
             self.send({"quiet": True})
         if "end" in message:
-            self._ending = self._busy
-            self.send({"may_end": not self._ending})
+            self._ending = True
+            self.send({"may_end": False})  # until the thread has looked what would be lost
         if "exit" in message:
-            self.on_exit(int(message["exit"]))
+            if self.tell_before_exit is not None and self.verdict is not None:
+                self.tell_before_exit(from_dict(self.verdict, int(message["exit"])))
+            end_process(int(message["exit"]))
 
 
 class Whereabouts(NamedTuple):
@@ -208,29 +205,22 @@ class Whereabouts(NamedTuple):
 
 def whereabouts(thread: int) -> Whereabouts:
     """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends."""
-    frame = innermost_frame(thread)
-    if frame is None:
+    innermost = innermost_frame(thread)
+    if innermost is None:
         return Whereabouts()
-    called: FrameType | None = frame
-    while called is not None:
-        name = (os.path.basename(called.f_code.co_filename), called.f_code.co_name)
-        if name in _PROMPTS:
-            return Whereabouts(place=_below_the_debugger(called), debugging=True)
-        called = called.f_back
-    inside = any(part in frame.f_code.co_filename for part in _IN_TORCH) or _waits(frame.f_code, frame.f_lasti)
-    return Whereabouts(inside, _own_line(frame))
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+    for depth, frame in enumerate(frames):
+        if (_file(frame), frame.f_code.co_name) in _PROMPTS:
+            below = itertools.dropwhile(lambda frame: _file(frame) in _DEBUGGERS, frames[depth:])
+            return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
+    in_torch = any(part in innermost.f_code.co_filename for part in _IN_TORCH)
+    return Whereabouts(in_torch or _waits(innermost.f_code, innermost.f_lasti), _own_line(frames))
 
 
-def _below_the_debugger(frame: FrameType) -> str:
-    while frame.f_back is not None and os.path.basename(frame.f_code.co_filename) in _DEBUGGERS:
-        frame = frame.f_back
-    return _own_line(frame)
-
-
-def _own_line(frame: FrameType) -> str:
-    while frame.f_back is not None and _is_library(frame):
-        frame = frame.f_back
-    return _line(frame, frame.f_lineno)
+def _own_line(frames: Sequence[FrameType]) -> str:
+    """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame."""
+    own = next((frame for frame in frames if not _is_library(frame)), frames[-1])
+    return _line(own, own.f_lineno)
 
 
 def raised_at(error: BaseException) -> str:
@@ -239,8 +229,12 @@ def raised_at(error: BaseException) -> str:
     return own[-1] if own else ""
 
 
+def _file(frame: FrameType) -> str:
+    return os.path.basename(frame.f_code.co_filename)
+
+
 def _line(frame: FrameType, number: int) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
+    return f"{_file(frame)}:{number} in {frame.f_code.co_name}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -260,3 +254,22 @@ def _waits(code: CodeType, instruction: int) -> bool:
 def _is_library(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     return "site-packages" in name or any(part in name for part in _LIBRARIES)
+
+
+def flush_briefly() -> None:
+    """Write what is still in buffers, but do not wait for a reader that is gone."""
+
+    def flush() -> None:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_WITHIN)
+
+
+def end_process(status: int) -> None:
+    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
+    flush_briefly()
+    os._exit(status)

@@ -6,6 +6,7 @@ ends it. The error that ends a rank comes back in a file, and the parent raises 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -15,30 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
-from ddp_manual import launchers, signals, terminal
-from ddp_manual.errors import (
-    BadOption,
-    DdpManualError,
-    PeerGone,
-    PeerLost,
-    Stopped,
-    StopSignal,
-    TrainingFailed,
-    signal_name,
-)
+from ddp_manual import errors, launchers, signals, terminal
 from ddp_manual.options import option_fields
 from ddp_manual.training import own_code
 from ddp_manual.worker.join import joined
 from ddp_manual.worker.main import as_ours
-from ddp_manual.worker.process import end_process
+from ddp_manual.worker.reporter import end_process
 from ddp_manual.world_spec import WorldSpec
 
 # The options that spawn decides: every rank is on this machine, and they are numbered in the order they are started.
@@ -91,7 +81,7 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
     known = [field.name for field in option_fields(WorldSpec) if field.name not in DECIDED]
     for name in options:
         if name not in known:
-            raise BadOption(
+            raise errors.BadOption(
                 f"spawn takes no {name}",
                 why=f"it decides {', '.join(DECIDED)}; options are {', '.join(known)}",
                 next=f"leave {name} out" + ("; how many ranks there are is nprocs" if name == "world_size" else ""),
@@ -101,8 +91,24 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
     """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
-    _check_function(train_fn)
-    if type(nprocs) is not int or nprocs < 1:
+    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    name = function.__qualname__ if isinstance(function, FunctionType) else ""
+    main = sys.modules["__main__"]
+    is_importable = getattr(main, "__spec__", None) or os.path.exists(getattr(main, "__file__", None) or "")
+    new_python = "each rank is a new Python, which finds a function"
+    if not callable(train_fn):
+        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
+        why = "each rank calls train_fn(world, *args)"
+        next = "give a function, by its name and without calling it"
+    elif "<" in name:
+        what = f"spawn cannot start {name}"
+        why = f"{new_python} by the name it has in its module; this one has none"
+        next = "write it as a def at the top level of a module, and give what it needs by args"
+    elif name and function.__module__ == "__main__" and not is_importable:
+        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
+        why = f"{new_python} in a file, and cannot see what was typed here"
+        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
+    elif type(nprocs) is not int or nprocs < 1:
         what = f"nprocs {nprocs!r} is not a number of ranks"
         why = "spawn starts that many processes, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() starts a rank per GPU"
@@ -120,33 +126,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         next = "give a tuple: args=(value,)"
     else:
         return
-    raise BadOption(what, why=why, next=next)
-
-
-def _check_function(train_fn: Callable[..., object]) -> None:
-    """Raise BadOption where a new Python could not find the function that each rank is to call."""
-    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
-    name = function.__qualname__ if isinstance(function, FunctionType) else ""
-    if not callable(train_fn):
-        what = f"train_fn is {type(train_fn).__name__}, which cannot be called"
-        why = "each rank calls train_fn(world, *args)"
-        next = "give a function, by its name and without calling it"
-    elif "<" in name:
-        what = f"spawn cannot start {name}"
-        why = "each rank is a new Python, which finds a function by the name it has in its module; this one has none"
-        next = "write it as a def at the top level of a module, and give what it needs by args"
-    elif name and function.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
-        what = f"spawn cannot start {name}, which was typed into a notebook or at a prompt"
-        why = "each rank is a new Python, which finds a function in a file, and cannot see what was typed here"
-        next = f"write it to a file beside the notebook (%%writefile training.py), then: from training import {name}"
-    else:
-        return
-    raise BadOption(what, why=why, next=next)
-
-
-def _is_importable(main: ModuleType) -> bool:
-    """Tell whether the program that runs is a file or a module, which a new Python can import too."""
-    return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
+    raise errors.BadOption(what, why=why, next=next)
 
 
 def _name(train_fn: Callable[..., object]) -> str:
@@ -154,207 +134,99 @@ def _name(train_fn: Callable[..., object]) -> str:
 
 
 def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tuple[Any, ...], folder: Path) -> None:
-    ranks: list[_Rank] = []
+    ranks: list[RankProcess] = []
     try:
         with signals.defer_stop(), launchers.clean_variables(len(specs)):  # so that each rank started is listed
             for spec in specs:
-                ranks.append(_start(spec, train_fn, args, RankReport(folder, spec.rank)))
-        with signals.ignore_save(instead=ranks[0].signal):  # which tells the others
-            failed = _wait(ranks)
-    except StopSignal as stop:
-        with suppress(StopSignal):  # a second signal: they are ended below
-            _stop_in_order(ranks, stop.number)
-        raise _stopped(ranks, stop.number) from None
+                rank = RankProcess(spec, train_fn, args, folder)
+                rank.start()
+                ranks.append(rank)
+        with signals.ignore_save(instead=ranks[0].send_signal):  # which tells the others
+            failed = _wait_for_failure(ranks)
+    except errors.StopSignal as stop:
+        raise _stop_in_order(ranks, stop.number) from None
     finally:
         with signals.defer_stop():
-            _end(ranks)
+            for number, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, math.inf)):
+                for rank in ranks:
+                    rank.send_signal(number, to_its_group=True)
+                _wait_for_all(ranks, grace)
     if failed is not None:
-        raise _conclude(failed, ranks, _name(train_fn)) from failed.report.read(CAUSE)
+        raise _conclude(failed, ranks, _name(train_fn)) from failed.read(CAUSE)
 
 
-def _wait(ranks: Sequence[_Rank]) -> _Rank | None:
+def _wait_for_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
     """Wait until all ranks have ended, or until LEAVE_WITHIN seconds after the first of them has failed.
 
     Returns:
         The rank to blame: the first to fail whose exit code does not say that it lost another rank. If all of them say
         so, the first that failed. None if all ranks ended with 0.
     """
-    failed: list[_Rank] = []
-    deadline = float("inf")
+    failed: list[RankProcess] = []
+    deadline = math.inf
     running = list(ranks)
     while running and time.monotonic() < deadline:
-        for rank in list(running):
-            status = rank.exit_code
-            if status is None:
-                continue
-            running.remove(rank)
-            if status != 0:
-                failed.append(rank)
-                deadline = min(deadline, time.monotonic() + LEAVE_WITHIN)
         time.sleep(LOOK_EVERY)
-    return next((rank for rank in failed if rank.exit_code != PeerGone.exit_code), failed[0]) if failed else None
+        running = [rank for rank in ranks if rank.exitcode is None]
+        failed += [rank for rank in ranks if rank.exitcode and rank not in failed]
+        if failed:
+            deadline = min(deadline, time.monotonic() + LEAVE_WITHIN)
+    return next((rank for rank in failed if rank.exitcode != errors.PeerGone.exit_code), failed[0]) if failed else None
 
 
-def _stop_in_order(ranks: Sequence[_Rank], number: int) -> None:
-    """Pass a signal on, once, and let the ranks end by themselves; a second signal is raised again."""
-    running = [rank for rank in ranks if rank.exit_code is None]
+def _wait_for_all(ranks: Sequence[RankProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY)
+
+
+def _stop_in_order(ranks: Sequence[RankProcess], number: int) -> errors.Stopped:
+    """Pass a signal on, once, let the ranks end by themselves, and return how far they say they were.
+
+    A second signal ends the wait, and the caller ends the ranks.
+    """
+    running = [rank for rank in ranks if rank.exitcode is None]
     if running:
         terminal.say("stopping; a second signal ends all ranks at once")
-    for rank in running:
-        rank.signal(number)
-    began = time.monotonic()
-    while any(rank.exit_code is None for rank in ranks) and time.monotonic() < began + STOP_WITHIN:
-        try:
-            time.sleep(LOOK_EVERY)
-        except StopSignal:
-            if time.monotonic() - began > signals.ONCE_WITHIN:
-                raise
-
-
-def _end(ranks: Sequence[_Rank]) -> None:
-    """End all processes: SIGTERM, then SIGKILL."""
-    for number, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, float("inf"))):
-        for rank in ranks:
-            rank.end(number)
-        deadline = time.monotonic() + grace
-        while any(rank.exit_code is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY)
-
-
-def _start(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], report: RankReport) -> _Rank:
-    """Start one rank, which receives signals only once it can handle them."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=become, args=(spec, train_fn, args, report), name=f"rank {spec.rank}"
-    )
-    try:
-        with signals.block_in_children(BLOCKED_AT_START):
-            process.start()
-    except Exception as error:  # whatever the copying of an argument raises
-        if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
-            raise SystemExit(UNGUARDED) from None  # this is a rank that is importing the script
-        raise BadOption(
-            f"{_name(train_fn)} and its args cannot be copied to the ranks",
-            why=f"{type(error).__name__}: {error}",
-            next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
-        ) from error
-    return _Rank(process, report)
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank leaves for its parent, each kind in its own file, which the parent reads when the rank has ended."""
-
-    folder: Path
-    rank: int
-
-    def write(self, kind: str, content: object) -> None:
-        with suppress(Exception):  # of the user's own class, when it is copied
-            self._file(kind).write_bytes(ForkingPickler.dumps(content))
-
-    def read(self, kind: str) -> Any:
-        """Return what was written; None if nothing was, or if the user's own class cannot be rebuilt."""
-        with suppress(Exception):
-            return ForkingPickler.loads(self._file(kind).read_bytes())
-
-    def write_error(self, error: DdpManualError, cause: BaseException | None = None) -> None:
-        """Write why this rank ends, and the user's own exception if that is the reason."""
-        # For the case that the error cannot be copied, such as a subclass in the user's code.
-        self.write(ERROR, TrainingFailed(error.what, why=error.why, next=error.next))
-        self.write(ERROR, error)
-        self.write(CAUSE, cause)
-
-    def _file(self, kind: str) -> Path:
-        return self.folder / f"{kind}-rank{self.rank}"
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """A rank's process as its parent sees it."""
-
-    process: SpawnProcess
-    report: RankReport
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code of the process, negative after a signal; None while it runs.
-
-        multiprocessing's sentinel does not tell, since processes that the rank has forked hold it open.
-        """
-        return self.process.exitcode
-
-    def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def end(self, number: int) -> None:
-        if self.exit_code is None:
-            try:
-                os.killpg(self.pid, number)
-            except ProcessLookupError:  # it does not lead a group yet
-                self.signal(number)
-
-
-def _stopped(ranks: Sequence[_Rank], number: int) -> Stopped:
-    """Return how far the ranks say they were, otherwise that they were stopped."""
-    said = [error for rank in ranks if isinstance(error := rank.report.read(ERROR), Stopped)]
+    with suppress(errors.StopSignal):
+        for rank in running:
+            rank.send_signal(number)
+        _wait_for_all(ranks, STOP_WITHIN)
+    said = [error for rank in ranks if isinstance(error := rank.read(ERROR), errors.Stopped)]
     why = "spawn got the signal, and passed it on to all ranks"
-    return said[0] if said else Stopped(number, why=why, next=START_AGAIN)
+    return said[0] if said else errors.Stopped(number, why=why, next=START_AGAIN)
 
 
-def _conclude(rank: _Rank, ranks: Sequence[_Rank], name: str) -> DdpManualError:
+def _conclude(rank: RankProcess, ranks: Sequence[RankProcess], name: str) -> errors.DdpManualError:
     """Return why the rank that failed first has failed."""
-    status = rank.exit_code
+    status = rank.exitcode
     assert status is not None
-    who = f"rank {rank.report.rank} (pid {rank.pid})"
-    errors = {other.report.rank: error for other in ranks if (error := other.report.read(ERROR)) is not None}
+    who = f"rank {rank.spec.rank} (pid {rank.pid})"
+    told = {other.spec.rank: error for other in ranks if (error := other.read(ERROR)) is not None}
     if status < 0:
-        return PeerLost(
-            f"{who} was killed by {signal_name(-status)}",
-            why="\n".join(f"rank {number} said: {error.what}" for number, error in errors.items())
+        return errors.PeerLost(
+            f"{who} was killed by {errors.signal_name(-status)}",
+            why="\n".join(f"rank {number} said: {error.what}" for number, error in told.items())
             or "it reported no error",
             next="if nobody killed it, look at the last lines of its agent\nthen start the script again",
         )
-    began = rank.report.read(BEGAN)
-    if status == UNGUARDED and not began and rank.report.rank not in errors:
-        return BadOption(
+    began = rank.read(BEGAN)
+    if status == UNGUARDED and not began and rank.spec.rank not in told:
+        return errors.BadOption(
             "spawn was called by a rank while it imported the script",
             why="each rank is a new Python that imports the script, and so comes to the call of spawn itself",
             next='put the call of spawn below a line: if __name__ == "__main__":',
         )
     return (
-        errors.get(rank.report.rank)
-        or next(iter(errors.values()), None)
-        or TrainingFailed(
+        told.get(rank.spec.rank)
+        or next(iter(told.values()), None)
+        or errors.TrainingFailed(
             f"{who} ended with exit code {status} "
             + ("and reported no error" if began else f"before it could call {name}"),
             why="its last lines on stderr say why" if began else "it imports the script first, and that failed",
             next="correct what they say, then start the script again",
         )
     )
-
-
-def become(spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], report: RankReport) -> None:
-    """Live as a rank in a new process, as long as the parent lives, and in a session of its own, since the parent
-    passes on the terminal's Ctrl-C."""
-    os.setsid()
-    threading.Thread(target=_end_without_parent, name="ddp_manual parent", daemon=True).start()
-    with signals.raise_on_stop(), signals.ignore_save():
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
-            report.write(BEGAN, True)
-            with joined(spec, command=COMMAND, tell=report.write_error) as world:
-                train_fn(world, *args)
-        except BaseException as error:
-            if isinstance(error, SystemExit) and not error.code:
-                return
-            ours = as_ours(spec.rank, error, after_a_signal=START_AGAIN)
-            report.write_error(ours, None if ours is error else error)
-            end_process(ours.exit_code)
 
 
 def _end_without_parent() -> None:
@@ -365,3 +237,78 @@ def _end_without_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(WITHOUT_PARENT)
     end_process(128 + signal.SIGTERM)
+
+
+class RankProcess(SpawnProcess):
+    """A rank's process: a new Python, as the parent sees it and, in ``run``, as it lives.
+
+    Each kind of what the rank leaves for its parent is in a file of its own. ``exitcode`` tells that the process has
+    ended, but its sentinel does not, since processes that the rank has forked hold the sentinel open.
+    """
+
+    def __init__(self, spec: WorldSpec, train_fn: Callable[..., object], args: tuple[Any, ...], folder: Path) -> None:
+        super().__init__(name=f"rank {spec.rank}")
+        self.spec = spec
+        self.train_fn = train_fn
+        self.train_args = args
+        self.folder = folder
+
+    def start(self) -> None:
+        """Start the process, which receives signals only once it can handle them."""
+        try:
+            with signals.block_in_children(BLOCKED_AT_START):
+                super().start()
+        except Exception as error:  # whatever the copying of an argument raises
+            if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
+                raise SystemExit(UNGUARDED) from None  # this is a rank that is importing the script
+            raise errors.BadOption(
+                f"{_name(self.train_fn)} and its args cannot be copied to the ranks",
+                why=f"{type(error).__name__}: {error}",
+                next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
+            ) from error
+
+    def run(self) -> None:
+        """Live as a rank, as long as the parent lives, and in a session of its own, since the parent passes on the
+        terminal's Ctrl-C."""
+        os.setsid()
+        threading.Thread(target=_end_without_parent, name="ddp_manual parent", daemon=True).start()
+        with signals.raise_on_stop(), signals.ignore_save():
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
+                self.write(BEGAN, True)
+                with joined(self.spec, command=COMMAND, tell=self.write_error) as world:
+                    self.train_fn(world, *self.train_args)
+            except BaseException as error:
+                if isinstance(error, SystemExit) and not error.code:
+                    return
+                ours = as_ours(self.spec.rank, error, after_a_signal=START_AGAIN)
+                self.write_error(ours, None if ours is error else error)
+                end_process(ours.exit_code)
+
+    def write(self, kind: str, content: object) -> None:
+        with suppress(Exception):  # of the user's own class, when it is copied
+            self._file(kind).write_bytes(ForkingPickler.dumps(content))
+
+    def read(self, kind: str) -> Any:
+        """Return what was written; None if nothing was, or if the user's own class cannot be rebuilt."""
+        with suppress(Exception):
+            return ForkingPickler.loads(self._file(kind).read_bytes())
+
+    def write_error(self, error: errors.DdpManualError, cause: BaseException | None = None) -> None:
+        """Write why this rank ends, and the user's own exception if that is the reason."""
+        # For the case that the error cannot be copied, such as a subclass in the user's code.
+        self.write(ERROR, errors.TrainingFailed(error.what, why=error.why, next=error.next))
+        self.write(ERROR, error)
+        self.write(CAUSE, cause)
+
+    def _file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-rank{self.spec.rank}"
+
+    def send_signal(self, number: int, *, to_its_group: bool = False) -> None:
+        assert self.pid is not None
+        if self.exitcode is None:
+            try:
+                (os.killpg if to_its_group else os.kill)(self.pid, number)
+            except ProcessLookupError:
+                if to_its_group:  # it does not lead a group yet
+                    self.send_signal(number)

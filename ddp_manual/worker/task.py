@@ -1,33 +1,46 @@
-"""What a worker that its agent has started does as one rank: train, or measure for ``check``."""
+"""What a worker that its agent has started does as one rank: train, or measure the process group for ``check``."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import socket
+import statistics
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from ddp_manual import terminal
+import torch
+import torch.distributed as dist
+
+from ddp_manual import signals, terminal
 from ddp_manual.errors import Stopped
+from ddp_manual.messages import Steps
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import check_own_code, train_as_agreed
-from ddp_manual.worker import process
 from ddp_manual.worker.main import Rank
-from ddp_manual.worker.measure import check
 from ddp_manual.worker.process_group import import_dynamo
 from ddp_manual.worker.reporter import Reporter
+from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
-# Here, so that a worker has it before it joins, and ``launch``'s forker before it forks.
+# Up to this many ranks all pairs are measured; with more ranks, only rank 0 with each other rank.
+ALL_PAIRS_UP_TO = 16
+SIZES = {1 << 10: 20, 1 << 20: 10, 64 << 20: 3}
+"""Bytes of an all-reduce -> repetitions."""
+BARRIERS = 20
+ROUND_TRIPS = 10
+
+# Here, so that a worker has it before it joins, and so that ``launch`` imports it once for all its workers.
 import_dynamo()
 
 
 def main(channel: int) -> None:
     """Live as a rank; never return, since the agent ends the process without a teardown that could hang."""
-    process.let_children_be_terminated()
+    signals.let_children_be_terminated()
     reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
     start = reporter.wait("start")["start"]
     spec = WorldSpec(**start["spec"], sources=start["sources"])
@@ -54,15 +67,93 @@ def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
     """
     config = TrainConfig(**start["config"], sources=start["config_sources"]) if "config" in start else None
     own_code = check_own_code(config, rank.spec.rank) if config is not None else {}
+    result, stopped = None, None
     with rank.live(own_code) as world:
         try:
             if config is None:
-                rank.result = check(world, rank.steps)
+                result = measure(world, rank.steps)
             else:
                 command = start["go_on"].replace("{run_dir}", shlex.quote(str(world.run_dir)))
-                rank.result = train_as_agreed(world, config, f"go on, with any number of ranks:\n{command}")
-        except Stopped as stopped:  # all ranks have stopped after the same step, and leave in order
-            rank.stopped = stopped
+                result = train_as_agreed(world, config, f"go on, with any number of ranks:\n{command}")
+        except Stopped as error:  # all ranks have stopped after the same step, and leave in order
+            stopped = error
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    rank.send_result()
+    rank.send_result(result, stopped)
+
+
+def measure(world: World, steps: Steps) -> dict[str, Any]:
+    """Measure the process group for ``ddp-manual check``: a barrier, all-reduces and round trips, each as a step.
+
+    Returns:
+        The ``steps`` of this rank; on rank 0 also what it measured and the steps of all ranks.
+    """
+    world.progress.phase = "measuring"
+    with steps.step("barrier"):
+        barrier = statistics.median(_timed(dist.barrier, world.device, BARRIERS))
+    with steps.step("all-reduce"):
+        all_reduces = [_all_reduce(size, repetitions, world.device) for size, repetitions in SIZES.items()]
+    with steps.step("round trips"):
+        round_trips = _round_trips(world)
+    seen = steps.as_dicts()
+    ranks = world.gather({"rank": world.rank, "host": world.host, "steps": seen})
+    if world.rank != 0:
+        return {"steps": seen}
+    measured = {"barrier_seconds": barrier, "all_reduce": all_reduces, "round_trips": round_trips}
+    return {"steps": seen, "measured": measured, "ranks": ranks, "roster": world.roster()}
+
+
+def _all_reduce(size: int, repetitions: int, device: torch.device) -> dict[str, float]:
+    """Return the median time of an all-reduce of float32, on the slowest rank.
+
+    ``bus_bandwidth`` is in bytes per second, as nccl-tests defines it: size / time * 2 (n - 1) / n, which is the speed
+    of the slowest link whatever the number of ranks
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    """
+    ranks = dist.get_world_size()
+    tensor = torch.zeros(size // 4, device=device)
+    times = torch.tensor(_timed(partial(dist.all_reduce, tensor), device, repetitions), device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    seconds = statistics.median(times.tolist())
+    return {"bytes": size, "seconds": seconds, "bus_bandwidth": size / seconds * 2 * (ranks - 1) / ranks}
+
+
+def _round_trips(world: World) -> list[dict[str, float]]:
+    """Return the median seconds of a small message there and back, one pair of ranks at a time."""
+    ranks = range(world.world_size)
+    firsts = ranks if len(ranks) <= ALL_PAIRS_UP_TO else [0]
+    pairs = [(first, second) for first in firsts for second in ranks[first + 1 :]]
+    if not pairs:
+        return []
+    message = torch.zeros(1, device=world.device)
+    medians = torch.zeros(len(pairs), device=world.device)
+
+    def ask(other: int) -> None:
+        dist.send(message, other)
+        dist.recv(message, other)
+
+    for index, (first, second) in enumerate(pairs):
+        dist.barrier()
+        if world.rank == first:
+            medians[index] = statistics.median(_timed(partial(ask, second), world.device, ROUND_TRIPS))
+        elif world.rank == second:
+            for _ in range(ROUND_TRIPS + 1):
+                dist.recv(message, first)
+                dist.send(message, first)
+    dist.all_reduce(medians)
+    return [
+        {"rank": first, "other": second, "seconds": seconds}
+        for (first, second), seconds in zip(pairs, medians.tolist(), strict=True)
+    ]
+
+
+def _timed(action: Callable[[], object], device: torch.device, repetitions: int) -> list[float]:
+    """Return the seconds of each repetition, without the first one, which warms up."""
+    times = []
+    for _ in range(repetitions + 1):
+        started = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return times[1:]

@@ -18,13 +18,12 @@ from torch.distributed import Store
 from ddp_manual import signals, terminal
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, from_dict
 from ddp_manual.messages import ENDED, Place, Progress
-from ddp_manual.run_folder import RunFolder
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class World(Place):
     """A rank that has met all the others, or the only rank of its run."""
 
@@ -41,7 +40,11 @@ class World(Place):
     """Seconds from the start of the agent to the end of the first collective; 0 in a run without other ranks."""
     progress: Progress
     """What this rank is doing, which ``ddp-manual status`` shows; the body may keep it up to date."""
-    _folder: RunFolder = field(repr=False)
+    run_dir: Path | None
+    """The folder of the run, the same on every rank; on disk only on rank 0's host, unless the hosts share it. None
+    if the run keeps no files, or the ranks have not agreed on a folder."""
+    run_dir_of_join: Path | None
+    """The folder that rank 0 gave to ``join``."""
     _store: Store | None = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
@@ -62,17 +65,6 @@ class World(Place):
                 next=f"call {call} inside: with ddp_manual.join() as world:",
             )
 
-    @property
-    def run_dir(self) -> Path | None:
-        """The folder of the run, the same on every rank; on disk only on rank 0's host, unless the hosts share it. None
-        if the run keeps no files, or the ranks have not agreed on a folder."""
-        return self._folder.path
-
-    @property
-    def run_dir_of_join(self) -> Path | None:
-        """The folder that rank 0 gave to ``join``."""
-        return self._folder.of_join
-
     def after_leaving(self, action: Callable[[], None]) -> None:
         """Call ``action`` after this rank has left, or has failed and told the others, so that no rank waits for it.
 
@@ -82,7 +74,7 @@ class World(Place):
 
     def take_folder(self, run_dir: str) -> None:
         """Make this folder the ``run_dir``, where the failure of a rank is also written."""
-        self._folder.path = Path(run_dir)
+        self.run_dir = Path(run_dir)
         self._tell({"run_dir": run_dir})
 
     def roster(self) -> list[Mapping[str, Any]]:
@@ -136,14 +128,11 @@ class World(Place):
                 self._store.set(key, json.dumps(error.as_dict()))
                 raise
             self._store.set(key, "null")
-        elif (failed := json.loads(self._awaited(self._store, key, job, timeout))) is not None:
-            raise from_dict(failed)
-
-    def _awaited(self, store: Store, key: str, job: str, timeout: float) -> bytes:
+            return
         leader = f"rank {self.host_leader} on {self.host}"
         waiting = Waiting(timeout, terminal.log)
         # Polls, because Python handles no signal inside torch's own wait.
-        while not store.check([key]):
+        while not self._store.check([key]):
             if waiting.over:
                 raise DataMissing(
                     f"{leader} did not {job} within {timeout:.0f} s",
@@ -152,10 +141,11 @@ class World(Place):
                 )
             waiting.about(f"waiting for {leader} to {terminal.escaped(job)}")
             time.sleep(0.02)
-        return store.get(key)
+        if (failed := json.loads(self._store.get(key))) is not None:
+            raise from_dict(failed)
 
     @contextmanager
-    def noting_signals(self) -> Iterator[Requests]:
+    def collect_signals(self) -> Iterator[Requests]:
         """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them.
 
         After the body a person's script takes its signals itself again; in a process of ours a later signal is told

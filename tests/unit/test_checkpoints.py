@@ -158,7 +158,7 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_signals_are_noted_instead_of_interrupting_and_each_is_told() -> None:
+def test_signals_become_requests_instead_of_interrupting_and_each_is_told() -> None:
     told: list[int] = []
     requests = signals.Requests()
     before = signal.getsignal(signal.SIGTERM)

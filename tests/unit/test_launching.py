@@ -22,7 +22,7 @@ from ddp_manual.training import checkpoint_files
 
 def failed(code: int) -> PeerLost:
     error = PeerLost("rank 1 is gone", why="it said nothing", next="start it again")
-    error.exit_code = code  # type: ignore[misc]
+    error.exit_code = code
     return error
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_manual import TrainConfig, WorldSpec, join, launchers, spawn
 from ddp_manual import train as train_here
-from ddp_manual.errors import BadOption, Stopped, StopSignal, every_error
+from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped, StopSignal
 from ddp_manual.messages import Place
 from ddp_manual.worker import spawn as spawning
 from ddp_manual.worker.main import as_ours
@@ -71,7 +71,7 @@ def test_a_function_typed_at_a_prompt_is_refused_with_advice_where_to_put_it(sta
 
 
 def test_an_error_keeps_its_text_and_exit_code_when_it_is_copied_to_another_process() -> None:
-    errors = [kind("a", why="b", next="c") for kind in every_error().values() if kind is not Stopped]
+    errors = [kind("a", why="b", next="c") for kind in EVERY_ERROR.values() if kind is not Stopped]
     for error in (*errors, Stopped(15, "after step 3", next="d")):
         copied = ForkingPickler.loads(ForkingPickler.dumps(error))
         assert type(copied) is type(error)
@@ -101,7 +101,7 @@ def test_only_a_training_that_a_signal_stopped_says_how_to_go_on() -> None:
     assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
         assert as_ours(0, error, spawning.START_AGAIN).next == "start the script again"
-    assert spawning._stopped([], signal.SIGINT).next == "start the script again"
+    assert spawning._stop_in_order([], signal.SIGINT).next == "start the script again"
 
 
 def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:

@@ -53,7 +53,7 @@ def fails_once(folder: Path) -> dict[str, str]:
         "import os, sys\n"
         "from pathlib import Path\n"
         f"raised = Path({str(folder / 'raised')!r})\n"
-        "if sys.orig_argv[1].endswith(('worker', 'forker.py')):\n"
+        "if sys.orig_argv[1].endswith('worker'):\n"
         "    from ddp_manual.training.loop import Trainer\n"
         "    steps, train_step = [], Trainer._train_step\n"
         "    def failing(*arguments):\n"

@@ -16,7 +16,7 @@ EVERY_MODEL = """
     import dataclasses, os, sys
     from pathlib import Path
 
-    if os.path.basename(sys.orig_argv[1]) in ("worker", "forker.py"):
+    if os.path.basename(sys.orig_argv[1]) == "worker":
         from ddp_manual.training.config import MODELS
         from ddp_manual.worker import task
 
@@ -25,7 +25,7 @@ EVERY_MODEL = """
         def train_every_model(world, config, resume):
             run_dir = world.run_dir
             for model in MODELS:
-                world._folder.path = run_dir / model
+                world.run_dir = run_dir / model
                 summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), resume)
             return summary
 
