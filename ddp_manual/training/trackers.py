@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -317,7 +318,22 @@ class WeightsAndBiases(Tracker):
     def close(self, *, complete: bool) -> None:
         if self._uploads:
             logger.info("wandb: finishing the upload, for up to %g s", UPLOAD_WITHIN)
-        self._run.finish(exit_code=0 if complete else 1)
+        failed: list[BaseException] = []
+
+        def finish() -> None:
+            try:
+                self._run.finish(exit_code=0 if complete else 1)
+            except BaseException as error:
+                failed.append(error)
+
+        # In a thread, because it is wandb-core that counts finish_timeout: frozen, it would never answer.
+        finishing = threading.Thread(target=finish, name="ddp_manual wandb finish", daemon=True)
+        finishing.start()
+        finishing.join(UPLOAD_WITHIN)
+        if failed:
+            raise failed[0]
+        if finishing.is_alive():
+            raise TimeoutError(f"wandb has not finished within {UPLOAD_WITHIN:g} s")
 
 
 KINDS: Mapping[str, type[Tracker]] = {kind.name: kind for kind in (TensorBoard, WeightsAndBiases, JsonLines)}

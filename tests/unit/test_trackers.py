@@ -27,7 +27,7 @@ from ddp_manual.training.data import Split
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.results import RunFiles
-from ddp_manual.training.trackers import Table, Tracker, Trackers, run_name, table_of
+from ddp_manual.training.trackers import Table, Tracker, Trackers, WeightsAndBiases, run_name, table_of
 from ddp_manual.world_spec import WorldSpec
 
 SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
@@ -139,6 +139,56 @@ def test_a_signal_ends_the_wait_for_a_tracker_at_the_end_and_nothing_else(
     interrupt_soon_while(several.close)
     assert warnings() == ["--track remembering: a signal came before it had finished (look elsewhere)"]
     assert healthy.complete is False
+
+
+class WandbRun:
+    """Stands for wandb's run; its end does what a test has it do."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish = finish
+
+    def finish(self, exit_code: int) -> None:
+        self._finish()
+
+
+@pytest.fixture
+def wandb_that_ends(opened: Callable[..., Trackers], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trackers]:
+    """Follow a run in wandb, which does this at the end."""
+    monkeypatch.setattr(trackers, "UPLOAD_WITHIN", 0.5)
+
+    def wandb_that_ends(finish: Callable[[], object]) -> Trackers:
+        def begin(tracker: WeightsAndBiases, *run: object) -> None:
+            tracker.advice = "to upload it: wandb sync runs/one"
+            tracker._run, tracker._uploads = WandbRun(finish), True
+
+        monkeypatch.setattr(WeightsAndBiases, "open", begin)
+        return opened(WeightsAndBiases())
+
+    return wandb_that_ends
+
+
+def test_wandb_that_never_finishes_is_waited_for_no_longer_than_said(
+    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]]
+) -> None:
+    thawed = threading.Event()
+    several = wandb_that_ends(thawed.wait)
+    started = time.monotonic()
+    several.close()
+    assert 0.5 <= time.monotonic() - started < 5
+    thawed.set()
+    assert warnings() == [
+        "--track wandb: TimeoutError: wandb has not finished within 0.5 s (to upload it: wandb sync runs/one)"
+    ]
+
+
+def test_what_wandb_raises_at_its_end_is_warned_of(
+    wandb_that_ends: Callable[..., Trackers], warnings: Callable[[], list[str]]
+) -> None:
+    def fail() -> None:
+        raise ConnectionError("the server is gone")
+
+    wandb_that_ends(fail).close()
+    assert warnings() == ["--track wandb: ConnectionError: the server is gone (to upload it: wandb sync runs/one)"]
 
 
 def test_a_signal_before_the_end_is_not_the_trackers_to_take(opened: Callable[..., Trackers]) -> None:
