@@ -208,6 +208,8 @@ class DataCache:
                     if split.digest != digest_of(split.images, split.labels):
                         raise ValueError("its images or labels are not those that were written")
                     return split
+            except OSError as error:  # of this rank at this moment: the file may be whole
+                logger.warning("the cache %s cannot be read: %s", path, error)
             except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
                 reason = textwrap.shorten(str(error), 200)
                 logger.warning("the cache %s is damaged and is made anew: %s", path, reason)
