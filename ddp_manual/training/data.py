@@ -202,17 +202,16 @@ class DataCache:
         # The user's folder first: a damaged file where nobody may write would otherwise stay in the way.
         for path in reversed(self._paths):
             try:
-                if path.exists():
-                    # Mapped privately: a page is shared until a rank writes to it, and gets a copy of its own.
-                    split = Split(**torch.load(path, mmap=True, weights_only=True))
-                    if split.digest != digest_of(split.images, split.labels):
-                        raise ValueError("its images or labels are not those that were written")
-                    return split
-            except OSError as error:  # of this rank at this moment: the file may be whole
+                split = _map(path)
+                with suppress(OSError):
+                    os.utime(path)  # see _remove_outdated
+                return split
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, MemoryError) as error:  # of this rank at this moment: the file may be whole
                 logger.warning("the cache %s cannot be read: %s", path, error)
-            except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
-                reason = textwrap.shorten(str(error), 200)
-                logger.warning("the cache %s is damaged and is made anew: %s", path, reason)
+            except Damaged as error:
+                logger.warning("the cache %s is damaged and is made anew: %s", path, error)
                 with suppress(OSError):
                     path.unlink()
         return None
@@ -234,7 +233,9 @@ class DataCache:
         return False
 
     def _remove_outdated(self, current: Path) -> None:
-        """Remove old caches of files that have changed since, and old files that killed processes left half-written."""
+        """Remove caches of files that have changed since, and what killed processes left half-written, a week after the
+        last start that used them: on a network file system a rank would lose its pages with the file, and SIGBUS would
+        end it."""
         for name in (f"{self._name}-*.cache", f".{self._name}-*.tmp"):
             for path in current.parent.glob(name):
                 with suppress(OSError):
@@ -242,20 +243,50 @@ class DataCache:
                         path.unlink()
 
 
+class Damaged(Exception):
+    """A cache is not the file that was written."""
+
+
+def _map(path: Path) -> Split:
+    """Map a cache into memory, privately: a page is shared until a rank writes to it, and gets a copy of its own."""
+    with open(path, "rb"):
+        pass  # the errors of the system, which torch would raise as others
+    try:
+        content = torch.load(path, mmap=True, weights_only=True)
+        classes = content.pop("digest_of_classes")
+        split = Split(**content)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
+        if "unable to mmap" in str(error):
+            raise MemoryError(str(error)) from None
+        raise Damaged(textwrap.shorten(str(error), 200)) from None
+    if (split.digest, classes) != (digest_of(split.images, split.labels), _digest_of_classes(split)):
+        raise Damaged("its images, labels or classes are not those that were written")
+    return split
+
+
+def _digest_of_classes(split: Split) -> str:
+    return hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16).hexdigest()
+
+
 def _write(path: Path, split: Split) -> None:
     """Write a cache under another name and link it to its own, unless another host was faster.
 
-    That host's file was read from the same files, and stays, since ranks may have mapped it.
+    That host's file was read from the same files, and stays if it is whole, since ranks may have mapped it.
     """
-    digest = digest_of(split.images, split.labels)
+    content = {**vars(split), "images": split.images.contiguous(), "digest": digest_of(split.images, split.labels)}
     temporary = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save({**vars(split), "images": split.images.contiguous(), "digest": digest}, file)
+            torch.save({**content, "digest_of_classes": _digest_of_classes(split)}, file)
         try:
             os.link(temporary, path)
         except FileExistsError:
-            logger.debug("another host has written %s", path)
+            try:
+                _map(path)
+            except Damaged:
+                os.replace(temporary, path)
         except OSError:  # a file system without hard links
             os.replace(temporary, path)
     finally:

@@ -8,6 +8,7 @@ import os
 import resource
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,10 +119,10 @@ def test_synthetic_digits_are_drawn_once(tmp_path: Path, monkeypatch: pytest.Mon
     source("synthetic", tmp_path).prepare()
     split = source("synthetic", tmp_path).load("test")
     assert split.images.shape == (20, 1, 28, 28)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / CACHE_FOLDER).iterdir()}
+    before = {path: path.stat().st_ino for path in (tmp_path / CACHE_FOLDER).iterdir()}
     source("synthetic", tmp_path).prepare()
     assert len(before) == 2
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / CACHE_FOLDER).iterdir()}
+    assert before == {path: path.stat().st_ino for path in (tmp_path / CACHE_FOLDER).iterdir()}
     assert torch.equal(source("synthetic", tmp_path).read("test").images, split.images)
 
 
@@ -229,6 +230,42 @@ def test_where_the_folder_of_the_data_cannot_be_written_the_cache_is_in_the_user
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert pixels(tiny_mnist) == pixels(other) == list(range(12))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_cache_whose_class_names_have_changed_is_damaged(tiny_mnist: Path) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "classes": ("zero", *content["classes"][1:])}, path)
+    assert source("mnist", tiny_mnist).load("test").classes[0] == "0"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("unable to mmap 94 bytes from file: Cannot allocate memory (12)"), MemoryError()]
+)
+def test_a_whole_cache_that_a_rank_has_no_memory_for_stays(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    before = {path: path.stat().st_ino for path in caches(tiny_mnist)}
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr(torch, "load", fail)
+        assert source("mnist", tiny_mnist).load("test").images.flatten().tolist() == list(range(12))
+    assert "cannot be read: " in caplog.text
+    assert "damaged" not in caplog.text
+    assert {path: path.stat().st_ino for path in caches(tiny_mnist)} == before
+
+
+def test_a_start_that_uses_a_cache_keeps_it_from_being_outdated(tiny_mnist: Path) -> None:
+    assert pixels(tiny_mnist) == list(range(12))
+    for path in caches(tiny_mnist):
+        os.utime(path, (0, 0))
+    assert pixels(tiny_mnist) == list(range(12))
+    assert all(path.stat().st_mtime > time.time() - 60 for path in caches(tiny_mnist))
 
 
 def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(
