@@ -19,7 +19,7 @@ from ddp_manual import launchers
 from ddp_manual.agent.connection import Connection, Seal, Unsealed
 from ddp_manual.agent.network_interface import at, is_loopback
 from ddp_manual.errors import (
-    MasterAddressError,
+    DdpManualError,
     MasterLost,
     MasterNotAStore,
     MasterRefused,
@@ -39,6 +39,8 @@ _LINE = b" / HTTP/1.0\r\n\r\n"
 # Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
 GREETED_WITHIN = 1.5
+# Of an agent that was seen to be there, and whose host is overloaded.
+BUSY_AGENT_GREETS_WITHIN = 5.0
 REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
 
@@ -49,6 +51,7 @@ class Answer(Enum):
     GREETED = "rank 0's agent answers"
     REFUSED = "nothing listens"
     SILENT = "no answer: the packets are dropped, or there is no route"
+    BUSY = "rank 0's agent is there, and takes long to answer"
     MUTE = "something accepts connections there but says nothing"
     CLOSED = "something accepts connections there and closes them"
     STORE = "a TCPStore of torch answers"
@@ -64,12 +67,16 @@ class Probe:
     detail: str = ""
     connection: Connection | None = None
     greeting: Mapping[str, Any] = field(default_factory=dict)
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    """To which rank 0 binds what it shows of its run."""
+    nonces: list[str] = field(default_factory=list)
+    """Of the last two questions to rank 0, which binds what it shows of its run to the last one that it has read."""
 
 
-async def probe(address: str, port: int) -> Probe:
-    """Connect to an address, and find out within 5 s what listens there."""
+async def probe(address: str, port: int, greeted_within: float | None = None) -> Probe:
+    """Connect to an address, and find out within 5 s what listens there; a busy agent has 5 s more to greet.
+
+    Args:
+        greeted_within: in seconds; None for the usual time.
+    """
     loop = asyncio.get_running_loop()
     try:
         opening = loop.create_connection(lambda: Connection(longest=LONGEST_ANSWER), address, port)
@@ -81,10 +88,13 @@ async def probe(address: str, port: int) -> Probe:
     except OSError as error:
         return Probe(address, Answer.SILENT, error.strerror or str(error))
     try:
-        greeting = await asyncio.wait_for(connection.receive(), GREETED_WITHIN)
+        greeting = await asyncio.wait_for(connection.receive(), greeted_within or GREETED_WITHIN)
     except (TimeoutError, asyncio.TimeoutError):
         connection.close()  # a server of one connection at a time takes the next one
-        return await _ask(address, port)
+        found = await _ask(address, port)
+        # Its greeting came on a connection on which it has been asked something that it cannot read.
+        is_first = found.answer is Answer.BUSY and greeted_within is None
+        return await probe(address, port, BUSY_AGENT_GREETS_WITHIN) if is_first else found
     if greeting is not None and "challenge" in greeting:
         return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
     connection.close()
@@ -116,7 +126,7 @@ async def _ask(address: str, port: int) -> Probe:
     if reply == nonce:
         return Probe(address, Answer.STORE)
     if reply.startswith(b'{"ddp_manual"'):
-        return Probe(address, Answer.SILENT, "rank 0's agent is busy")
+        return Probe(address, Answer.BUSY)
     return Probe(address, Answer.STRANGER, _shown(reply)) if reply else Probe(address, Answer.CLOSED, "it closed")
 
 
@@ -139,7 +149,7 @@ async def find_rank_0(
         who: the name of the process that asks, if it is not a rank.
 
     Raises:
-        MasterNotAStore: something else answers. MasterRefused, MasterUnreachable: at the deadline.
+        MasterNotAStore: something else answers. MasterRefused, MasterUnreachable, MasterLost: at the deadline.
     """
     where = at(spec.master_addr, spec.master_port)
     resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
@@ -163,6 +173,8 @@ async def find_rank_0(
             raise _not_rank_0(spec, where, worst)
         if Answer.REFUSED in answers:
             line = f"nothing listens at {where}{resolved}: is rank 0 started?"
+        elif Answer.BUSY in answers:
+            line = f"rank 0's agent at {where} is there, and takes long to answer: its host is busy"
         else:
             line = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
         waiting.about(line)
@@ -190,7 +202,7 @@ def _not_rank_0(spec: WorldSpec, where: str, found: Probe) -> MasterNotAStore:
 
 def _never_came(
     spec: WorldSpec, where: str, probes: list[Probe], waiting: Waiting, rank_0_command: str, who: str
-) -> MasterAddressError:
+) -> DdpManualError:
     waited = f" for {waiting.waited:.0f} s" if waiting.waited >= 1 else ""
     tried = "; ".join(
         f"{at(found.address, spec.master_port)}: {found.answer.value}{f' ({found.detail})' if found.detail else ''}"
@@ -202,6 +214,12 @@ def _never_came(
             f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
             why=why,
             next=f"{rank_0_command}\nthen try again; if rank 0 does run, compare its address and port with these",
+        )
+    if any(found.answer is Answer.BUSY for found in probes):
+        return MasterLost(
+            f"rank 0's agent at {where} is there, and does not greet this process",
+            why=f"{why}; its host is overloaded",
+            next=f"look at the load of rank 0's host ({spec.master_addr}), then try again",
         )
     return MasterUnreachable(
         f"no answer{waited} from rank 0's address {where}",
@@ -223,15 +241,18 @@ async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool
     """
     assert there.connection is not None
     seal = Seal(token)
-    look = seal.close(f"look {there.greeting['challenge']}", {"stacks": stacks, "nonce": there.nonce})
+    there.nonces[:] = [there.nonces[-1] if there.nonces else "", secrets.token_hex(8)]
+    look = seal.close(f"look {there.greeting['challenge']}", {"stacks": stacks, "nonce": there.nonces[-1]})
     there.connection.send({"look": look})
     reason = "it closed the connection"
     try:
         answer = await asyncio.wait_for(there.connection.receive(), SHOWN_WITHIN)
         if answer is not None and "refused" in answer:
-            raise from_dict(seal.open(f"refused {there.nonce}", answer["refused"]))
+            raise from_dict(seal.open(f"refused {there.nonces[-1]}", answer["refused"]))
         if answer is not None:
-            return dict(seal.open(f"seen {there.nonce}", answer["seen"]))
+            with suppress(Unsealed):  # of a run that has failed before rank 0 read this question
+                return dict(seal.open(f"seen {there.nonces[-2]}", answer["seen"]))
+            return dict(seal.open(f"seen {there.nonces[-1]}", answer["seen"]))
     except (TimeoutError, asyncio.TimeoutError):
         raise MasterLost(
             f"rank 0's agent at {where} does not answer",

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import psutil
@@ -19,7 +19,14 @@ from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.network_interface import route_to
 from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
-from ddp_manual.errors import AddressNotLocal, LoopbackMaster, MasterNotAStore, MasterUnresolvable, PortInUse
+from ddp_manual.errors import (
+    AddressNotLocal,
+    LoopbackMaster,
+    MasterLost,
+    MasterNotAStore,
+    MasterUnresolvable,
+    PortInUse,
+)
 from ddp_manual.messages import RankInfo
 from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
@@ -92,16 +99,31 @@ def test_rank_0s_agent_speaks_first_and_the_connection_is_kept() -> None:
     assert found.greeting["challenge"] == "00"
 
 
-def test_a_rank_0_that_is_too_busy_to_greet_is_not_taken_for_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_takes_long_to_greet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.2)
-    greetings = iter([b"", b'{"ddp_manual":1,"challenge":"00"}\n'])
 
     def greet(connection: socket.socket) -> None:
-        connection.sendall(next(greetings))
-        connection.recv(100)
+        time.sleep(0.6)
+        with suppress(OSError):
+            connection.sendall(b'{"ddp_manual":1,"challenge":"00"}\n')
 
     with server(greet) as busy:
-        assert probe("127.0.0.1", busy).answer is Answer.SILENT
+        assert probe("127.0.0.1", busy).answer is Answer.GREETED
+
+
+def test_a_rank_0_that_does_not_greet_in_time_is_named_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.2)
+    monkeypatch.setattr("ddp_manual.agent.probe.BUSY_AGENT_GREETS_WITHIN", 0.3)
+
+    def greet(connection: socket.socket) -> None:
+        time.sleep(0.6)
+        with suppress(OSError):
+            connection.sendall(b'{"ddp_manual":1,"challenge":"00"}\n')
+
+    with server(greet) as busy:
+        spec = WorldSpec(world_size=2, rank=1, master_port=busy)
+        with pytest.raises(MasterLost, match="is there, and does not greet this process"):
+            asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(0.5, print), "train --rank 0"))
 
 
 def test_a_store_without_a_roll_call_is_not_waited_for() -> None:
