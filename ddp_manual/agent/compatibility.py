@@ -191,7 +191,7 @@ def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Pla
     """Return an error if two ranks have one GPU or a rank's GPU does not exist, because NCCL supports neither.
 
     Args:
-        ranks: all ranks, with the same backend.
+        ranks: with the same backend, the one that came last at the end.
         places: says which GPU each rank gets.
     """
     holders: dict[str, RankInfo] = {}

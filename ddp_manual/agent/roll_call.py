@@ -112,10 +112,13 @@ class RollCall:
             member.info = replace(member.info, pid=ready.pid)
         if rank == 0:
             self.run = replace(self.run, pid=ready.pid)
+        refused: list[tuple[int, DdpManualError]] = []
+        if rank != 0 and (taken := self._shared_with_an_earlier_rank(member)) is not None:
+            self.refuse(member.info.who, taken)
+            return [(rank, taken)]
         first = self.members.get(0)
         if first is None or first.ready is None:
             return []
-        refused: list[tuple[int, DdpManualError]] = []
         for other in self.members.values() if rank == 0 else [member]:
             if other.ready is not None:
                 error = unlike_when_ready(other.info, other.ready, first.info, first.ready, self.run)
@@ -179,6 +182,13 @@ class RollCall:
     def places(self) -> dict[int, Place]:
         """The place of each rank, once all are here."""
         return assign_places(self.infos())
+
+    def _shared_with_an_earlier_rank(self, member: Member) -> DdpManualError | None:
+        """Return why a rank cannot have the GPU of its --local_rank; of ranks without one, ``shared_gpu`` decides."""
+        told = [other for other in self.members.values() if other is not member and other.info.local_rank is not None]
+        told += [member] if member.info.local_rank is not None else []
+        pairs = [(one.info, one.ready) for one in told if one.ready is not None]
+        return shared_gpu(pairs, assign_places([info for info, _ in pairs])) if member in told else None
 
     def shared_gpu(self) -> DdpManualError | None:
         """Return why the ranks, which are all ready, cannot have the GPUs of their places; None if they can."""

@@ -311,15 +311,24 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     assert roll_call.news()["loading"] == [[1, 1]]
 
 
-@pytest.mark.parametrize("second", [0, 1])
-def test_ranks_have_the_gpus_of_the_local_ranks_that_they_were_given(second: int) -> None:
-    run = replace(RUN, world_size=2)
-    ranks = [info(rank, "a", local, world_size=2) for rank, local in ((0, 0), (1, second))]
-    roll_call = roll_call_of(*ranks, run=run)
-    for rank in (0, 1):
-        assert roll_call.get_ready(rank, ready_with("GPU-1", "GPU-2")) == []
-    error = roll_call.shared_gpu()
-    assert isinstance(error, DeviceTaken) if second == 0 else error is None
+@pytest.mark.parametrize("later", [0, 1])
+def test_the_later_of_two_ranks_that_are_told_to_take_one_gpu_is_refused_alone(later: int) -> None:
+    has = ready_with("GPU-1", "GPU-2")
+    roll_call = roll_call_of(info(0, "a", 1), info(1, "a", 0), info(2, "a", later))
+    assert roll_call.get_ready(1, has) == roll_call.get_ready(0, has) == []
+    refused = [(rank, type(error)) for rank, error in roll_call.get_ready(2, has)]
+    assert refused == [(2, DeviceTaken)]
+    roll_call.leave(2, "has left: it was refused")
+    assert roll_call.admit(info(2, "b", later), 1.0, 1.0, 0.0) is True
+    assert roll_call.get_ready(2, ready_with("GPU-3", "GPU-4")) == []
+    assert roll_call.shared_gpu() is None
+
+
+def test_a_rank_that_was_told_its_gpu_and_one_that_was_not_share_it_only_once_all_are_here() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "a", 0), info(2, "b"))
+    for rank, gpus in enumerate([("GPU-1", "GPU-2"), ("GPU-1", "GPU-2"), ("GPU-3",)]):
+        assert roll_call.get_ready(rank, ready_with(*gpus)) == []
+    assert isinstance(roll_call.shared_gpu(), DeviceTaken)
 
 
 def test_a_process_that_replaces_a_rank_is_compared_with_rank_0_too() -> None:
