@@ -69,17 +69,16 @@ def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch
     """
     if device == "cpu":
         torch.set_num_threads(launchers.cpu_threads(local_world_size))
-        _keep_freed_memory()
         return torch.device("cpu")
     _check_gpu(rank, local_rank, torch.cuda.device_count())
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc's malloc keep what a training step frees, as the next step needs it again.
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep what a training step frees, as the next step needs it again. This cannot be undone.
 
-    Otherwise it returns large blocks to the kernel, which clears every page of them again at the next step. That took a
+    Otherwise malloc returns large blocks to the kernel, which clears each of their pages again at the next step: a
     fifth of the training time of the default model.
     """
     if platform.libc_ver()[0] == "glibc" and not launchers.malloc_is_tuned():

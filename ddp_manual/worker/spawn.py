@@ -26,6 +26,7 @@ from typing import Any
 from ddp_manual import errors, launchers, signals, terminal
 from ddp_manual.options import option_fields
 from ddp_manual.training import own_code
+from ddp_manual.worker.device import keep_freed_memory
 from ddp_manual.worker.join import joined
 from ddp_manual.worker.main import as_ours
 from ddp_manual.worker.reporter import end_process
@@ -271,6 +272,7 @@ class RankProcess(SpawnProcess):
         """Live as a rank, as long as the parent lives, and in a session of its own, since the parent passes on the
         terminal's Ctrl-C."""
         os.setsid()
+        keep_freed_memory()
         threading.Thread(target=_end_without_parent, name="ddp_manual parent", daemon=True).start()
         with signals.raise_on_stop(), signals.ignore_save():
             try:

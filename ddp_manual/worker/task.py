@@ -21,6 +21,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.messages import Steps
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import check_own_code, train_as_agreed
+from ddp_manual.worker.device import keep_freed_memory
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import import_dynamo
 from ddp_manual.worker.reporter import Reporter
@@ -41,6 +42,7 @@ import_dynamo()
 def main(channel: int) -> None:
     """Live as a rank; never return, since the agent ends the process without a teardown that could hang."""
     signals.let_children_be_terminated()
+    keep_freed_memory()
     reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
     start = reporter.wait("start")["start"]
     spec = WorldSpec(**start["spec"], sources=start["sources"])
