@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_manual.errors import BadOption
 from ddp_manual.options import option_fields
@@ -16,6 +16,7 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns
 from ddp_manual.training.config import TrainConfig
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Characters; the runs that do not fit go into a further table below.
@@ -24,6 +25,8 @@ WIDEST_TABLE = 120
 ALWAYS_SHOWN = ("model", "dataset", "epochs")
 # Failures of ranks that only saw another rank fail: any other failure is nearer to the cause.
 OF_A_PEER = ("peer-", "master-lost")
+# A number beyond these is damage, and what is computed from it could be infinite.
+LARGEST = 2**53
 # The lines of the table: label, fact and format.
 ROWS = (
     ("state", "state", "{}"),
@@ -95,23 +98,29 @@ def read_run(folder: Path) -> RecordedRun:
         BadOption: the folder holds no file of a run, or one that is damaged or cannot be read.
     """
     paths = RunPaths(folder)
-    if not any(path.exists() for path in (paths.config, paths.metrics, paths.summary)):
-        raise BadOption(
-            f"{folder} is not the folder of a run",
-            why=f"it has neither {paths.config.name} nor {paths.metrics.name} nor {paths.summary.name}",
-            next="name folders of runs, such as runs/<start time>-<run_id>",
-        )
     try:
-        config, summary, accuracies = _read_json(paths.config), _read_json(paths.summary), _read_json(paths.accuracies)
+        if not any(path.exists() for path in (paths.config, paths.metrics, paths.summary)):
+            raise BadOption(
+                f"{folder} is not the folder of a run",
+                why=f"it has neither {paths.config.name} nor {paths.metrics.name} nor {paths.summary.name}",
+                next="name folders of runs, such as runs/<start time>-<run_id>",
+            )
+        config, summary = _read_json(paths.config, dict), _read_json(paths.summary, dict)
+        accuracies, run = _read_json(paths.accuracies, list), config.get("run", {})
+        if not isinstance(run, dict):
+            raise _damaged(paths.config)
+        of_config = ("world_size", "batch_size_per_rank", "peak_lr", "goes_on_after_step")
+        of_summary = ("samples_per_second", "train_seconds", "final_test_loss")
+        _check_numbers(paths.config, (run[name] for name in of_config if run.get(name) is not None))
+        _check_numbers(paths.summary, (summary[name] for name in of_summary if summary.get(name) is not None))
+        _check_numbers(paths.accuracies, accuracies)
         points = _read_points(paths.metrics)
         state = "finished" if summary else _state_of_unfinished(paths)
     except OSError as error:
         raise BadOption(
             f"{error.filename or folder} cannot be read", why=str(error.strerror), next="leave this run out"
         ) from error
-    config, summary, accuracies = config or {}, summary or {}, accuracies or []
-    run = config.get("run", {})
-    world_size, batch = (run.get(name) for name in ("world_size", "batch_size_per_rank"))
+    world_size, batch, began = (run.get(name) for name in ("world_size", "batch_size_per_rank", "goes_on_after_step"))
     facts = {
         "run_dir": str(folder),
         "state": state,
@@ -121,7 +130,7 @@ def read_run(folder: Path) -> RecordedRun:
         "device": run.get("device"),
         "global_batch_size": world_size * batch if world_size and batch else None,
         "peak_lr": run.get("peak_lr"),
-        "samples_per_second": summary.get("samples_per_second") or _mean_rate(points, run.get("goes_on_after_step", 0)),
+        "samples_per_second": summary.get("samples_per_second") or _mean_rate(points, began or 0),
         "efficiency": None,  # relative to another run
         "epochs": config.get("epochs"),
         "epochs_done": len(accuracies),
@@ -137,23 +146,38 @@ def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(facts=facts, options=options, points=points, test_accuracies=accuracies)
 
 
-def _read_json(path: Path) -> Any:
-    """Return the content of a file, or None if there is no such file; raise OSError, which names it, if damaged."""
+def _read_json(path: Path, kind: type[T]) -> T:
+    """Return the content of a file, empty if there is no such file; raise OSError, which names it, if damaged."""
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return None
+        return kind()
     except (ValueError, RecursionError):
-        raise OSError(0, "it is damaged", str(path)) from None
+        raise _damaged(path) from None
+    if not isinstance(found, kind):
+        raise _damaged(path)
+    return found
+
+
+def _check_numbers(path: Path, values: Iterable[Any]) -> None:
+    """Raise OSError, which names the file, if a value is no number that a run can have."""
+    if not all(isinstance(value, (int, float)) and abs(value) <= LARGEST for value in values):
+        raise _damaged(path)
+
+
+def _damaged(path: Path) -> OSError:
+    return OSError(0, "it is damaged", str(path))
 
 
 def _read_points(path: Path) -> list[Point]:
     points: list[Point] = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     for line in lines:
-        with suppress(ValueError, LookupError, TypeError):  # a kill may have cut a line off
+        with suppress(ValueError, LookupError, TypeError, RecursionError):  # a kill may have cut a line off
             found = json.loads(line)
-            points.append(Point(*(found[field.name] for field in fields(Point))))
+            point = [found[field.name] for field in fields(Point)]
+            _check_numbers(path, point)
+            points.append(Point(*point))
     return points
 
 
@@ -162,8 +186,13 @@ def _state_of_unfinished(paths: RunPaths) -> str:
         return "running"
     # A run that is started again writes its options anew: the failures of before no longer count.
     began = paths.config.stat().st_mtime if paths.config.exists() else 0.0
-    failures = [_read_json(path) for path in paths.failures() if path.stat().st_mtime >= began]
-    identifiers = [failure["identifier"] for failure in failures]
+    identifiers = []
+    for path in paths.failures():
+        if path.stat().st_mtime >= began:
+            identifier = _read_json(path, dict).get("identifier")
+            if not isinstance(identifier, str):
+                raise _damaged(path)
+            identifiers.append(identifier)
     if not identifiers:
         return "unfinished"
     nearest = min(identifiers, key=lambda identifier: identifier.startswith(OF_A_PEER))

@@ -60,10 +60,11 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     trained = _read_trained(run.config, config)
     step = path.stem if checkpoint_files.NAME.fullmatch(path.name) else None
     folder = out_dir or run.evaluation(config.dataset, step)
-    if RunPaths(folder).config.exists():
+    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
+    if there is not None:
         raise BadOption(
             f"--out_dir {folder} is the folder of a run",
-            why="the run's own predictions would be replaced",
+            why=f"{there} exists; the run's own predictions would be replaced",
             next="choose another --out_dir, or leave the option out for a new one in the run's",
         )
     source = source_of(config)

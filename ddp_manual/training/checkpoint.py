@@ -126,10 +126,20 @@ def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim
     """
     with _corrupt_if_it_fails(path):
         network.load_state_dict(dict(saved.model))
+        _check_shapes(saved.optimizer, optimizer)
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": dict(saved.optimizer), "param_groups": groups})
         version, words, gauss = saved.random["python"]
         random.setstate((version, tuple(words), gauss))
+
+
+def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Compare them here: torch takes any tensor for a parameter's momentum, and fails only in the next step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[number].shape:
+                raise ValueError(f"{name} of parameter {number} has another shape than the parameter")
 
 
 def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
@@ -217,8 +227,11 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
     found = checkpoint_files.newest_whole(paths.checkpoints)
     if found is None:
         if paths.config.exists():
-            there = TrainConfig.from_file(str(paths.config))
-            differing = [name for name in MUST_MATCH if getattr(there, name) != getattr(config, name)]
+            try:
+                there = TrainConfig.from_file(str(paths.config))
+                differing = [name for name in MUST_MATCH if getattr(there, name) != getattr(config, name)]
+            except BadOption:  # its next step is to edit the file, which is the record of a run
+                differing = ["options that cannot be read"]
             complete = paths.summary.exists()
             if complete or differing:
                 which = "a complete run" if complete else "another run"

@@ -298,7 +298,7 @@ def _options_in(path: str) -> dict[str, Any]:
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for whoever writes to it
             raise OSError(0, "it is no regular file")
-        options = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        options = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_without_repetition)
         if not isinstance(options, dict):
             raise ValueError("it is JSON, but no object")
     except OSError as error:
@@ -332,6 +332,13 @@ def _options_in(path: str) -> dict[str, Any]:
                 next=f"write {close[0]}" if close else "leave it out",
             )
     return options
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{json.dumps(repeated[0])} is there twice")
+    return dict(pairs)
 
 
 def is_folder(dataset: str) -> bool:

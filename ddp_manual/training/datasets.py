@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,11 +94,17 @@ class Downloaded(Source):
     def fetch(self) -> None:
         if self.verb == "read":
             return
+        new = [path for path in (self._raw, self._raw.parent, self.folder) if not path.exists()]
         _make_data_dir(self.folder)
+        with writing(self.folder, "--data_dir"):
+            tempfile.TemporaryFile(dir=self.folder).close()
         logger.info("downloading %s into %s", self.name, self.folder)
         try:
             getattr(_torchvision(), self._torchvision)(root=str(self.folder), download=True)
         except (RuntimeError, OSError) as error:
+            for path in dict.fromkeys(new):
+                with suppress(OSError):  # a part of the files may have come
+                    path.rmdir()
             said = "\n".join(line for line in str(error).splitlines() if line.strip())
             raise self._missing(f"it could not be downloaded:\n{said}") from error
         self.verb = "read"
@@ -298,10 +304,12 @@ def _unpacked(path: Path, read: Callable[[str], Tensor]) -> Tensor:
     with _naming(path, "a data set", DOWNLOAD_AGAIN):
         if path.suffix != ".gz":
             return read(str(path))
-        # torchvision would unpack it beside the archive, where this user may not be allowed to write.
-        with tempfile.NamedTemporaryFile() as plain:
-            plain.write(gzip.decompress(path.read_bytes()))
-            plain.flush()
+        content = gzip.decompress(path.read_bytes())
+    # torchvision would unpack it beside the archive, where this user may not be allowed to write.
+    with writing(Path("the folder for temporary files"), "TMPDIR"), tempfile.NamedTemporaryFile() as plain:
+        plain.write(content)
+        plain.flush()
+        with _naming(path, "a data set", DOWNLOAD_AGAIN):
             return read(plain.name)
 
 

@@ -150,6 +150,9 @@ def test_a_state_of_another_network_does_not_fit() -> None:
     other = models.build("mlp", device=torch.device("cpu"), seed=0)
     with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written"):
         checkpoint.restore(Path("step.pt"), saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    momentum = {0: {"momentum_buffer": torch.zeros(3)}}
+    with pytest.raises(CheckpointCorrupt, match="another shape"):
+        checkpoint.restore(Path("step.pt"), replace(saved, optimizer=momentum), *trained())
 
 
 def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
@@ -381,6 +384,11 @@ def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_comple
     with pytest.raises(BadOption, match="holds another run") as caught:
         checkpoint.find_resumed(config, paths)
     assert "differs in model, seed" in caught.value.why
+    for unreadable in ("[]", '{"epochs": ', '{"option_of_another_version": 1}'):
+        paths.config.write_text(unreadable)
+        with pytest.raises(BadOption, match="holds another run") as caught:
+            checkpoint.find_resumed(config, paths)
+        assert caught.value.next.startswith("choose another --run_dir")
     run_folder.write_json(paths.config, TrainConfig().values())
     run_folder.write_json(paths.summary, {})
     with pytest.raises(BadOption, match="holds a complete run"):

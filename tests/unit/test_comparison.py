@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -189,7 +190,7 @@ def test_a_run_that_has_just_begun_has_a_column_of_its_own(tmp_path: Path) -> No
 def test_a_line_that_a_kill_cut_off_is_passed_over(tmp_path: Path) -> None:
     cut = leave_run(tmp_path / "cut", finished=False)
     metrics = RunPaths(cut).metrics
-    metrics.write_bytes(metrics.read_bytes()[:-20])
+    metrics.write_bytes(metrics.read_bytes()[:-20] + b"\n" + b"[" * 100_000)
     runs = compared(leave_run(tmp_path / "one"), cut)
     assert [run["steps_done"] for run in runs.values()] == [20, 15]
 
@@ -203,12 +204,29 @@ def test_a_loss_of_zero_is_left_out_of_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "accuracies.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])
+LINE = b'{"step": 5, "epoch": 1, "loss": %b, "accuracy": 1, "samples_per_second": 1, "seconds": 1}'
+DAMAGED = [
+    *itertools.product(
+        ("config.json", "summary.json", "accuracies.json", "failure-rank0.json"),
+        (b"", b"{", b"\xff", b"[" * 100_000, b"1", b"null"),
+    ),
+    *itertools.product(("config.json", "summary.json", "failure-rank0.json"), (b"[1]", b'""')),
+    *(("config.json", b'{"run": %b}' % run) for run in (b"null", b"[1]", b'{"world_size": "two"}')),
+    ("config.json", b'{"run": {"peak_lr": 1%b}}' % (b"0" * 400)),
+    ("summary.json", b'{"final_test_loss": "low"}'),
+    ("summary.json", b'{"train_seconds": 1e999}'),
+    *(("accuracies.json", content) for content in (b'{"a": 1}', b"[0.9, null]", b'["high"]', b"[NaN]")),
+    *(("metrics.jsonl", LINE % loss) for loss in (b'"low"', b"null", b"NaN", b"[1]", b"1e999")),
+    ("failure-rank0.json", b"{}"),
+    ("failure-rank0.json", b'{"identifier": 5}'),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_is_a_bad_option_that_names_it(
     tmp_path: Path, name: str, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [leave_run(tmp_path / "one"), leave_run(tmp_path / "damaged")]
+    runs = [leave_run(tmp_path / "one"), leave_run(tmp_path / "damaged", finished=False)]
     (runs[1] / name).write_bytes(content)
     assert cli.run(["compare", *map(str, runs)]) == 2
     error = capsys.readouterr().err
@@ -235,6 +253,11 @@ def test_anything_but_two_different_folders_of_runs_is_a_bad_option(
     error = capsys.readouterr().err
     assert error.startswith("error[bad-option]: ") and what in error.splitlines()[0]
     assert hint in error.partition("next: ")[2]
+
+
+def test_a_folder_that_cannot_be_looked_into_is_a_bad_option(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"xxx/config\.json cannot be read"):  # as with a folder of another user
+        compare.compare([leave_run(tmp_path / "one"), tmp_path / ("x" * 300)])
 
 
 def test_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:

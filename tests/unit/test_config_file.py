@@ -126,10 +126,11 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
         ("[1, 2]", "it is JSON, but no object"),
         ("3", "it is JSON, but no object"),
         ("[" * 100_000, "recursion"),
+        ('{"epochs": 3, "epochs": 4}', '"epochs" is there twice'),
         ('{"epochs": ' + "9" * 5000 + "}", "digits"),
         (b"\xff\xfe{\x00}\x00", "codec can't decode"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_file_without_a_json_object_is_refused_with_its_name_and_the_place(
     file: Path, text: str | bytes, told: str

@@ -8,6 +8,7 @@ import os
 import resource
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
+from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DiskFull
 from ddp_manual.training import data, datasets
 from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split, warn_of_untrained
 from tests.conftest import source
@@ -70,6 +71,22 @@ def test_a_truncated_archive_is_named(tiny_mnist: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataCorrupt, match=r"train-images-idx3-ubyte\.gz cannot be read"):
         source("mnist", tiny_mnist).prepare()
+
+
+def test_an_archive_that_cannot_be_unpacked_here_is_no_damage_and_tmpdir_is_named(
+    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tiny_mnist / "nowhere"))
+        with pytest.raises(BadOption, match="TMPDIR"):
+            source("mnist", tiny_mnist).prepare()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    with pytest.raises(DiskFull) as caught:
+        source("mnist", tiny_mnist).prepare()
+    assert "TMPDIR" in caught.value.next
 
 
 @pytest.mark.parametrize(

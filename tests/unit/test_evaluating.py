@@ -361,5 +361,7 @@ def test_out_dir_cannot_be_the_folder_of_a_run_or_below_a_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "is the folder of a run" in refused(capsys, 2, "--checkpoint", run, "--out_dir", run)
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    assert "is the folder of a run" in refused(capsys, 2, "--checkpoint", run, "--out_dir", tmp_path / "begun")
     (tmp_path / "file").touch()
     assert "--out_dir" in refused(capsys, 2, "--checkpoint", run, "--out_dir", tmp_path / "file" / "out")

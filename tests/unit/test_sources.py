@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import os
@@ -154,14 +155,30 @@ def test_what_would_break_a_table_is_escaped_in_the_name_of_a_class(animals: Pat
     assert load(animals).classes == ("c\\nat\\udcff", "dog")
 
 
-def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_fails_says_why_and_takes_away_only_the_folders_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(root: str, download: bool) -> None:
+        Path(root, "cifar-10-batches-py").mkdir()
         raise RuntimeError("no network")
 
     monkeypatch.setattr("torchvision.datasets.CIFAR10", fails)
-    with pytest.raises(DataMissing, match="cifar10 is not in") as caught:
-        source("cifar10", tmp_path).prepare()
-    assert caught.value.why.endswith("it could not be downloaded:\nno network")
+    (tmp_path / "mine").mkdir()
+    for folder, is_kept in (("mine", True), ("new", False)):
+        with pytest.raises(DataMissing, match="cifar10 is not in") as caught:
+            source("cifar10", tmp_path / folder).prepare()
+        assert caught.value.why.endswith("it could not be downloaded:\nno network")
+        assert (tmp_path / folder).exists() is is_kept
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_download_into_a_folder_that_cannot_be_written_is_a_bad_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(root: str, download: bool) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", root)
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", fails)
+    with pytest.raises(BadOption, match="--data_dir /proc cannot be written"):  # not even by root
+        source("cifar10", Path("/proc")).prepare()
 
 
 def test_more_images_than_memory_holds_are_refused_before_they_are_read(
