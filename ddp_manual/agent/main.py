@@ -278,10 +278,10 @@ class Agent:
     # -- signals and the clock ----------------------------------------------------------------------------------------
 
     def take_signal(self, number: int, seen_by: str = "agent") -> None:
-        """Take a signal to this process, or to the script that is the worker.
+        """Handle a signal that this process has received, or that its script reports.
 
         Args:
-            seen_by: a terminal sends Ctrl-C to agent and script alike, and the script may see it later.
+            seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()

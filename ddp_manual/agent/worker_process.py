@@ -113,7 +113,7 @@ class Worker:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, or has closed its channel on its way to its end."""
+        """Return whether the worker has ended, or has closed its channel, as a process does that is just ending."""
         return self.ended or (self._connection is not None and self._connection.closed)
 
     async def _watch(self, gone: Callable[[], None]) -> None:

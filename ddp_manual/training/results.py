@@ -159,7 +159,7 @@ def _not_worth_the_run(file: Path) -> Iterator[None]:
 
 
 def write_predictions(paths: PredictionPaths, predictions: Predictions, *, option: str) -> list[Path]:
-    """Write the files and return their paths; no file takes its name before all of them are on disk.
+    """Write the prediction files and return their paths; none gets its final name before all of them are on disk.
 
     With more than MOST_CONFUSED classes the confusion matrix is left out, and a log line says so.
 

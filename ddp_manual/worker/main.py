@@ -170,7 +170,12 @@ class Rank:
                 self.reporter.wait("over", LEAVE_WITHIN)
 
     def send_result(self, result: Any, stopped: errors.Stopped | None) -> None:
-        """Tell the agent what came of the run, or that all ranks stopped after the same step; this rank has left."""
+        """Tell the agent how this rank's run has ended, after the process group is closed.
+
+        Args:
+            result: what the training or the check returned; None if it was stopped.
+            stopped: set if a signal has stopped all ranks after the same training step, which is no failure.
+        """
         words = {"stopped": last_words(stopped)} if stopped is not None else {}
         self.reporter.send({"done": result, **words})
 

@@ -106,7 +106,7 @@ class Reporter:
                 self._turn.release()
 
     def send_beat(self) -> None:
-        """Send a heartbeat, which says what this rank is doing if that has changed."""
+        """Send a heartbeat to the agent; it says what this rank is doing if that has changed since the last one."""
         beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
         self.send({"beat": vars(beat) if beat != self._sent_beat else None})
         self._sent_beat = beat

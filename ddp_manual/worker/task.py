@@ -85,7 +85,7 @@ def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
 
 
 def measure(world: World, steps: Steps) -> dict[str, Any]:
-    """Measure the process group for ``ddp-manual check``: a barrier, all-reduces and round trips, each as a step.
+    """Time a barrier, all-reduces and round trips between ranks for ``ddp-manual check``, each as a step of joining.
 
     Returns:
         The ``steps`` of this rank; on rank 0 also what it measured and the steps of all ranks.
