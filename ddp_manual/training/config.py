@@ -244,7 +244,7 @@ class TrainConfig(Options):
         return dataclasses.replace(self, run_dir=run_dir, sources={**self.sources, "run_dir": "flag"})
 
     def resumed(self) -> TrainConfig:
-        """Return the options with ``resume='auto'``, to begin at the newest checkpoint in its folder."""
+        """Return the options with ``resume='auto'``, to begin at the newest checkpoint in the run's folder."""
         return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
 
     def to_json(self) -> str:
