@@ -342,9 +342,14 @@ def program_file() -> Path | None:
 
 
 def typed_command() -> tuple[list[str], list[str]]:
-    """Return what was typed: the program, such as ``python run_multi_gpu_train.py``, and its arguments."""
+    """Return what was typed: the program, such as ``python run_multi_gpu_train.py``, and its arguments.
+
+    Where a program runs another one, as a debugger does by way of runpy, it is the other one's part of what was typed.
+    """
     end = len(sys.orig_argv) - (len(sys.argv) - 1)
     program, arguments = list(sys.orig_argv[:end]), list(sys.orig_argv[end:])
+    if not program or arguments != sys.argv[1:]:
+        program, arguments = [sys.orig_argv[0], sys.argv[0]], sys.argv[1:]
     script = program[-1]
     if len(program) == 2 and os.path.isabs(script) and not script.endswith(".py"):
         # A console script: the kernel replaced what was typed by the interpreter and the full path.

@@ -140,6 +140,16 @@ def test_a_variable_that_is_not_a_number_exits_2_and_is_named(
     assert "RANK='first' is not a number" in capsys.readouterr().err
 
 
+def test_a_program_that_is_run_by_another_one_knows_its_command() -> None:
+    code = (
+        "import runpy, sys; sys.argv = [sys.argv[1], '--rank', 'x']; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "run_multi_gpu_train.py"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert f"next: {sys.executable} run_multi_gpu_train.py --help" in done.stderr
+
+
 @pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
 def test_help_takes_no_more_than_two_and_a_half_times_what_click_alone_does(program: list[str]) -> None:
     """A fifth of a second on an idle core; in seconds of a core, since other tests run meanwhile."""
