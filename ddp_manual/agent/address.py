@@ -49,8 +49,8 @@ REPLY_TIMEOUT = 5.0
 def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[str]:
     """Return the IP addresses of a host name, and log them; rank 0 should listen at the first that it can.
 
-    A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts). Other hosts know
-    another address for it, so this host's real address then comes first.
+    A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts), alone or beside
+    a real one. Other hosts know another address for it, so this host's real address comes first.
 
     Raises:
         MasterUnresolvable: the name has no address, or one that no host can have.
@@ -74,12 +74,13 @@ def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[s
                 next=f"give the name with its domain, such as {host}.example.org, or rank 0's IP address",
             )
         log(f"rank 0's address {host} is all digits: it is read as the IP address {addresses[0]}, not as a name")
-    first = ""
+    addresses.sort(key=is_loopback)
     own_name = not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
     if own_name and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
         addresses.insert(0, real)
-        first = f" ({real} first: other hosts cannot reach {addresses[-1]})"
     if addresses != [host]:
+        both = is_loopback(addresses[-1]) and not is_loopback(addresses[0])
+        first = f" ({addresses[0]} first: other hosts cannot reach {addresses[-1]})" if both else ""
         log(f"rank 0's address {host} is {', '.join(addresses)}{first}")
     return addresses
 

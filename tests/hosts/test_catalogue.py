@@ -88,6 +88,16 @@ def test_rank_0s_own_host_name_works_though_it_is_a_loopback_address_there(hosts
     record(fault, "(joins)", named, seconds=seconds, within=30, codes=codes, row=3)
 
 
+def test_of_a_name_with_a_loopback_and_a_real_address_the_real_one_is_taken(hosts: Hosts) -> None:
+    two = hosts(2)
+    two[0].resolve("hostA", "127.0.1.1", two[0].address)  # as of Debian and the list of a cluster
+    ranks = start_ranks(two, "--master_addr", "hostA")
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], ranks[1].err
+    assert f"listening at {two[0].address}:" in ranks[0].err
+    assert f"({two[0].address} first: other hosts cannot reach 127.0.1.1)\n" in ranks[0].err
+
+
 def test_a_host_name_of_digits_alone_is_not_taken_for_an_address(hosts: Hosts) -> None:
     two = hosts(2)
     for host in two:
