@@ -43,6 +43,7 @@ GREETED_WITHIN = 1.5
 BUSY_AGENT_GREETS_WITHIN = 5.0
 REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
+PROXY = "a proxy or a port forward whose other side is not up"
 
 
 class Answer(Enum):
@@ -52,8 +53,8 @@ class Answer(Enum):
     REFUSED = "nothing listens"
     SILENT = "no answer: the packets are dropped, or there is no route"
     BUSY = "rank 0's agent is there, and takes long to answer"
-    MUTE = "something accepts connections there but says nothing"
     CLOSED = "something accepts connections there and closes them"
+    MUTE = "something accepts connections there but says nothing"
     STORE = "a TCPStore of torch answers"
     STRANGER = "something else answers"
 
@@ -119,7 +120,7 @@ async def _ask(address: str, port: int) -> Probe:
     except (TimeoutError, asyncio.TimeoutError):
         return Probe(address, Answer.MUTE)
     except OSError as error:
-        return Probe(address, Answer.CLOSED, error.strerror or str(error))
+        return Probe(address, Answer.STRANGER, error.strerror or str(error))
     finally:
         if writer is not None:
             writer.close()
@@ -127,7 +128,7 @@ async def _ask(address: str, port: int) -> Probe:
         return Probe(address, Answer.STORE)
     if reply.startswith(b'{"ddp_manual"'):
         return Probe(address, Answer.BUSY)
-    return Probe(address, Answer.STRANGER, _shown(reply)) if reply else Probe(address, Answer.CLOSED, "it closed")
+    return Probe(address, Answer.STRANGER, _shown(reply) if reply else "it closed the connection when it was asked")
 
 
 def _shown(first: bytes) -> str:
@@ -156,7 +157,6 @@ async def find_rank_0(
     who = who or f"rank {spec.rank}"
     if all(map(is_loopback, addresses)):
         resolved += f", which is {launchers.host_name()} itself"
-    closed_before = False
     while True:
         probes = await asyncio.gather(*(probe(address, spec.master_port) for address in addresses))
         greeted = [found for found in probes if found.connection is not None]
@@ -166,13 +166,12 @@ async def find_rank_0(
             return greeted[0]
         answers = {found.answer: found for found in reversed(probes)}
         worst = answers[max(answers, key=list(Answer).index)]
-        # A process that is just ending closes its connections too, once.
-        ending = worst.answer is Answer.CLOSED and not closed_before
-        closed_before = worst.answer is Answer.CLOSED
-        if worst.answer in (Answer.STORE, Answer.STRANGER, Answer.MUTE, Answer.CLOSED) and not ending:
+        if worst.answer in (Answer.STORE, Answer.STRANGER, Answer.MUTE):
             raise _not_rank_0(spec, where, worst)
         if Answer.REFUSED in answers:
             line = f"nothing listens at {where}{resolved}: is rank 0 started?"
+        elif Answer.CLOSED in answers:
+            line = f"{where}{resolved} accepts connections and closes them: {PROXY}; is rank 0 started?"
         elif Answer.BUSY in answers:
             line = f"rank 0's agent at {where} is there, and takes long to answer: its host is busy"
         else:
@@ -214,6 +213,12 @@ def _never_came(
             f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
             why=why,
             next=f"{rank_0_command}\nthen try again; if rank 0 does run, compare its address and port with these",
+        )
+    if any(found.answer is Answer.CLOSED for found in probes):
+        return MasterRefused(
+            f"what listens at rank 0's address {where} has closed every connection{waited}",
+            why=f"{why}\nthat is {PROXY}, or a program that takes no connections from this host",
+            next=f"{rank_0_command}\nor see what listens there, on its host: ss -ltnp 'sport = :{spec.master_port}'",
         )
     if any(found.answer is Answer.BUSY for found in probes):
         return MasterLost(

@@ -53,6 +53,59 @@ def test_every_waiting_rank_names_the_missing_one_and_its_command_works(start_ra
     assert [rank.wait() for rank in (*waiting, missing)] == [0, 0, 0]
 
 
+# A port forward: it accepts each connection, and closes it where nothing listens beyond it yet.
+PROXY = """
+import asyncio, sys
+
+async def forward(reader, writer):
+    async def copy(source, sink):
+        while piece := await source.read(65536):
+            sink.write(piece)
+        sink.close()
+
+    try:
+        beyond = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+    except OSError:
+        writer.close()
+    else:
+        await asyncio.gather(copy(reader, beyond[1]), copy(beyond[0], writer))
+
+async def main():
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    print("port", server.sockets[0].getsockname()[1], file=sys.stderr, flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def proxy(start: Start, port: int) -> int:
+    """The port of a port forward to ``port``."""
+    process = start(sys.executable, "-c", PROXY, port)
+    process.wait_for("port ")
+    return int(process.err.split()[1])
+
+
+def test_a_proxy_that_closes_connections_until_rank_0_is_up_is_waited_for(
+    start_rank: Start, port: int, proxy: int
+) -> None:
+    rank_1 = start_rank(1, 2, "--master_port", proxy)
+    line = f"127.0.0.1:{proxy}, which is {HOST} itself accepts connections and closes them: a proxy or a port forward"
+    assert rank_1.wait_for(line) < 2
+    rank_0 = start_rank(0, 2)
+    assert [rank_0.wait(), rank_1.wait()] == [0, 0], rank_1.err
+
+
+def test_a_proxy_behind_which_no_rank_0_comes_up_is_named(start_rank: Start, proxy: int) -> None:
+    rank_1 = start_rank(1, 2, "--master_port", proxy, "--join_timeout", 2)
+    assert rank_1.wait(30) == 11
+    error = last_error(rank_1.err)
+    assert error.startswith("error[master-refused]: what listens at rank 0's address ")
+    assert "has closed every connection for 2 s" in error
+    assert "a proxy or a port forward whose other side is not up" in error
+
+
 def test_a_name_that_does_not_resolve_ends_the_rank_at_once(start_rank: Start) -> None:
     lost = start_rank(1, 2, "--master_addr", "no.such.host.invalid")
     assert lost.wait(30) == 11
