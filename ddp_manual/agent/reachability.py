@@ -29,6 +29,7 @@ ANSWER_WITHIN = 6.0
 MOST_CONNECTED = 1024
 # More than one packet, in each direction: a network that drops large packets still lets small ones connect.
 GREETING_BYTES = 16_384
+CUT_OFF = "connected, but only"
 # Pairs named in an error.
 MOST_SHOWN = 16
 
@@ -62,12 +63,13 @@ def greeting(port: int) -> bytes:
 async def try_to_reach(address: str, port: int) -> str | None:
     """Return None if an agent answers there, otherwise how the network responded."""
     expected = greeting(port)
-    received = b""
+    received, connected = b"", False
     loop = asyncio.get_running_loop()
     connection = socket.socket(family(address))
     connection.setblocking(False)
     try:
         await asyncio.wait_for(loop.sock_connect(connection, (address, port)), CONNECT_TIMEOUT)
+        connected = True
         await asyncio.wait_for(loop.sock_sendall(connection, expected), CONNECT_TIMEOUT)
         while len(received) < len(expected):
             # Without a StreamReader, which forgets what came before a reset.
@@ -78,8 +80,8 @@ async def try_to_reach(address: str, port: int) -> str | None:
     except ConnectionRefusedError:
         return "connection refused"
     except (TimeoutError, asyncio.TimeoutError):
-        if received:
-            return f"connected, but only {len(received)} of {len(expected)} bytes came through (packet size?)"
+        if connected:
+            return f"{CUT_OFF} {len(received)} of {len(expected)} bytes came through: large packets are lost"
         return f"no answer within {CONNECT_TIMEOUT:.0f} s: dropped"
     except OSError as error:
         if not received:
@@ -164,11 +166,16 @@ def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
         lines.append(f"from {start.address} (rank {start.rank} on {start.host}){tried}: {answer}")
     if len(failing) > MOST_SHOWN:
         named.append("...")
-    start, end, _ = failing[0]
+    start, end, answer = failing[0]
     opened = f"from {start.address} to {end.address}" if end else f"between {start.host} and the others"
+    next = f"open all TCP ports {opened}, such as: iptables -I INPUT -p tcp -s {start.address} -j ACCEPT"
+    if end is not None and answer.startswith(CUT_OFF):
+        next = (
+            "compare the MTU of the interfaces of both hosts, and of tunnels between them: ip link; "
+            f"ping -M do -s 1472 {end.address}\nor lower it on every host: ip link set dev <interface> mtu 1400"
+        )
     return PeerUnreachable(
         f"{len(failing)} of the connections between hosts cannot be made: {', '.join(named)}",
         why="\n".join(lines),
-        next=f"open all TCP ports {opened}, such as: iptables -I INPUT -p tcp -s {start.address} -j ACCEPT\n"
-        "or name an interface that connects the hosts: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+        next=f"{next}\nor name an interface that connects the hosts: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )

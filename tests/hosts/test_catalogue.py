@@ -246,3 +246,16 @@ def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_name
         three[2].open_all()
         again = start_ranks(three, "--run_dir", tmp_path / "again")
         assert [rank.wait() for rank in again] == [0, 0, 0], again[0].err
+
+
+def test_a_path_that_loses_large_packets_is_told_from_a_closed_port(hosts: Hosts) -> None:
+    three = hosts(3)
+    three[1].nft(f"add rule inet filter output ip daddr {three[2].address} meta length > 1400 drop")
+    ranks = start_ranks(three)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [18] * 3
+    for rank in ranks:
+        error = last_error(rank.err)
+        assert "connected, but only 0 of 16384 bytes came through: large packets are lost" in error
+        assert "next: compare the MTU of the interfaces of both hosts" in error
+        assert "open all TCP ports" not in error
