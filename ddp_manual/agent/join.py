@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -310,4 +311,9 @@ class Join:
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))
-        return command if rank is None else command.replace("{rank}", str(rank))
+        if rank is None:
+            return command
+        # Rank 0 chooses the folder, for which this rank may have been given the name too.
+        folder = self._task.run_dir if rank == 0 and not self._task.is_script else None
+        chosen = f" --run_dir {shlex.quote(folder)}" if folder and "{run_id}" not in folder else ""
+        return command.replace("{rank}", str(rank)) + chosen

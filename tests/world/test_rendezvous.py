@@ -53,6 +53,14 @@ def test_every_waiting_rank_names_the_missing_one_and_its_command_works(start_ra
     assert [rank.wait() for rank in (*waiting, missing)] == [0, 0, 0]
 
 
+def test_the_command_for_rank_0_has_the_folder_that_another_rank_was_given(start_rank: Start, start: Start) -> None:
+    rank_1 = start_rank(1, 2, "--resume", "auto")
+    rank_1.wait_for("to start what is missing:")
+    command = rank_1.err.partition("to start what is missing:\n")[2].splitlines()[0]
+    rank_0 = start(*shlex.split(command))
+    assert [rank_0.wait(), rank_1.wait()] == [0, 0], rank_0.err
+
+
 # A port forward: it accepts each connection, and closes it where nothing listens beyond it yet.
 PROXY = """
 import asyncio, sys
