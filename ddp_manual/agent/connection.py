@@ -10,9 +10,12 @@ message fits no other connection. The token itself never leaves the process.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import hmac
 import json
+import sys
+import termios
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,6 +129,14 @@ class Connection(asyncio.BufferedProtocol):
         self.ended = reason
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that the other host has not confirmed, on Linux; elsewhere 0."""
+        if self._transport is None or self.closed or sys.platform != "linux":
+            return 0
+        descriptor = self._transport.get_extra_info("socket").fileno()
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)  # tcp(7): SIOCOUTQ
 
     @property
     def unsent(self) -> int:

@@ -28,7 +28,7 @@ from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.network_interface import OwnAddress, at, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation, wait_within
-from ddp_manual.errors import DdpManualError, MasterLost, TokenMismatch, from_dict
+from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, from_dict
 from ddp_manual.messages import RankInfo, RunInfo, Steps
 from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.world_spec import WorldSpec
@@ -90,6 +90,8 @@ class Join:
         self._news: Mapping[str, Any] | None = None
         self._logged: set[str] = set()
         self._all_here = False
+        self._unacknowledged = 0
+        """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
     async def join(self) -> tuple[RunInfo, Connection]:
         """Find rank 0 and be admitted as a rank of its run.
@@ -127,7 +129,10 @@ class Join:
                     # Rank 0's own time counts from when it began to listen, so rank 0 ends first, and ends all ranks.
                     self._waiting = Waiting(spec.join_timeout, self._log_waiting)
                 return run, there.connection
-            self._waiting.about(f"the run at {where} is ending; waiting for the next run")
+            if self._unacknowledged:  # rank 0 has closed the connection, since it has heard nothing
+                self._say_that_rank_0_is_silent(where)
+            else:
+                self._waiting.about(f"the run at {where} is ending; waiting for the next run")
             if self._waiting.over:
                 waited = f"{self._waiting.waited:.0f} s"
                 raise MasterLost(
@@ -269,6 +274,7 @@ class Join:
     async def _say_hello(self, there: Probe, connection: Connection, where: str) -> RunInfo | None:
         """Ask to be a rank, and wait for the reply; None: that run is over."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
+        self._unacknowledged = 0
         try:
             if self.seal and not greeting.get("token"):
                 raise Unsealed(f"rank 0 ({greeting.get('host')}, pid {greeting.get('pid')}) has no token at all")
@@ -278,6 +284,7 @@ class Join:
                 try:
                     reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
                 except (TimeoutError, asyncio.TimeoutError):
+                    self._unacknowledged = connection.unacknowledged
                     self._say_that_rank_0_is_silent(where)
                     continue
                 if reply is None or "over" in reply:
@@ -298,11 +305,20 @@ class Join:
         """Log that rank 0, which may have been stopped after its greeting, does not answer the hello.
 
         Raises:
-            MasterLost: the time is up.
+            MasterLost: the time is up. MasterUnreachable: the time is up, and the hello has not arrived.
         """
-        self._waiting.about(f"rank 0 at {where} has greeted this rank, and does not answer it")
+        lost = f"rank 0 at {where} has greeted this rank, and what this rank sends does not arrive"
+        unanswered = f"rank 0 at {where} has greeted this rank, and does not answer it"
+        self._waiting.about(f"{lost}: large packets are lost" if self._unacknowledged else unanswered)
         if self._waiting.over:
             waited = f"{self._waiting.waited:.0f} s"
+            if self._unacknowledged:
+                raise MasterUnreachable(
+                    f"{lost}, for {waited}",
+                    why=f"its host has not confirmed {self._unacknowledged} bytes, while small packets do arrive: "
+                    "large packets are lost on the way, or the host has gone meanwhile",
+                    next=reachability.compare_mtu(self._spec.master_addr),
+                )
             raise MasterLost(
                 f"rank 0 at {where} has greeted this rank, and has not answered it for {waited}",
                 why="its process is stopped or frozen, its host is down, or the network is cut",

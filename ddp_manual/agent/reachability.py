@@ -157,6 +157,14 @@ class Probes:
         return sorted([*self._failing, *silent], key=lambda pair: pair[0].rank)
 
 
+def compare_mtu(address: str) -> str:
+    """Return what to do where small packets reach this address, and large ones do not."""
+    return (
+        "compare the MTU of the interfaces of both hosts, and of tunnels between them: ip link; "
+        f"ping -M do -s 1472 {address}\nor lower it on every host: ip link set dev <interface> mtu 1400"
+    )
+
+
 def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
     """Return the error for all ranks."""
     named, lines = [], []
@@ -170,10 +178,7 @@ def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
     opened = f"from {start.address} to {end.address}" if end else f"between {start.host} and the others"
     next = f"open all TCP ports {opened}, such as: iptables -I INPUT -p tcp -s {start.address} -j ACCEPT"
     if end is not None and answer.startswith(CUT_OFF):
-        next = (
-            "compare the MTU of the interfaces of both hosts, and of tunnels between them: ip link; "
-            f"ping -M do -s 1472 {end.address}\nor lower it on every host: ip link set dev <interface> mtu 1400"
-        )
+        next = compare_mtu(end.address)
     return PeerUnreachable(
         f"{len(failing)} of the connections between hosts cannot be made: {', '.join(named)}",
         why="\n".join(lines),

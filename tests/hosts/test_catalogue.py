@@ -259,3 +259,15 @@ def test_a_path_that_loses_large_packets_is_told_from_a_closed_port(hosts: Hosts
         assert "connected, but only 0 of 16384 bytes came through: large packets are lost" in error
         assert "next: compare the MTU of the interfaces of both hosts" in error
         assert "open all TCP ports" not in error
+
+
+def test_a_rank_whose_large_packets_do_not_reach_rank_0_says_so(hosts: Hosts) -> None:
+    two = hosts(2)
+    two[1].nft("add rule inet filter output meta length > 1400 drop")
+    rank_0, rank_1 = start_ranks(two, "--join_timeout", 12)
+    rank_1.wait_for("and what this rank sends does not arrive: large packets are lost")
+    assert [rank_0.wait(), rank_1.wait()] == [10, 11]
+    assert "is ending" not in rank_1.err
+    error = last_error(rank_1.err)
+    assert error.startswith("error[master-unreachable]: rank 0 at ")
+    assert "next: compare the MTU of the interfaces of both hosts" in error
