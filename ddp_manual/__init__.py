@@ -20,17 +20,29 @@ from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
     from ddp_manual.training.main import train
+    from ddp_manual.training.replicas import check_replicas
     from ddp_manual.worker.join import join
     from ddp_manual.worker.spawn import spawn
     from ddp_manual.worker.world import World
 
 __version__ = "0.1.0"
 
-__all__ = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__", "join", "spawn", "train"]
+__all__ = [
+    "DdpManualError",
+    "TrainConfig",
+    "World",
+    "WorldSpec",
+    "__version__",
+    "check_replicas",
+    "join",
+    "spawn",
+    "train",
+]
 
 # Name -> its module, imported when the name is first used: ``--help`` needs none of these modules.
 _LATER = {
     "World": "ddp_manual.worker.world",
+    "check_replicas": "ddp_manual.training.replicas",
     "join": "ddp_manual.worker.join",
     "spawn": "ddp_manual.worker.spawn",
     "train": "ddp_manual.training.main",

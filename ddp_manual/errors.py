@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,14 @@ class DdpManualError(Exception):
 
     Args:
         what: One line saying what happened, naming rank and host if they are known.
-        why: The observed facts, such as what was tried and what answered. May span lines.
-        next: The command to type or the setting to change. May span lines.
+        why: The observed facts, such as what was tried and what answered. May span lines; "" if ``what`` says it all.
+        next: The command to type or the setting to change. May span lines; "" if there is nothing to do.
     """
 
     identifier: str
     exit_code: int
+    on_its_rank: tuple[str, int] | None = None
+    """Identifier and exit code of this failure on the rank that it is about, where that is another rank."""
 
     def __init_subclass__(cls, identifier: str | None = None, exit_code: int | None = None) -> None:
         """Take what the class does not have from its family."""
@@ -61,7 +63,8 @@ class DdpManualError(Exception):
         """Return the three-part text that ends every failing rank's stderr."""
         lines = [f"error[{self.identifier}]: {self.what}"]
         for label, text in (("  why:  ", self.why), ("  next: ", self.next)):
-            lines.append(textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1))
+            if text:
+                lines.append(textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1))
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, str]:
@@ -74,6 +77,7 @@ class DdpManualError(Exception):
 class TrainingFailed(DdpManualError, identifier="training-failed", exit_code=1): ...  # the user's own code raised
 class BadOption(DdpManualError, identifier="bad-option", exit_code=2): ...  # a flag, variable or file cannot be used
 class RankMissing(DdpManualError, identifier="rank-missing", exit_code=10): ...  # not everybody came
+class HostNotReady(DdpManualError, identifier="host-not-ready", exit_code=10): ...  # of launch --hosts
 
 class MasterAddressError(DdpManualError, exit_code=11): ...  # rank 0's address
 class MasterUnresolvable(MasterAddressError, identifier="master-unresolvable"): ...  # the name has no address
@@ -87,7 +91,7 @@ class LoopbackMaster(MasterAddressError, identifier="loopback-master"): ...  # a
 class RanksDoNotBelongTogether(DdpManualError, exit_code=12): ...  # the ranks were started differently
 class WorldSizeMismatch(RanksDoNotBelongTogether, identifier="world-size-mismatch"): ...
 class ConfigMismatch(RanksDoNotBelongTogether, identifier="config-mismatch"): ...  # other options, or other code
-class VersionMismatch(RanksDoNotBelongTogether, identifier="version-mismatch"): ...  # of torch, Python, CUDA or NCCL
+class VersionMismatch(RanksDoNotBelongTogether, identifier="version-mismatch"): ...  # also of a package
 class TokenMismatch(RanksDoNotBelongTogether, identifier="token-mismatch"): ...  # no token, or another token
 
 class RankTaken(DdpManualError, identifier="rank-taken", exit_code=13): ...  # another process holds this rank
@@ -96,7 +100,10 @@ class PeerGone(DdpManualError, exit_code=14): ...  # another rank is gone
 class PeerFailed(PeerGone, identifier="peer-failed"): ...  # another rank reported an error
 class PeerLost(PeerGone, identifier="peer-lost"): ...  # it vanished, and reported no error
 class PeerStalled(PeerGone, identifier="peer-stalled"): ...  # it lives, but others wait for it in vain
+class CollectiveMismatch(PeerGone, identifier="collective-mismatch"): ...  # ranks called different collectives
 class MasterLost(PeerGone, identifier="master-lost"): ...  # the rank that is gone is rank 0
+
+class ReplicasDiffer(DdpManualError, identifier="replicas-differ", exit_code=14): ...  # other values than other ranks
 
 class RunFilesError(DdpManualError, exit_code=15): ...  # what a run keeps on disk
 class DiskFull(RunFilesError, identifier="disk-full"): ...  # a file of the run could not be written
@@ -124,17 +131,10 @@ class Stopped(DdpManualError, identifier="stopped"):
 
     Args:
         where: how far the run got, such as "after step 120".
-        why, next: None if no training had begun.
     """
 
-    def __init__(self, number: int, where: str = "", *, why: str | None = None, next: str | None = None) -> None:
-        super().__init__(
-            " ".join(filter(None, (f"stopped by {asked_by(number)}", where))),
-            why=why or "the signal came from outside this program: a person, an orchestrator or a scheduler",
-            next=next
-            or "start this rank again if the others still wait for it, otherwise all ranks, with a new --run_dir\n"
-            "or, if the run had saved a checkpoint: with the same --run_dir and --resume auto",
-        )
+    def __init__(self, number: int, where: str = "", *, why: str = "", next: str = "") -> None:
+        super().__init__(" ".join(filter(None, (f"stopped by {asked_by(number)}", where))), why=why, next=next)
         self.exit_code = 128 + number  # the only code that is not fixed per class
 
 
@@ -156,20 +156,21 @@ class StopSignal(BaseException):
         self.number = number
 
 
-def stopped_by(signalled: BaseException, *, next: str | None = None) -> Stopped:
+def stopped_by(signalled: BaseException, *, next: str = "") -> Stopped:
     """Return the error for a signal; Python raises KeyboardInterrupt where no handler is set."""
     return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT, next=next)
 
 
-def from_dict(fields: dict[str, str], exit_code: int | None = None) -> DdpManualError:
+def from_dict(fields: Mapping[str, object], exit_code: int | None = None) -> DdpManualError:
     """Rebuild an error from ``as_dict``.
 
     Args:
         exit_code: if it is not that of the class, as with Stopped.
     """
-    kind = EVERY_ERROR.get(fields.get("identifier", ""), PeerFailed)
+    kind = EVERY_ERROR.get(str(fields.get("identifier")), PeerFailed)
     error = kind.__new__(kind)
-    DdpManualError.__init__(error, fields.get("what", ""), why=fields.get("why", ""), next=fields.get("next", ""))
+    what, why, next = (str(fields.get(part, "")) for part in ("what", "why", "next"))
+    DdpManualError.__init__(error, what, why=why, next=next)
     if exit_code is not None:
         error.exit_code = exit_code
     return error
@@ -181,6 +182,17 @@ def not_installed(package: str) -> BackendUnavailable:
         why=f"{sys.executable} cannot import it",
         next="install this package with what it needs: pip install .\n"
         "or, after ./scripts/demo, use its environment: . .venv/bin/activate",
+    )
+
+
+def escaped(text: str, keep: str = "\n") -> str:
+    """Escape what a terminal would obey, such as ESC as ``\\x1b``, and what is not Unicode, such as a stray byte in the
+    name of a file; newlines are kept."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
+        for letter in text
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,50 +13,62 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import signals
+from ddp_manual import identity, mpirun, signals
 from ddp_manual.errors import BadOption
 
 if TYPE_CHECKING:
     from ddp_manual.messages import Place
 
-# Option -> the variable that torchrun sets for it in each rank.
-IDENTITY_VARIABLES = {
-    "world_size": "WORLD_SIZE",
-    "rank": "RANK",
-    "local_rank": "LOCAL_RANK",
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-}
-
 # Variables of one launcher that would mislead the ranks that another launcher starts below it.
 LAUNCHER_VARIABLES = (
-    *IDENTITY_VARIABLES.values(),
+    *identity.TORCHRUN.values(),
     *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
 )
 TOKEN_VARIABLE = "DDP_MANUAL_TOKEN"
 LONGEST_TOKEN = 4096
+# NCCL's key for TLS, which every rank must have, and nobody is shown.
+SECRET_VARIABLES = {"NCCL_PSK"}
+LONGEST_SHEBANG = 4096
+# Holds the variables that a rank has set for gloo and NCCL, such as GLOO_SOCKET_IFNAME=lo. A process that the rank
+# starts may be of another run, and would take them for its user's choice.
+INTERFACES_VARIABLE = "DDP_MANUAL_INTERFACES"
 
 
-def identity(option: str) -> str | int | None:
-    """Return an option's value from its launcher variable, or None if the variable is unset or empty.
+def rank_identity() -> identity.Identity:
+    """Return what a launcher's variables say of the rank that this process is: see ``identity.of_rank``.
 
     Raises:
-        BadOption: the variable should hold a number and does not.
+        BadOption: as there, or this is the shell of a batch job and not one of its tasks.
     """
-    variable = IDENTITY_VARIABLES[option]
-    text = os.environ.get(variable)
-    if not text or option == "master_addr":
-        return text or None
-    try:
-        return int(text)
-    except ValueError:
-        raise BadOption(
-            f"{variable}={text!r} is not a number",
-            why=f"no --{option} was given, so the variable {variable} was read",
-            next=f"give --{option}, or: unset {variable}",
-        ) from None
+    found = identity.of_rank(os.environ)
+    if "rank" not in found:
+        identity.check_not_a_batch_shell(os.environ)
+    return found
+
+
+def plain_identity() -> identity.Identity:
+    """Return what the variables say that torchrun sets, and people; for who is a rank by hand, or none."""
+    return identity.of_plain_variables(os.environ)
+
+
+def first_pod() -> identity.Sourced | None:
+    """Return the name of rank 0's pod in an Indexed Job of Kubernetes: see ``identity.first_pod``; None elsewhere."""
+    index = identity.of_pod(os.environ).get("rank")
+    if index is None:
+        return None
+    return identity.first_pod(index, host_name(), Path("/etc/hosts").read_text(errors="replace"))
+
+
+def check_rank_0_is_found() -> None:
+    """Raise BadOption where the variables do not tell rank 0's host: see ``identity.check_rank_0_is_found``."""
+    identity.check_rank_0_is_found(os.environ)
+
+
+def node_identity() -> identity.Identity:
+    """Return what a launcher's variables say of the node that this process is to start: see ``identity.of_node``."""
+    return identity.of_node(os.environ)
 
 
 def _count(variable: str) -> int:
@@ -99,6 +113,11 @@ def restart_count() -> int:
     return _count("TORCHELASTIC_RESTART_COUNT")
 
 
+def torchrun_restarts() -> tuple[int, int]:
+    """Return how often torchrun has restarted this group, and how often it may."""
+    return restart_count(), _count("TORCHELASTIC_MAX_RESTARTS")
+
+
 def torchrun_identity() -> str | None:
     """Identify the torchrun process that started this rank, across its restarts; None without torchrun.
 
@@ -117,6 +136,29 @@ def torchrun_identity() -> str | None:
     return f"{host_id()}/{agent}/{started}"
 
 
+# The processes of mpirun, of mpiexec and of their daemons, and torchrun's Python, as ``ps -o comm`` shows them.
+_LAUNCHERS = re.compile(r"mpirun|mpiexec|orte|prte|hydra|torchrun|python")
+
+
+def launcher_that_set(variable: str) -> int | None:
+    """Return the process of a launcher, such as mpirun, that has set a variable for this one: its nearest ancestor that
+    was started without it. A shell in between has it too. None if that ancestor is gone or no launcher, as where a
+    shell has set the variable; or on other systems than Linux."""
+    pid = os.getppid()
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        while pid > 1:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if not any(entry.startswith(f"{variable}=".encode()) for entry in variables):
+                return pid if _LAUNCHERS.match(Path(f"/proc/{pid}/comm").read_text(errors="replace")) else None
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return None
+
+
+def in_container() -> bool:
+    """Return whether Docker or Podman has started this process in a container."""
+    return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")
+
+
 def launcher_hosts(world_size: int) -> str | None:
     """Return the variables that show a run on several hosts, such as ``SLURM_STEP_NUM_NODES=2``; None if none do.
 
@@ -125,10 +167,7 @@ def launcher_hosts(world_size: int) -> str | None:
     """
     if _count("SLURM_STEP_NUM_NODES") > 1:
         return _listed("SLURM_STEP_NUM_NODES")
-    here, total = "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"
-    if 0 < _count(here) < _count(total) == world_size:
-        return f"{_listed(here)} of {_listed(total)}"
-    return None
+    return mpirun.several_hosts(os.environ, world_size)
 
 
 def torchrun_variables() -> str:
@@ -168,10 +207,21 @@ def token(token_file: str | None) -> bytes | None:
 
 
 def network_variables() -> dict[str, str]:
-    """Return the variables that are set for gloo, NCCL and torch's store; ``check`` shows them."""
+    """Return the variables that the user has set for gloo, NCCL and torch's store; ``check`` shows them."""
     prefixes = ("GLOO_", "NCCL_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "TORCHELASTIC_", "TP_SOCKET_")
     names = ("MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RES_OPTIONS")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes) or name in names}
+    inherited = _inherited_interfaces()
+    return {
+        name: "set" if name in SECRET_VARIABLES else value
+        for name, value in sorted(os.environ.items())
+        if (name.startswith(prefixes) or name in names) and name not in inherited
+    }
+
+
+def _inherited_interfaces() -> list[str]:
+    """Return the variables that were set by a rank which has started this process, and not changed since."""
+    pairs = (pair.partition("=") for pair in os.environ.get(INTERFACES_VARIABLE, "").split())
+    return [name for name, _, value in pairs if os.environ.get(name) == value]
 
 
 def legacy_store_requested() -> bool:
@@ -188,17 +238,18 @@ def _changed(wanted: Mapping[str, str | None], **usual: str) -> Iterator[None]:
     """
     wanted = {**wanted, **{name: os.environ.get(name, value) for name, value in usual.items()}}
     before = {name: os.environ.get(name) for name in wanted}
-
-    def put(values: Mapping[str, str | None]) -> None:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in values.items() if value is not None})
-
-    put(wanted)
+    _put(wanted)
     try:
         yield
     finally:
-        put(before)
+        _put(before)
+
+
+def _put(values: Mapping[str, str | None]) -> None:
+    """Set these variables; a value of None unsets the variable."""
+    for name in values:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in values.items() if value is not None})
 
 
 _set_by_us: dict[str, str] = {}
@@ -207,60 +258,114 @@ _set_by_us: dict[str, str] = {}
 
 @contextmanager
 def set_rank_variables(
-    world_size: int, rank: int, place: Place, store_address: str, store_port: int, interface: str | None
+    world_size: int, rank: int, place: Place, store_address: str, store_port: int, interfaces: Mapping[str, str]
 ) -> Iterator[None]:
-    """Set the variables that torchrun would set, for the user's code and libraries, and have gloo and NCCL use
-    ``interface`` unless the user has chosen one.
+    """Set the variables that torchrun would set, for the user's code and libraries.
 
     Args:
         store_address, store_port: where torch's store is; "" without a store.
+        interfaces: the variables of gloo and NCCL, for those that the user has not set.
     """
-    wanted = {
-        "WORLD_SIZE": str(world_size),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-    }
+    wanted = _identity_variables(world_size, rank, place)
     if store_address:
         # With these, init_process_group() in any library joins the store as a client.
-        wanted |= {
-            "MASTER_ADDR": store_address,
-            "MASTER_PORT": str(store_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-    # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
-    usual = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+        wanted |= _store_variables(store_address, store_port)
     if launched_as() is None:
         _set_by_us.update(wanted)
-    with _changed(wanted, **usual):
+    with _changed({**wanted, **_interface_variables(interfaces)}):
         try:
             yield
         finally:
             _set_by_us.clear()
 
 
+def become_rank(
+    world_size: int,
+    rank: int,
+    place: Place,
+    placed: Mapping[str, Any],
+    *,
+    restarts: tuple[int, int],
+    hosted: bool,
+) -> None:
+    """Set all the variables that torchrun sets, for good: the program of this process is a rank from now on.
+
+    Args:
+        placed: the agent's message with the place: also where torch's store is, and which run this is.
+        restarts: how often the ranks were started again, and how often they may be.
+        hosted: whether the store is there already, so that rank 0 joins it as a client too.
+    """
+    wanted: dict[str, str | None] = {
+        **_identity_variables(world_size, rank, place),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        **_store_variables(*placed["store"]),
+        "TORCHELASTIC_RUN_ID": placed["run"]["run_id"],
+        "TORCHELASTIC_RESTART_COUNT": str(restarts[0]),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
+        "OMP_NUM_THREADS": str(cpu_threads(place.local_world_size)),
+        **_interface_variables(placed["interfaces"]),
+    }
+    if not hosted:
+        wanted["TORCHELASTIC_USE_AGENT_STORE"] = None
+    _put(wanted)
+
+
+def _identity_variables(world_size: int, rank: int, place: Place) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+    }
+
+
+def _store_variables(address: str, port: int) -> dict[str, str]:
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables of gloo and NCCL that the user has not set, and which of them are ours."""
+    chosen = network_variables()
+    told = {name: value for name, value in interfaces.items() if name not in chosen}
+    named = " ".join(f"{name}={value}" for name, value in told.items()) or None
+    return {**dict.fromkeys(_inherited_interfaces()), **told, INTERFACES_VARIABLE: named}
+
+
 def launched_as() -> str | None:
     """Return ``RANK=0, WORLD_SIZE=2`` where a launcher started this process as one of several ranks, otherwise None."""
-    names = ("RANK", "WORLD_SIZE")
-    if not os.environ.get("RANK") or _count("WORLD_SIZE") < 2:
+    if _set_by_us and all(os.environ.get(name) == _set_by_us.get(name) for name in ("RANK", "WORLD_SIZE")):
         return None
-    set_here = all(_set_by_us.get(name) == os.environ[name] for name in names)
-    return None if set_here else _listed(*names)
+    with suppress(BadOption):
+        found = identity.of_rank(os.environ)
+        if "rank" in found and "world_size" in found and int(found["world_size"].value) > 1:
+            return f"{found['rank'].assignment}, {found['world_size'].assignment}"
+    return None
 
 
 def chosen_interfaces(backend: str) -> tuple[list[str], str]:
     """Return the interfaces the user chose for a backend, and the variable's name; NCCL's ``^`` only excludes some."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
-    value = os.environ.get(variable, "")
+    value = network_variables().get(variable, "")
     return (value.lstrip("=").split(",") if value and not value.startswith("^") else [], variable)
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
-    """Reserve a free loopback port for rank 0: bound but not listening, so that only rank 0 can listen on it."""
-    with socket.socket() as holder:
+def reserved_port(address: str = "127.0.0.1") -> Iterator[int]:
+    """Reserve a free port for rank 0: bound but not listening, so that only rank 0 can listen on it.
+
+    Args:
+        address: an IPv4 address; "": any address of this host, of either family.
+    """
+    either = not address and socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if either else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        if either:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.bind((address, 0))
         port = holder.getsockname()[1]
         if sys.platform != "linux":
             # On other systems a bound socket keeps rank 0 from listening there, even with SO_REUSEADDR.
@@ -268,14 +373,44 @@ def reserved_port() -> Iterator[int]:
         yield port
 
 
-@contextmanager
-def brief_name_lookups() -> Iterator[None]:
-    """Keep a thread that looks up its first name in the body from asking a name server; where torch would print a
-    warning about that, allow one attempt of 1 s."""
-    # A script may have imported torch, with warnings in torch's C++ log, before it calls us.
-    quiet = os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
-    with _changed({"RES_OPTIONS": "attempts:0" if quiet else "timeout:1 attempts:1"}):
-        yield
+def reached_at() -> dict[str, str]:
+    """Return the addresses of this host and of the other one, as ssh has connected them."""
+    client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), *["127.0.0.1"] * 3]
+    return {"address": server, "from": client}
+
+
+def exported(entries: Sequence[str]) -> dict[str, str]:
+    """Return the variables that ``--export NAME[=VALUE],...`` names, and the run's token if it is set.
+
+    Raises:
+        BadOption: a variable is not set here.
+    """
+    found = {TOKEN_VARIABLE: os.environ[TOKEN_VARIABLE]} if TOKEN_VARIABLE in os.environ else {}
+    # A comma may be a part of a value, unless another NAME= follows it.
+    for entry in (part for text in entries for part in re.split(r",(?=[A-Za-z_]\w*=)", text)):
+        names, equals, value = entry.partition("=")
+        *plain, last = names.split(",")
+        for name in plain if equals else [*plain, last]:
+            if name not in os.environ:
+                raise BadOption(
+                    f"--export {name} is not set here",
+                    why="without a value it is passed on as it is here",
+                    next=f"export it first, or give its value: --export {name}=VALUE",
+                )
+            found[name] = os.environ[name]
+        if equals:
+            found[last] = value
+    return found
+
+
+def set_exported(variables: Mapping[str, str]) -> None:
+    """Set the variables that ``launch --hosts`` passes on to this host."""
+    _put(variables)
+
+
+def torch_log_is_quiet() -> bool:
+    """Return whether torch's C++ code prints no warnings, as in a worker; a script may have chosen otherwise."""
+    return os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
 
 
 @contextmanager
@@ -309,6 +444,35 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def ranks_per_host(text: str) -> int:
+    """Return how many ranks ``--nproc`` asks for: a number, ``gpu``, ``cpu`` or ``auto``, as torchrun has them.
+
+    Raises:
+        BadOption: it is something else, or there is no GPU.
+    """
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    gpus = _count_gpus()
+    if text == "cpu" or (text == "auto" and not gpus):
+        return usable_cores()
+    if text in ("gpu", "auto") and gpus:
+        return gpus
+    raise BadOption(
+        f"--nproc {text} is not a number of ranks",
+        why=f"{host_name()} shows no GPU" if text == "gpu" else "it is neither 1 or more, nor gpu, cpu or auto",
+        next="say how many ranks to start on this machine, such as --nproc 2",
+    )
+
+
+def _count_gpus() -> int:
+    """Return how many GPUs of NVIDIA's a process may use here, without loading torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    driver = Path("/proc/driver/nvidia/gpus")
+    here = len(list(driver.iterdir())) if driver.is_dir() else 0
+    return here if chosen is None else min(here, len([part for part in chosen.split(",") if part.strip()]))
+
+
 def worker_environment() -> dict[str, str]:
     """Return the environment of a worker: ours, with torch's C++ log quiet, since our own log lines are clearer."""
     return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
@@ -332,7 +496,11 @@ def clean_variables(threads_shared_by: int) -> Iterator[None]:
 
 def colour_allowed() -> bool:
     """Return False if the user asks for plain text (https://no-color.org) or the terminal shows no colour."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return not os.environ.get("NO_COLOR") and not terminal_is_dumb()
+
+
+def terminal_is_dumb() -> bool:
+    return os.environ.get("TERM") == "dumb"
 
 
 def program_file() -> Path | None:
@@ -350,11 +518,26 @@ def typed_command() -> tuple[list[str], list[str]]:
     program, arguments = list(sys.orig_argv[:end]), list(sys.orig_argv[end:])
     if not program or arguments != sys.argv[1:]:
         program, arguments = [sys.orig_argv[0], sys.argv[0]], sys.argv[1:]
-    script = program[-1]
-    if len(program) == 2 and os.path.isabs(script) and not script.endswith(".py"):
-        # A console script: the kernel replaced what was typed by the interpreter and the full path.
-        program = [os.path.basename(script)]
-    return program, arguments
+    if len(program) == 2 and _starts_itself_with(*program):
+        del program[0]  # the kernel has put it there, since it is what the first line of a console script names
+    return [as_typed(program[0]), *program[1:]], arguments
+
+
+def _starts_itself_with(interpreter: str, script: str) -> bool:
+    """Return whether typing the path of ``script`` alone starts it with that interpreter."""
+    if not (os.path.isabs(interpreter) and os.sep in script and os.access(script, os.X_OK)):
+        return False
+    with suppress(OSError), open(script, "rb") as file:
+        first, second = (os.fsdecode(file.readline(LONGEST_SHEBANG)) for _ in range(2))
+        # A path that is long or has a space in it is on the second line, which a shell reads as a command.
+        return first.startswith("#!") and (interpreter in first[2:].split() or second.startswith("'''exec' "))
+    return False
+
+
+def as_typed(program: str) -> str:
+    """Return the name by which a shell finds this program; its path if it finds none, or another one."""
+    name = os.path.basename(program)
+    return name if shutil.which(name) == program else program
 
 
 def start_python(

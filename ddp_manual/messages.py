@@ -1,25 +1,26 @@
-"""What agent, worker and coordinator say to each other: one JSON object per line; nothing is unpickled.
+"""What agent, worker and coordinator say to each other, each message a JSON object on a line (``wire``).
 
-    agent -> coordinator     hello, ready, beat, probed, failed, finished, stacks, bye
-    coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, close, verdict, over
-    observer -> coordinator  look; the answer is seen, which comes once more when the run has failed
-    worker -> agent          born, ready, beat, notes, run_dir, failed, finished, left, done, quiet, may_end
+    agent -> coordinator     hello, ready, beat, probed, failed, finished, stacks, records, bye
+    coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, records, close,
+                             verdict, over
+    observer -> coordinator  look; the answer is seen, which comes once more when the run has ended
+    worker -> agent          born, ready, beat, memory, group, not_compared, notes, run_dir, failed, finished, left,
+                             done, quiet, may_end
     agent -> worker          start, place, stop, save, close, over, quiet, end
     script -> its agent      attach, signalled and noticed besides
     agent -> its script      verdict and exit besides
 
-Lines are bounded in size, and messages from the network are checked before they are used or shown.
+Messages from the network are checked before they are used or shown.
 """
 
 from __future__ import annotations
 
 import functools
 import ipaddress
-import json
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
@@ -29,60 +30,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from ddp_manual.errors import DdpManualError
+from ddp_manual.wire import LONGEST_NAME, printable
 
-# Bytes. A rank's longest lines are an error with its traceback, and the stacks of a process.
-LONGEST_LINE = 1 << 18
-# Bytes of the longest line that an observer reads: a run of thousands of ranks, with their stacks.
-LONGEST_ANSWER = 1 << 26
-# Characters of a name, a version or a digest; of an error's text, such as a traceback; of a line of the program.
-LONGEST_NAME = 255
+# Characters of an error's text, such as a traceback; of a line of the program.
 LONGEST_TEXT = 20_000
 LONGEST_PLACE = 200
+# Numbers and chains that a heartbeat may say of a group.
+LONGEST_CHAINS = 256
 
 JOINING = "joining"
 RUNNING = "running"
 LEAVING = "leaving"
 ENDED = "ended"
-
-
-class Unreadable(Exception):
-    """The bytes received are not a message, or are longer than any message."""
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-class LineReader:
-    """Splits the bytes of a connection into messages, of at most ``longest`` bytes each."""
-
-    def __init__(self, longest: int = LONGEST_LINE) -> None:
-        self.longest = longest
-        self._received = bytearray()
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that ``data`` completes.
-
-        Raises:
-            Unreadable: a line is too long, or is not a JSON object.
-        """
-        self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        if max(map(len, (*lines, self._received))) > self.longest:
-            raise Unreadable(f"a message of more than {self.longest} bytes")
-        try:
-            messages = [json.loads(line.decode()) for line in lines]
-        except (ValueError, RecursionError) as error:
-            raise Unreadable(f"not a message: {error}") from None
-        if not all(isinstance(message, dict) for message in messages):
-            raise Unreadable("not a message")
-        return messages
-
-
-def printable(text: str, longest: int = LONGEST_NAME) -> str:
-    """Return the end of a text from the network, made safe for one line of a terminal."""
-    text = text[-longest:]
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 # Cached because the ranks of a host share an address, and every rank looks at rank 0's.
@@ -91,9 +50,16 @@ _ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
 
 # The JSON type of a field, by what its annotation begins with.
 _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **{"int": int, "int | None": (int, type(None)), "float": (int, float), "bool": bool, "str": str},
+    **{"int": int, "int | None": (int, type(None)), "float": (int, float), "bool": bool},
+    **{"str": str, "str | None": (str, type(None))},
     **{"Mapping": dict, "Sequence": list},
 }
+
+
+@functools.cache
+def _json_types(cls: Hashable) -> list[tuple[str, type | tuple[type, ...]]]:
+    """Return the fields of a message with their JSON types; worked out once, since rank 0 reads 4,000 a second."""
+    return [(own.name, _JSON_TYPES[str(own.type).partition("[")[0]]) for own in fields(cls)]  # type: ignore[arg-type]
 
 
 class _FromNetwork:
@@ -107,11 +73,11 @@ class _FromNetwork:
             TypeError, ValueError: fields are missing, unknown or of the wrong type, or their values cannot be right.
         """
         made = cls(**message)
-        for own in fields(made):  # type: ignore[arg-type]
-            value, kind = getattr(made, own.name), _JSON_TYPES[str(own.type).partition("[")[0]]
+        for name, kind in _json_types(cls):  # type: ignore[arg-type]
+            value = getattr(made, name)
             # A bool is an int in Python, but True is not a rank.
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise TypeError(f"{own.name} is {type(value).__name__}")
+            if not isinstance(value, kind) or (value.__class__ is bool and kind is not bool):
+                raise TypeError(f"{name} is {type(value).__name__}")
         made._check_values()
         return made
 
@@ -139,9 +105,15 @@ class RankInfo(_FromNetwork):
     """The port at that address where its agent answers other hosts' probes."""
     local_rank: int | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    """The installed versions of torch and python."""
+    """The installed versions of torch and python, and of the packages that the user's own program imports."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Part of the program -> digest of its source code."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The variables that change how ranks talk to one another, as far as they are set."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Of the user's own program: ``--lr``, or ``argument 1`` for one without a name -> value."""
+    may_differ: Sequence[str] = field(default_factory=list)
+    """The arguments that may differ between ranks, as they were typed."""
     allow_mismatch: bool = False
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Option -> [value, source], for options that the ranks must agree on and that are known without torch."""
@@ -153,10 +125,12 @@ class RankInfo(_FromNetwork):
             raise TypeError("impossible time or port")
         if not 0 <= self.rank < self.world_size:
             raise TypeError("impossible rank")
-        _ip_address(self.address)
         names = [self.host, self.host_id, self.address, self.world_size_source]
         _check_names([*names, *filter(None, self.versions.values()), *self.versions])
-        _check_names([*self.code, *self.code.values(), *self.options])
+        _ip_address(self.address)  # which is short, since it is cached
+        _check_names([*self.code, *self.code.values(), *self.options, *self.may_differ])
+        for named in (self.variables, self.arguments):
+            _check_names([*named, *named.values()])
         _check_options(self.options)
 
     @property
@@ -182,6 +156,10 @@ class Ready(_FromNetwork):
     """Option -> [value, source], for what the ranks must agree on and only torch or the user's code can tell."""
     store: Sequence[Any]
     """From rank 0 its IP address and the port where its worker hosts torch's store; empty from other ranks."""
+    may_use_cpu: bool = False
+    """Whether it may train on the CPU instead of a GPU, since nobody has chosen a device for it."""
+    chooses_device: bool = False
+    """Whether its program chooses a device itself, so that nobody knows which GPU it will use."""
 
     def _check_values(self) -> None:
         _check_names([self.device, self.backend, *self.gpus, *self.options])
@@ -199,8 +177,27 @@ def _check_options(options: Mapping[str, Sequence[Any]]) -> None:
         raise TypeError("an option is not a pair of value and source")
 
 
+def more_seconds(world_size: int) -> float:
+    """Return how much longer to wait in a large world for what rank 0 says once it has read from every rank: reading a
+    reply of 4 KB, or a hello, takes it 0.3 to 0.7 ms."""
+    return world_size / 1000
+
+
+def resume_flags(run_dir: str) -> str:
+    return f"--resume auto --run_dir {shlex.quote(run_dir)}"
+
+
+def first_command_and(run_dir: str) -> str:
+    """Say how ranks that were started by hand go on with the run in ``run_dir``: in words that are right for each."""
+    return f"each rank with its first command and {resume_flags(run_dir)}"
+
+
+def from_last_checkpoint(how: str) -> str:
+    return f"start all ranks again, from the last checkpoint if there is one: {how}"
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunInfo:
+class RunInfo(_FromNetwork):
     """What run this is, as rank 0 tells each rank that joins."""
 
     run_id: str
@@ -214,29 +211,26 @@ class RunInfo:
     since: float
     """When the run began, in seconds since the epoch by rank 0's clock."""
     command: str
-    """The command that starts a rank of this run, with ``{rank}`` for its number."""
+    """The command that starts a rank of this run, with ``{rank}`` for its number; cut if nobody would type it."""
     launched: str | None
-    """The ``launch`` command that continues the run, if ``launch`` started the ranks."""
+    """The ``launch`` command that continues the run, if ``launch`` started the ranks; cut as above."""
     peer_timeout: float
     stall_timeout: float
     script: bool
     """Whether the ranks run the user's own script, whose options are unknown here."""
+
+    def _check_values(self) -> None:
+        _ip_address(self.address)
 
     @property
     def start_again(self) -> str:
         """What to do after the run has ended, as the end of a sentence."""
         if self.run_dir is None or self.script:
             return "start all ranks again"
-        if self.launched is not None:
-            return f"start all ranks again, from the last checkpoint if there is one: {self.launched}"
-        resume = "" if "--resume " in self.command else " --resume auto"
-        return (
-            "start all ranks again, from the last checkpoint if there is one; rank 0 with:\n"
-            f"{self.command_for(0)} --run_dir {shlex.quote(self.run_dir)}{resume}"
-        )
+        return from_last_checkpoint(self.launched or first_command_and(self.run_dir))
 
     def command_for(self, rank: int) -> str:
-        return self.command.replace("{rank}", str(rank))
+        return self.command.replace("{rank}", str(rank), 1)  # a program may have an argument with such a word
 
     @property
     def only_on_its_host(self) -> bool:
@@ -260,17 +254,33 @@ class Place:
 
 @dataclass
 class Progress:
-    """What a rank is doing: the training loop writes it, the reporter's thread reads it."""
+    """What a rank is doing: the training loop writes it, the reporter's thread reads it.
+
+    ``world.progress(step=120, epoch=2)`` in a script's own loop sets what it names; ``status`` shows it, and messages
+    say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading it could wait for a GPU.
+    """
 
     phase: str = JOINING
     """joining, loading, training, evaluating, saving, leaving or ended; running in a script that does not say."""
     epoch: int = 0
     step: int = 0
     samples_per_second: float = 0.0
+    """Of this rank."""
     step_seconds: float = 0.0
     """This rank's own work per step, without waiting for the others; 0 if not measured."""
     saving: bool = False
     """Whether it is writing files that it must finish before its process is ended."""
+
+    def __call__(
+        self,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        phase: str | None = None,
+        samples_per_second: float | None = None,
+    ) -> None:
+        given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second}
+        vars(self).update({name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,18 +294,31 @@ class Beat(_FromNetwork):
     step_seconds: float = 0.0
     collectives: Mapping[str, int] = field(default_factory=dict)
     """Process group -> how many collectives this rank has begun in it."""
+    unfinished: int = 0
+    """How many collectives of NCCL this rank has begun and its GPU has not completed."""
     inside: bool = False
-    """Whether the training thread is in a collective, or in a backward pass, which may contain one."""
+    """Whether the training thread is in a collective, or in a backward pass, which may contain one, or waits for a GPU
+    that has collectives to complete."""
     place: str = ""
     """The line of the user's program that is running."""
     debugging: bool = False
     """Whether a debugger waits for input."""
+    calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Process group -> number, chain, number, chain, ... of its last collectives, as its agent reads them: see
+    ``collectives``."""
     stopped: str = ""
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 
     @classmethod
     def of(
-        cls, progress: Progress, collectives: Mapping[str, int], *, inside: bool, place: str, debugging: bool
+        cls,
+        progress: Progress,
+        collectives: Mapping[str, int],
+        *,
+        unfinished: int = 0,
+        inside: bool,
+        place: str,
+        debugging: bool,
     ) -> Beat:
         """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``.
 
@@ -308,6 +331,7 @@ class Beat(_FromNetwork):
             samples_per_second=round(_number(progress.samples_per_second), 1),
             step_seconds=round(_number(progress.step_seconds), 6),
             collectives=collectives,
+            unfinished=unfinished,
             inside=inside,
             place=printable(place, LONGEST_PLACE),
             debugging=debugging,
@@ -316,11 +340,21 @@ class Beat(_FromNetwork):
     def _check_values(self) -> None:
         if not {int, float}.issuperset(map(type, self.collectives.values())):
             raise TypeError("a number of collectives is not a number")
-        _check_names([self.phase, self.place, self.stopped])
+        _check_names([self.phase, self.place, self.stopped, *self.calls])
+        for sent in self.calls.values():
+            if not isinstance(sent, list) or not {int}.issuperset(map(type, sent)):
+                raise TypeError("a chain of collectives is not numbers")
+            if len(sent) % 2 or len(sent) > LONGEST_CHAINS:
+                raise ValueError("chains of collectives are not pairs, or too many")
 
     def at_step(self) -> str:
         """Return ``training, at step 120 of epoch 2``; the phase alone if steps are not counted."""
         return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
+
+    def last_seen(self) -> str:
+        """Return the same, and for a script that does not count steps ``running, on train.py:26 in main``."""
+        on_a_line = self.phase == RUNNING and self.place and not (self.step or self.epoch)
+        return f"{self.phase}, on {self.place}" if on_a_line else self.at_step()
 
 
 def _number(value: Any) -> float:
@@ -383,6 +417,11 @@ the coordinator says it about that rank, not the rank itself."""
 def last_words(error: DdpManualError) -> Verdict:
     """Return the error that ends a worker, as the worker tells its agent."""
     return {**shortened(error.as_dict()), "exit_code": error.exit_code}
+
+
+def named_from_outside(what: str, rank: Any) -> str:
+    """Say which rank a text is about that calls it "this rank"."""
+    return what.replace("this rank", f"rank {rank}")
 
 
 def shortened(words: Mapping[str, Any]) -> dict[str, str]:

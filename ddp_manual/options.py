@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from ddp_manual.errors import BadOption
@@ -23,6 +24,17 @@ BOUNDS = (
     ("above", "not above", "above", operator.le),
     ("maximum", "above", "at most", operator.gt),
 )
+
+# Options of torchrun that launch has no use for, and what it has instead.
+RENDEZVOUS = "ranks on several machines meet at --master_addr and --master_port"
+LINES = "each line shows its rank; with --run_dir DIR there is also a file for each rank"
+NOT_NEEDED = {
+    **dict.fromkeys(("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"), RENDEZVOUS),
+    **dict.fromkeys(("log_dir", "tee", "redirects", "local_ranks_filter", "r", "t"), LINES),
+    "monitor_interval": "the end of a rank is seen at once",
+    "role": "all ranks have the same role",
+    "local_addr": "the address is that of the interface on the way to rank 0",
+}
 
 
 def option(
@@ -67,12 +79,12 @@ class Options:
         return {field.name: getattr(self, field.name) for field in option_fields(type(self))}
 
     def given_options(self) -> dict[str, Any]:
-        """Return the options that were typed, or that a variable or a file set to another value than the default."""
-        defaults = {field.name: field.default for field in option_fields(type(self))}
+        """Return the options to type for the same values: without defaults, except those typed to override a file."""
+        files = any(source.startswith("from ") for source in self.sources.values())
         return {
             name: getattr(self, name)
             for name, source in self.sources.items()
-            if getattr(self, name) is not None and (source == "flag" or getattr(self, name) != defaults[name])
+            if getattr(self, name) != getattr(type(self), name) or (files and source == "flag")
         }
 
     @contextmanager
@@ -157,6 +169,13 @@ def value_types(options: type) -> dict[str, type]:
     return found
 
 
+def number_below(name: str, number: int, total: str, count: int, what: str) -> str:
+    """Say what to type where an option numbers a rank or a host that does not exist, of ``count`` in ``total``."""
+    if count > 1:
+        return f"choose a --{name} from 0 to {count - 1}"
+    return f"say how many {what} there are: --{total} {number + 1} or more"
+
+
 def spelling(name: str, kind: type) -> str:
     """Spell an option as click has it; a switch can be switched off too, since a file may have switched it on."""
     if kind is not bool:
@@ -206,3 +225,53 @@ def side_by_side(names: Iterable[str], rank_0: Compared, options: Compared, rank
 
 def _shown(option: Sequence[Any] | None) -> str:
     return f"{option[0]} ({option[1]})" if option else "no such option"
+
+
+def check_before_script(
+    words: Sequence[str], own: Sequence[str], of_training: Sequence[str], *, has_script: bool
+) -> None:
+    """Check an option of ``launch`` that it does not have, and that may be one of our training.
+
+    Args:
+        words: what was typed from that option on, without a ``--`` in front.
+        own, of_training: the options that there are.
+        has_script: whether an option has said that there is a script.
+
+    Raises:
+        BadOption: torchrun has it, or a script follows it.
+    """
+    first = words[0].partition("=")[0]
+    known = f"--{_name(first)}" in of_training
+    script = len(words)
+    for number, word in enumerate(words):
+        # A word behind an option may be its value, and what comes after a script is the script's.
+        is_file = word.endswith(".py") or (not known and Path(word).is_file())
+        if word in ("-m", "--no_python", "--no-python") or (is_file and not word.startswith("-")):
+            script, has_script = number, True
+        elif not word.startswith("-") and not words[number - 1].startswith("-"):
+            script = number
+        else:
+            continue
+        break
+    options = {word.partition("=")[0]: _name(word) for word in words[:script] if word.startswith("-")}
+    if needless := [option for option, name in options.items() if name in NOT_NEEDED]:
+        raise BadOption(
+            f"launch has no option {', '.join(needless)}",
+            why="\n".join(dict.fromkeys(f"torchrun has it, and here {NOT_NEEDED[options[one]]}" for one in needless)),
+            next=f"leave {'it' if len(needless) == 1 else 'them'} out",
+        )
+    if not has_script:
+        return
+    close = difflib.get_close_matches(f"--{_name(first)}", own, n=1, cutoff=0.7)
+    raise BadOption(
+        f"launch has no option {first} for a script",
+        why="it is one of the built-in training, which is started if no script is given"
+        if known
+        else "what comes before the script is for launch",
+        next=(f"did you mean {close[0]}?\n" if close else "")
+        + f"{'otherwise ' if close else ''}put {first} after the script if it is one of the script's",
+    )
+
+
+def _name(option: str) -> str:
+    return option.partition("=")[0].lstrip("-").replace("-", "_")

@@ -10,21 +10,28 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ddp_manual.errors import BadOption, writing
+from ddp_manual.errors import BadOption, escaped, writing
 
 logger = logging.getLogger(__name__)
 
 # Seconds. A rank 0 that is started again may find the previous one still ending.
 LOCK_TIMEOUT = 3.0
+# The files that each rank leaves, not rank 0 alone.
+OF_A_RANK = ("failure-rank*.json", "log-rank*.txt")
+# A name that neither leads out of its folder nor is hidden.
+_PLAIN_NAME = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
+# Of ``default_run_dir``, what stands before the name of the run.
+_DEFAULT_BEGINS = r"runs/\d{8}-\d{6}-"
 
 
 def new_run_id() -> str:
@@ -42,6 +49,28 @@ def unused_run_dir(run_id: str) -> str:
     name = default_run_dir(run_id)
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(name for name in names if not os.path.exists(name))
+
+
+def is_default_name(run_dir: str, run_id: str) -> bool:
+    """Return whether the folder has the name that a run gives its folder if nobody else names it."""
+    return re.fullmatch(rf"{_DEFAULT_BEGINS}{re.escape(run_id)}(-\d+)?", run_dir) is not None
+
+
+def own_run_dir(named: str | None, own: str | None) -> str | None:
+    """Return the folder that rank 0 has named if this rank would have chosen it too, otherwise None: a rank writes
+    nowhere else, whatever the network says.
+
+    Args:
+        own: this rank's option, with ``{run_id}`` for the name that rank 0 gives the run; or its default.
+    """
+    if named is None or own is None:
+        return None
+    named, own = os.path.normpath(named), os.path.normpath(own)
+    if named in (own, escaped(own)):
+        return own
+    if re.fullmatch(rf"{_DEFAULT_BEGINS}\{{run_id\}}", own):  # the default, in which rank 0's clock counts
+        return named if re.fullmatch(f"runs/{_PLAIN_NAME}", named) else None
+    return named if re.fullmatch(re.escape(own).replace(re.escape("{run_id}"), _PLAIN_NAME), named) else None
 
 
 def torchrun_run_dir(torchrun: str) -> str:
@@ -129,29 +158,61 @@ class RunPaths:
     @property
     def is_failed_start(self) -> bool:
         """Whether the folder holds at most failures and logs, so that no run has begun there."""
+        return self._holds_only(self.lock.name, *OF_A_RANK)
+
+    def _holds_only(self, *patterns: str) -> bool:
         try:
-            there = {path.name for path in self.run_dir.iterdir()} - {self.lock.name}
+            names = [path.name for path in self.run_dir.iterdir()]
         except OSError:
             return False
-        return all(fnmatch(name, "failure-rank*.json") or fnmatch(name, "log-rank*.txt") for name in there)
+        return all(any(fnmatch(name, pattern) for pattern in patterns) for name in names)
+
+    def remove_start(self) -> None:
+        """Remove the folder of a start that has ended before its first step, unless it holds more than such a start
+        writes."""
+        of_rank_0 = (self.config, self.samples, self.accuracies, self.lock)  # of the accuracies an empty list
+        of_trackers = (self.track, self.tensorboard, self.wandb, self.wandb_id)
+        if self._holds_only(*(path.name for path in (*of_rank_0, *of_trackers)), *OF_A_RANK, ".*.tmp"):
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            with suppress(OSError):  # other runs are in there
+                self.run_dir.parent.rmdir()
 
     @property
-    def in_use(self) -> bool:
-        """Whether a process trains into the folder; False where the file system has no locks."""
+    def holder(self) -> str | None:
+        """The process that trains into the folder, see ``holder_of``; None where there is none, or are no locks."""
         try:
-            with open(self.lock, encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            with open(self.lock, encoding="utf-8", errors="replace") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return file.read().strip() or "another process"
         except OSError:
-            return False
-        return False
+            pass
+        return None
 
-    def set_failure_aside(self, rank: int, restart: int) -> None:
-        """Rename the failure of a rank, if there is one, before restart number ``restart`` + 1."""
-        failure = self.failure(rank)
-        if failure.exists():
-            os.replace(failure, failure.with_name(f"{failure.stem}.restart{restart}.json"))
+    def set_failures_aside(self, rank: int, world_size: int | None = None) -> None:
+        """Rename the failure that a rank has left when it was started before.
+
+        Args:
+            world_size: set on rank 0, which also renames the failures of ranks that are no more.
+        """
+        for failure in self.failures():
+            of = failure.stem.removeprefix("failure-rank")
+            if of == str(rank) or (world_size is not None and of.isdigit() and int(of) >= world_size):
+                names = (failure.with_name(f"{failure.stem}.restart{number}.json") for number in itertools.count())
+                with suppress(OSError):  # of another user, or on a disk that this rank may only read
+                    os.replace(failure, next(name for name in names if not name.exists()))
+
+    def check(self, *, resuming: bool) -> None:
+        """Raise what ``create`` would raise, and leave no folder that was not there before."""
+        if self.holder is not None:
+            with self.locked():  # unless it is still held after a few seconds
+                pass
+        missing = [folder for folder in (self.run_dir, *self.run_dir.parents) if not folder.exists()]
+        self.create(resuming=resuming)
+        for folder in missing:
+            with suppress(OSError):  # another process uses it by now
+                folder.rmdir()
 
     def create(self, *, resuming: bool = False) -> RunPaths:
         """Make the folder.
@@ -196,9 +257,14 @@ class RunPaths:
                     )
                 time.sleep(0.1)
             file.truncate(0)
-            file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
+            file.write(f"{holder_of(os.getpid(), os.uname().nodename)}\n")
             file.flush()
             yield
+
+
+def holder_of(pid: int, host: str) -> str:
+    """Return what the lock of a run's folder says of the process that holds it."""
+    return f"pid {pid} on {host}"
 
 
 def _lock(descriptor: int) -> bool:

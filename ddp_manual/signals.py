@@ -7,14 +7,16 @@ handles them with Python's handlers. Another signal has a process write its Pyth
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from ddp_manual.errors import StopSignal
 
@@ -26,9 +28,13 @@ STACKS: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 BLOCKED_AT_START = (*STOP, SAVE, STACKS)
 # Of prctl(2).
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 # Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
 ONCE_WITHIN = 0.3
+
+_sigterm_without_us: list[Any] = []
+"""What handled SIGTERM before each handler of this package that is set now; the first is the user's own."""
 
 
 class Requests:
@@ -142,10 +148,14 @@ def _handlers(wanted: dict[signal.Signals, Callable[[int, FrameType | None], Non
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _watch_forks()
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    ours = [before[number] for number in before if number == signal.SIGTERM]
+    _sigterm_without_us.extend(ours)
     try:
         yield
     finally:
+        del _sigterm_without_us[len(_sigterm_without_us) - len(ours) :]
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -160,31 +170,88 @@ def leave_signals_to_the_agent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_AT_START)
 
 
+def ignored_at_start() -> list[int]:
+    """Return the signals that this process was told to ignore, as nohup does with SIGHUP."""
+    return [number for number in (*STOP, SAVE) if signal.getsignal(number) is signal.SIG_IGN]
+
+
+def handle_as_any_program(ignored: Iterable[int]) -> None:
+    """Undo ``leave_signals_to_the_agent``: each signal does from now on what it does to a new Python.
+
+    Args:
+        ignored: what ``ignored_at_start`` has returned.
+    """
+    for number in (*STOP, SAVE):
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else usual)
+
+
+def terminal_tells_children() -> bool:
+    """Return whether a terminal sends Ctrl-C to this process, and so to its children too."""
+    with suppress(OSError), open("/dev/tty", "rb") as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
+
+
 def let_children_be_terminated() -> None:
     """Give forked children the default SIGTERM: a ``multiprocessing.Pool`` ends its processes with it."""
+    _sigterm_without_us.append(signal.SIG_DFL)
+    _watch_forks()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Have forked children handle SIGTERM as without this package, since it would neither end them nor reach the run.
+
+    They keep ignoring Ctrl-C and SIGHUP, which a terminal sends to them too: the ranks stop together, and need them
+    until then.
+    """
+    held = threading.local()
+
+    def block() -> None:
+        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
 
     def restore() -> None:  # in a child, which may have been sent a SIGTERM before it ran at all
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if _sigterm_without_us:
+            signal.signal(signal.SIGTERM, _sigterm_without_us[0] or signal.SIG_DFL)
         unblock()
 
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
-        after_in_parent=unblock,
-        after_in_child=restore,
-    )
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process with its parent; on other systems than Linux the closed channel ends it."""
     if sys.platform == "linux":
-        import ctypes  # takes 2 ms, which --help does without
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process below this one whose parent ends; on other systems than Linux init does."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # takes 2 ms, which --help does without
+
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def end_children() -> None:
+    """Kill all processes below this one, within 1 s: one that waits in the kernel for a device may end later."""
+    import psutil
+
+    deadline = time.monotonic() + 1
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.1)
 
 
 def write_stacks_to(descriptor: int) -> None:

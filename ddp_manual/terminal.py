@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import logging
+import math
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +22,9 @@ from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.run_folder import RunPaths
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from concurrent.futures import Executor, Future
+
+    from rich.progress import Progress, Task
 
 LOGGER = logging.getLogger("ddp_manual")
 COLOURS = (36, 33, 32, 35, 34, 31)
@@ -26,6 +32,8 @@ COLOURS = (36, 33, 32, 35, 34, 31)
 FIRST_LINE = 0.6
 LINE_EVERY = 10.0
 POLL_EVERY = 0.2
+# Ranges of ranks that a sentence names.
+MOST_RANGES = 16
 
 Say = Callable[[str], None]
 """Shows a line to the person at this rank's terminal."""
@@ -42,12 +50,17 @@ def tag(rank: int) -> str:
     return f"[rank {rank}]"
 
 
-def log_to_stderr(rank: int | None) -> None:
-    """Send this package's log lines to stderr, tagged with the rank if there is one; a second call changes the tag."""
+def log_to_stderr(rank: int | None, *, over_bar: bool = False) -> None:
+    """Send this package's log lines to stderr, tagged with the rank if there is one; a second call changes the tag.
+
+    Args:
+        over_bar: whether another process may be drawing its progress bar, which each line then replaces.
+    """
     handler = next((found for found in LOGGER.handlers if isinstance(found, _CurrentStderr)), _CurrentStderr())
     LOGGER.addHandler(handler)
     LOGGER.propagate = False
-    handler.setFormatter(logging.Formatter("%(message)s" if rank is None else f"{tag(rank)} %(message)s"))
+    line = "%(message)s" if rank is None else f"{tag(rank)} %(message)s"
+    handler.setFormatter(logging.Formatter(_clear_line() + line if over_bar else line))
     LOGGER.setLevel(logging.INFO)
 
 
@@ -74,33 +87,45 @@ def say(line: str) -> None:
 
 
 def print_error(error: DdpManualError) -> None:
-    """Print the error that ends this process; the exit code also says it, in case the terminal is gone."""
-    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # an interrupted progress bar leaves it hidden
-    say(show_cursor + error.render())
+    """Print the error that ends this process, in place of a progress bar; the exit code also says it, in case the
+    terminal is gone."""
+    show_cursor = "\x1b[?25h" if _clear_line() else ""  # an interrupted progress bar leaves it hidden
+    say(_clear_line() + show_cursor + in_colour(error.render(), sys.stderr))
+
+
+def _clear_line() -> str:
+    return "\r\x1b[2K" if sys.stderr.isatty() and not launchers.terminal_is_dumb() else ""
+
+
+def in_colour(text: str, sink: TextIO) -> str:
+    """Colour the beginnings of an error's parts, if ``sink`` is a terminal that shows colours."""
+    if not (sink.isatty() and launchers.colour_allowed()):
+        return text
+    text = re.sub(r"(?m)^error\[[\w-]+\]:", "\x1b[1;31m\\g<0>\x1b[0m", text)
+    return re.sub(r"(?m)^  (why|next):", "  \x1b[1m\\1:\x1b[0m", text)
 
 
 def result_text(summary: Mapping[str, Any]) -> str:
     """Return what rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
     paths = RunPaths(Path(summary["run_dir"]))
     files = (paths.summary, paths.model, paths.metrics, paths.accuracies, paths.samples, *paths.predictions.all)
-    lines = [
+    others = (paths.config, paths.checkpoints, paths.track, paths.tensorboard, paths.wandb)
+    return "\n".join([result_line(summary), *(f"  {path}" for path in (*files, *others) if path.exists())])
+
+
+def result_line(summary: Mapping[str, Any]) -> str:
+    """Return the figures of a run that is complete."""
+    return (
         f"{summary['model']} on {summary['dataset']}: {100 * summary['final_test_accuracy']:.2f}% test accuracy "
-        f"after {summary['epochs']} epochs on {summary['world_size']} rank(s) ({summary['backend']}, "
-        f"{summary['device']}), {summary['samples_per_second']:,.0f} samples/s",
-        *(f"  {path}" for path in (*files, paths.config) if path.exists()),
-    ]
-    return "\n".join(lines)
+        f"after {counted(summary['epochs'], 'epoch')} on {counted(summary['world_size'], 'rank')} "
+        f"({summary['backend']}, {summary['device']}), {summary['samples_per_second']:,.0f} samples/s"
+    )
 
 
 def escape_what_cannot_be_shown() -> None:
     """Have stdout escape characters that its encoding lacks, as stderr does anyway."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def escaped(text: str) -> str:
-    """Escape what is not Unicode, such as a stray byte in a file name, since not every library accepts it."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def stdout_failed(error: OSError) -> DdpManualError:
@@ -116,17 +141,30 @@ def stdout_failed(error: OSError) -> DdpManualError:
 
 
 class RankOutput:
-    """Writes the output of one rank to the terminal, with the rank in front, and unchanged to its log."""
+    """Writes the output of one rank to the terminal, with the rank in front, and unchanged to its log.
 
-    def __init__(self, log: BinaryIO, rank: int) -> None:
+    Args:
+        writer: the thread that writes. A reader of the terminal may stop reading, as with Ctrl-S, and the event loop,
+            which sends heartbeats, must not wait for it.
+    """
+
+    def __init__(self, log: BinaryIO, rank: int, writer: Executor) -> None:
         self._log = log
+        self._writer = writer
         self._tag = tag(rank)
         self._colour = COLOURS[rank % len(COLOURS)]
         if log.tell():
             log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
 
-    def write(self, text: bytes, sink: TextIO | None = None) -> None:
-        """Write to both; the rank continues even if the log or the terminal fails."""
+    def write(self, text: bytes, sink: TextIO | None = None) -> Future[None]:
+        """Write to both, in turn with all other output; the rank continues even if the log or the terminal fails."""
+        return self._writer.submit(self._write, text, sink)
+
+    def print(self, line: str) -> None:
+        """Write a line to the log and to stderr."""
+        self.write(f"{line}\n".encode())
+
+    def _write(self, text: bytes, sink: TextIO | None) -> None:
         sink = sys.stderr if sink is None else sink
         shown = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and launchers.colour_allowed() else self._tag
         with suppress(OSError, ValueError):
@@ -134,7 +172,7 @@ class RankOutput:
             self._log.flush()
         with suppress(OSError, ValueError):
             for line in text.decode(errors="replace").splitlines(keepends=True):
-                sink.write(f"{shown} {line.removeprefix(self._tag + ' ')}")
+                sink.write(f"{shown} {in_colour(line.removeprefix(self._tag + ' '), sink)}")
             sink.flush()
 
 
@@ -153,7 +191,7 @@ class ProgressLines:
     def say(self, line: str) -> None:
         """Show a line, every so many steps."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description=line)
+            self._bar.update(self._bar.task_ids[0], description=re.sub(r"^step \S+ | lr \S+| samples(?=/s)", "", line))
         elif self._shown:
             LOGGER.info("%s", line)
 
@@ -170,34 +208,67 @@ def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLi
         return
     # rich takes 0.05 s to import, so only processes that draw import it.
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeRemainingColumn
+    from rich.table import Column
+    from rich.text import Text
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    class LastLine(ProgressColumn):
+        """The only column that gives way where the terminal is narrow."""
+
+        def render(self, task: Task) -> Text:
+            return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+    console = Console(stderr=True, soft_wrap=True)  # lines above the bar are never cut, so that they can be copied
+    bar_width = 40 if console.width > 110 else 10
+    # What is left beside the bar, the steps, the time (7) and spaces between them (3), less 3 for ^C: that would
+    # otherwise push the bar to the line above, where nothing clears it.
+    rest = console.width - bar_width - len(f"{total_steps}/{total_steps}") - 7 - 3 - 3
+    columns = (BarColumn(bar_width), MofNCompleteColumn(), TimeRemainingColumn(), LastLine(Column(max_width=rest)))
+    with Progress(*columns, console=console, transient=True) as bar:
         bar.add_task("", total=total_steps, completed=done)
         yield ProgressLines(bar)
 
 
 @contextmanager
 def redrawing() -> Iterator[Say]:
-    """Yield a function that replaces the text on the terminal."""
-    from rich.live import Live
-    from rich.text import Text
+    """Yield a function that replaces the text on the terminal, as far as it has room; in the end all of it is there.
 
-    with Live(auto_refresh=False) as drawn:
-        yield lambda text: drawn.update(Text(text), refresh=True)
+    The terminal itself wraps long lines, so that a command that is copied from there is still one line.
+    """
+    shown, cut_off = 0, ""
+
+    def draw(text: str, *, cut: bool = True) -> None:
+        nonlocal shown, cut_off
+        width, height = shutil.get_terminal_size()
+        lines = text.splitlines()
+        rows = [*itertools.accumulate(max(1, math.ceil(len(line) / width)) for line in lines)]
+        fitting = [line for line, row in zip(lines, rows, strict=True) if row < height or not cut]
+        up = f"\x1b[{shown}F\x1b[J" if shown else ""
+        print(up + "\n".join(fitting), flush=True)
+        shown = rows[len(fitting) - 1] if fitting else 0
+        cut_off = text if len(fitting) < len(lines) else ""
+
+    try:
+        yield draw
+    finally:
+        if cut_off:
+            draw(cut_off, cut=False)
 
 
 class Waiting:
-    """A deadline ``timeout`` seconds from now, with lines about what is waited for: the first within a second, then one
-    every 10 s and on each change."""
+    """A deadline, with lines about what is waited for: the first within a second, others every 10 s and on each change.
 
-    def __init__(self, timeout: float, say: Say) -> None:
+    Args:
+        timeout: seconds in all.
+        waited: the seconds of these that have passed already.
+    """
+
+    def __init__(self, timeout: float, say: Say, waited: float = 0.0) -> None:
         self._say = say
-        self._started = time.monotonic()
-        self._deadline = self._started + timeout
-        self._next_line = self._started + FIRST_LINE
-        self._said: str | None = None
+        self.timeout = timeout
+        self._started = time.monotonic() - waited
+        self._next_line = time.monotonic() + FIRST_LINE
+        self._said: dict[str, float] = {}
         self._advised = False
 
     @property
@@ -206,42 +277,89 @@ class Waiting:
 
     @property
     def remaining(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self.timeout - self.waited)
 
     @property
     def over(self) -> bool:
-        return time.monotonic() >= self._deadline
+        return self.waited >= self.timeout
 
-    def about(self, text: str, news: Sequence[str] = (), *, each_change: bool = True) -> bool:
+    def about(self, text: str, news: Sequence[str] = (), *, kind: str = "", each_change: bool = True) -> bool:
         """Say ``text`` and ``news`` if a line is due, the text changed or there is news; return whether it was said.
 
+        A text that was said in the last 10 s does not count as changed, so that two that alternate are no flood.
+
         Args:
+            kind: what counts instead of the text, such as where it quotes an operating system's words.
             each_change: False lets a changed text wait until a line is due.
         """
         now = time.monotonic()
-        changed = self._said is not None and ((each_change and text != self._said) or bool(news))
+        kind = kind or text
+        said_before = now - self._said.get(kind, -LINE_EVERY) < LINE_EVERY
+        changed = bool(self._said) and ((each_change and not said_before) or bool(news))
         if now < self._next_line and not changed:
             return False
         words = "; ".join([text, *news])
-        self._say(f"{words} ({self.waited:.0f} s of {self._deadline - self._started:.0f} s)")
-        self._said = text
+        most = f" of {self.timeout:.0f} s" if math.isfinite(self.timeout) else ""
+        self._say(f"{words} ({min(self.waited, self.timeout):.0f} s{most})")
+        self._said[kind] = now
         self._next_line = now + LINE_EVERY
         return True
 
     def advise(self, commands: list[str]) -> None:
         """Say what to type, once, after the first line."""
-        if self._said is None or self._advised:
+        if not self._said or self._advised:
             return
         self._advised = True
         self._say("to start what is missing:\n" + "\n".join(f"  {command}" for command in commands))
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align rows of texts in columns; returns one line for each row."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def stdout_width() -> int | None:
+    """Return how wide the terminal is; None if stdout is something else."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def columns(rows: Sequence[Sequence[str]], *, width: int | None = None, least_first: Sequence[str] = ()) -> list[str]:
+    """Align rows of texts in columns; returns one line for each row.
+
+    Args:
+        width: where the lines have to fit; without it nothing is left out.
+        least_first: headings of the columns that are left out, one after the other, until the lines fit.
+    """
+    left_out = iter(least_first)
+    while True:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        heading = next(left_out, None) if width is not None and sum(widths) + 2 * len(widths) > width else None
+        if heading is None:
+            break
+        if heading in rows[0]:
+            place = rows[0].index(heading)
+            rows = [[*row[:place], *row[place + 1 :]] for row in rows]
     return [
         "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def as_ranges(ranks: Sequence[int]) -> list[list[int]]:
+    """[1, 2, 3, 7] -> [[1, 3], [7, 7]]: short even for thousands of missing ranks."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ranges
+
+
+def in_words(ranges: Sequence[Sequence[int]]) -> str:
+    """[[1, 3], [7, 7]] -> ``ranks 1-3, 7``; after MOST_RANGES of them ``, ...``"""
+    alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:MOST_RANGES]]
+    return ("rank " if alone else "ranks ") + ", ".join([*shown, *["..."] * (len(ranges) > MOST_RANGES)])
 
 
 def byte_size(count: float, unit: int = 1024) -> str:

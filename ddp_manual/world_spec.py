@@ -11,7 +11,8 @@ from typing import Any
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
-from ddp_manual.options import Options, option, option_fields
+from ddp_manual.identity import TORCHRUN, nobody_says_of_how_many
+from ddp_manual.options import Options, number_below, option, option_fields
 
 # The ranks of a run need not agree on these.
 identity = partial(option, group="identity", shared=False)
@@ -31,11 +32,19 @@ class WorldSpec(Options):
     local_rank: int | None = identity(
         None, "Index of the GPU on this host (default: position among the ranks of the same host).", minimum=0
     )
-    device: str = identity("auto", "auto is cuda where there is a GPU, cpu elsewhere.", choices=("auto", "cpu", "cuda"))
+    device: str = identity(
+        "auto",
+        "auto is cuda if each rank finds a GPU, cpu if no rank does; if only some ranks do, the run is refused.",
+        choices=("auto", "cpu", "cuda"),
+    )
     backend: str = identity("auto", "auto is nccl for cuda, gloo for cpu.", choices=("auto", "gloo", "nccl"))
     master_addr: str = rendezvous("127.0.0.1", "Rank 0's address: a host name or an IP address.")
     master_port: int = rendezvous(
         29500, "Rank 0's port. With 0, rank 0 takes any free port and says which.", minimum=0, maximum=65535
+    )
+    listen_addr: str | None = rendezvous(
+        None,
+        "Where rank 0 listens, if --master_addr is forwarded to it (default: at --master_addr; 0.0.0.0: everywhere).",
     )
     run_id: str | None = rendezvous(None, "Name of the run; rank 0's counts (default: eight random digits).")
     join_timeout: float = rendezvous(
@@ -49,10 +58,17 @@ class WorldSpec(Options):
         "Seconds that ranks may wait in a collective for one that lives but does not come; rank 0's counts for all.",
         minimum=1,
     )
+    collectives: str = rendezvous(
+        "check",
+        "check compares what ranks call collectives with, and names what does not match; off leaves that out.",
+        choices=("check", "off"),
+    )
     token_file: str | None = rendezvous(
         None, "A file that holds the run's token, the same on every rank (or the variable DDP_MANUAL_TOKEN has it)."
     )
-    allow_mismatch: bool = rendezvous(False, "Go on, with a warning, where code or versions differ between ranks.")
+    allow_mismatch: bool = rendezvous(
+        False, "Go on, with a warning, where code, versions or variables differ between ranks."
+    )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     """Option -> "flag" or "from VARIABLE"; an option that is missing here has its default or an argument."""
 
@@ -66,17 +82,19 @@ class WorldSpec(Options):
             BadOption: a value is out of its bounds, or two of them contradict each other.
         """
         self.check_bounds()
-        if not self.master_addr.strip():
-            raise BadOption(
-                "--master_addr is empty",
-                why=self.named("master_addr"),
-                next="give the host name or the IP address of rank 0's machine",
-            )
+        for name in ("master_addr", "listen_addr"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise BadOption(
+                    f"--{name} is empty",
+                    why=self.named(name),
+                    next="give the host name or the IP address of rank 0's machine",
+                )
         if self.master_addr in ("0.0.0.0", "::"):
             raise BadOption(
                 f"--master_addr {self.master_addr} is not an address that other ranks can connect to",
                 why=f"{self.named('master_addr')}: it stands for all addresses of a host",
-                next="give the host name or the IP address of rank 0's machine, the same on every rank",
+                next="give the host name or the IP address of rank 0's machine, the same on every rank\n"
+                f"rank 0 may listen at all its addresses: --listen_addr {self.master_addr}",
             )
         if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
             raise BadOption(
@@ -88,9 +106,7 @@ class WorldSpec(Options):
             raise BadOption(
                 f"--rank {self.rank} does not exist in a world of {self.world_size}",
                 why=f"{self.named('rank')}, {self.named('world_size')}; ranks count from 0",
-                next=f"choose a --rank from 0 to {self.world_size - 1}"
-                if self.world_size > 1
-                else f"say how many ranks there are: --world_size {self.rank + 1} or more",
+                next=number_below("rank", self.rank, "world_size", self.world_size, "ranks"),
             )
         if self.master_port == 0 and self.rank != 0:
             raise BadOption(
@@ -100,19 +116,33 @@ class WorldSpec(Options):
             )
 
     @classmethod
-    def from_environment(cls, **flags: Any) -> WorldSpec:
+    def from_environment(cls, *, is_rank: bool = True, **flags: Any) -> WorldSpec:
         """Take each option from ``flags`` unless it is None, otherwise from a launcher's variable or the default.
 
+        Args:
+            is_rank: whether this process becomes a rank, unlike one that only looks at a run. A rank that is given in
+                ``flags`` was started by hand, and only the variables that people set too are read.
+
         Raises:
-            BadOption: a value cannot work, or a variable should hold a number and does not.
+            BadOption: a value cannot work, a variable should hold a number and does not, or two launchers disagree.
         """
         if unknown := flags.keys() - WORLD_OPTIONS:
             raise TypeError(f"WorldSpec has no option {', '.join(unknown)}")
         values = {name: value for name, value in flags.items() if value is not None}
         sources = dict.fromkeys(values, "flag")
-        for name, variable in launchers.IDENTITY_VARIABLES.items():
-            if name not in values and (value := launchers.identity(name)) is not None:
+        by_hand = not is_rank or "rank" in values
+        found = launchers.plain_identity() if by_hand else launchers.rank_identity()
+        for name, (value, variable) in found.items():
+            if name not in values:
                 values[name], sources[name] = value, f"from {variable}"
+        if "world_size" not in values and "rank" in found and found["rank"].source != TORCHRUN["rank"]:
+            raise nobody_says_of_how_many(found["rank"])
+        is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
+        typed_rank = is_rank and by_hand
+        if is_elsewhere and not typed_rank and (first := launchers.first_pod()) is not None:
+            values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
+        if not by_hand and sources.get("master_addr") != "flag":
+            launchers.check_rank_0_is_found()
         return cls(**values, sources=sources)
 
     @property
@@ -124,6 +154,22 @@ class WorldSpec(Options):
     def agent_store(self) -> bool:
         """Whether torchrun hosts the store, so that rank 0 is a client like the others."""
         return launchers.torchrun_store_at(self.master_addr, self.master_port)
+
+    @property
+    def started_by(self) -> str | None:
+        """The launcher to type in front of a rank's own command, such as mpirun; None if a person starts ranks."""
+        starters = {"OMPI_COMM_WORLD_RANK": "mpirun", "PMI_RANK": "mpiexec", "SLURM_PROCID": "srun"}
+        if self.agent_store:
+            starters["RANK"] = "torchrun"
+        return starters.get(self.source("rank").removeprefix("from "))
+
+    @property
+    def launcher_pid(self) -> int | None:
+        """The process of this host that has started this rank; None if a person or Slurm did, whose daemon stays when
+        srun is killed."""
+        if self.started_by in (None, "srun"):
+            return None
+        return launchers.launcher_that_set(self.source("rank").removeprefix("from "))
 
     @property
     def alone(self) -> bool:

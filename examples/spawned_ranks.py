@@ -37,7 +37,7 @@ def train(world, epochs):  # the process group is opened before this function (1
             optimizer.step()
     if world.rank == 0:  # (4)
         torch.save(network.state_dict(), "spawned.pt")
-        print(f"{world.world_size} ranks, {epochs} epoch(s): loss {loss.item():.4f}, saved in spawned.pt")
+        print(f"{world.world_size} ranks, epoch {epochs}: loss {loss.item():.4f}, saved in spawned.pt")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from ddp_manual import signals, terminal
 from ddp_manual.agent.join import Task
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import ScriptWorker
-from ddp_manual.messages import LineReader
+from ddp_manual.program import without_secrets
+from ddp_manual.wire import LineReader
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -27,8 +28,8 @@ def main(channel: int, faults: int) -> None:
         signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
     connection = socket.socket(fileno=channel)
-    reader = LineReader()
-    while not (messages := reader.feed(data := connection.recv(1))):  # byte by byte: the event loop reads the rest
+    reader = LineReader(local=True)
+    while not (messages := [*reader.feed(data := connection.recv(1))]):  # byte by byte: the event loop reads the rest
         if not data:
             return  # the script has ended already
     asyncio.run(_run(messages[0]["attach"], connection, faults))
@@ -38,10 +39,12 @@ async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -
     spec = WorldSpec(**attach["spec"], sources=attach["sources"])
     terminal.log_to_stderr(spec.rank)
     # A rank of a script is started with variables, because the script's flags are not known here.
-    command = (
-        f"WORLD_SIZE={spec.world_size} RANK={{rank}} MASTER_ADDR={spec.master_addr} "
-        f"MASTER_PORT={{master_port}} {shlex.join(attach['typed'])}"
-    )
+    words = [f"WORLD_SIZE={spec.world_size} RANK={{rank}}"]
+    if spec.master_addr != WorldSpec.master_addr:
+        words.append(f"MASTER_ADDR={spec.master_addr}")
+    if spec.master_port != WorldSpec.master_port:
+        words.append("MASTER_PORT={master_port}")
+    command = " ".join([*words, shlex.join(without_secrets(attach["typed"]))])
     task = Task(
         run_dir=attach["run_dir"],
         command=attach["command"] or command,

@@ -1,4 +1,4 @@
-"""Rank 0's address: the IP addresses that its name has, rank 0's listening socket there, and who holds its port.
+"""Rank 0's own side of its address: its listening socket there, and which process holds its port.
 
 Under torchrun, whose own agent has a TCPStore at MASTER_PORT, rank 0's address is one key in that store. The client
 here sends the few messages that this takes, as torch/csrc/distributed/c10d/TCPStoreBackend.hpp of torch 2.11 to 2.15
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import json
 import os
 import resource
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 
@@ -31,11 +30,11 @@ from ddp_manual.errors import (
     DdpManualError,
     LoopbackMaster,
     MasterLost,
-    MasterUnresolvable,
     PortInUse,
     RankMissing,
 )
 from ddp_manual.terminal import POLL_EVERY, Waiting
+from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_spec import WorldSpec
 
 # Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
@@ -44,45 +43,6 @@ OWN_DESCRIPTORS = 100
 # Of torchrun's TCPStore; the time is in seconds.
 _SET, _GET, _CHECK, _READY = b"\x01", b"\x03", b"\x05", b"\0"
 REPLY_TIMEOUT = 5.0
-
-
-def resolve(host: str, log: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Return the IP addresses of a host name, and log them; rank 0 should listen at the first that it can.
-
-    A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts), alone or beside
-    a real one. Other hosts know another address for it, so this host's real address comes first.
-
-    Raises:
-        MasterUnresolvable: the name has no address, or one that no host can have.
-    """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        words = getattr(error, "strerror", None) or str(error)
-        raise MasterUnresolvable(
-            f"rank 0's address {host!r} has no IP address",
-            why=f"looking it up on {launchers.host_name()} gave: {words}",
-            next=f"check with: getent hosts {host}\nor give rank 0's IP address as --master_addr",
-        ) from None
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    if host.isdigit():  # a number is never looked up: the resolver reads it as a 32-bit address
-        if ipaddress.ip_address(addresses[0]) in ipaddress.ip_network("0.0.0.0/8"):
-            raise MasterUnresolvable(
-                f"rank 0's address {host!r} is all digits, and is read as the IP address {addresses[0]}",
-                why="the resolver takes a number for an address, not for a name; "
-                "no host has an address that begins with 0",
-                next=f"give the name with its domain, such as {host}.example.org, or rank 0's IP address",
-            )
-        log(f"rank 0's address {host} is all digits: it is read as the IP address {addresses[0]}, not as a name")
-    addresses.sort(key=is_loopback)
-    own_name = not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
-    if own_name and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
-        addresses.insert(0, real)
-    if addresses != [host]:
-        both = is_loopback(addresses[-1]) and not is_loopback(addresses[0])
-        first = f" ({addresses[0]} first: other hosts cannot reach {addresses[-1]})" if both else ""
-        log(f"rank 0's address {host} is {', '.join(addresses)}{first}")
-    return addresses
 
 
 def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
@@ -157,11 +117,25 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
                 why=f"{spec.named('master_addr')}; binding it gave: {words}",
                 next="give rank 0's IP address as --master_addr, the same on every rank",
             ) from None
+    name = "listen_addr" if spec.listen_addr else "master_addr"
+    mine = own_address() or "an address of its network"
+    next = f"start rank 0 on the host that has {addresses[0]}"
+    if launchers.in_container():
+        next += (
+            "; if this container runs there, start it in that host's network, such as with docker's --network host\n"
+            f"or publish port {port} and listen inside: --listen_addr {mine}; "
+            "gloo and NCCL must then reach the containers of all ranks directly"
+        )
+    else:
+        next += (
+            f", or give every rank this host's --master_addr {mine}\n"
+            f"if {addresses[0]} is forwarded to this host: --listen_addr {mine}"
+        )
     raise AddressNotLocal(
-        f"rank 0 runs on {launchers.host_name()}, but {spec.master_addr} is not an address of this host",
-        why=f"{spec.named('master_addr')} resolves to {', '.join(addresses)}; "
+        f"rank 0 runs on {launchers.host_name()}, but {getattr(spec, name)} is not an address of this host",
+        why=f"{spec.named(name)} resolves to {', '.join(addresses)}; "
         f"this host has {', '.join(sorted(interface_addresses()))}",
-        next=f"start rank 0 on the host that has {addresses[0]}, or give every rank this host's --master_addr",
+        next=next,
     )
 
 
@@ -183,11 +157,13 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
         run = f"of its run nothing is known: {error.what}"
     finally:
         there.connection.close()
+    last = spec.world_size - 1
+    is_typed = not spec.source("rank").startswith("from ")
+    say_which = f"if this is another rank of the same run, say which: --rank 1{f' to {last}' if last > 1 else ''}\n"
     return PortInUse(
         f"another rank 0 is already running at {at(address, port)}",
         why=f"it answers there, held by {_port_owner(port)}\n{run}; this process is {spec.named('rank')}",
-        next=f"if this is another rank of the same run, say which: --rank 1 to {max(1, spec.world_size - 1)}\n"
-        f"if it is another run, give all its ranks a port of its own: {another}",
+        next=f"{say_which if is_typed else ''}if it is another run, give all its ranks a port of its own: {another}",
     )
 
 
@@ -241,7 +217,7 @@ async def read_torchrun_address(spec: WorldSpec, attempt: str, waiting: Waiting)
                     next="look at what rank 0 says, then start torchrun again",
                 )
             await asyncio.sleep(POLL_EVERY)
-    address, port = json.loads(found)
+    address, port = decode(found.decode())
     return str(address), int(port)
 
 
@@ -283,7 +259,7 @@ async def _get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attem
         return None
     writer.write(_GET + _key(attempt))
     (length,) = struct.unpack("<Q", await read(8))
-    return await read(length)
+    return await read(min(length, LONGEST_LINE))
 
 
 def _key(attempt: str) -> bytes:

@@ -1,15 +1,18 @@
-"""Whether a process belongs with rank 0: comparisons of world size, options, code, versions and GPUs."""
+"""Whether a process belongs with rank 0: comparisons of world size, options, code, versions, variables and GPUs."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import ddp_manual
+from ddp_manual.agent.collective_variables import differing_variables
+from ddp_manual.agent.program_arguments import DIGITS, differing_arguments, may_differ_option, shown
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -21,6 +24,7 @@ from ddp_manual.errors import (
 )
 from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
 from ddp_manual.options import differing_options, side_by_side
+from ddp_manual.terminal import counted
 
 Options = Mapping[str, Sequence[Any]]
 """Option -> [value, source]."""
@@ -31,7 +35,12 @@ OR_GO_ON = "or go on with a warning: --allow_mismatch (in a script: allow_mismat
 # Seconds. Nothing here needs clocks that agree, but logs of hosts whose clocks differ are hard to read side by side.
 CLOCKS_AGREE_WITHIN = 30.0
 PACKAGE = Path(ddp_manual.__file__).parent
-DIGEST_BYTES = 6
+# What an error names of each kind; two programs that are not the same one may differ in hundreds of files.
+MOST_NAMED = 8
+# What nearly all ranks of a run say alike.
+SAID_ALIKE = ("versions", "code", "variables", "arguments", "may_differ", "options")
+# The packages that are built for one CUDA, or for none.
+BUILT_FOR_CUDA = ("torch", "torchvision", "torchaudio")
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -43,20 +52,14 @@ def installed_versions() -> dict[str, str | None]:
     return {"torch": torch, "python": ".".join(platform.python_version_tuple()[:2])}
 
 
-def code_digests(script: Path | None) -> dict[str, str]:
-    """Return part of the program -> digest of its source, so that a part that differs can be named.
-
-    Args:
-        script: the user's own script, which must be the same on every rank.
-    """
+def code_digests() -> dict[str, str]:
+    """Return part of this package -> digest of its source, so that a part that differs can be named."""
     parts: dict[str, Any] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         relative = path.relative_to(PACKAGE)
         digest = parts.setdefault(f"ddp_manual/{relative.parts[0]}", hashlib.sha256())
         digest.update(f"{relative}\n".encode() + path.read_bytes())
-    if script is not None:
-        parts[script.name] = hashlib.sha256(script.read_bytes())
-    return {name: digest.hexdigest()[: 2 * DIGEST_BYTES] for name, digest in parts.items()}
+    return {name: digest.hexdigest()[:DIGITS] for name, digest in parts.items()}
 
 
 def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:
@@ -85,17 +88,21 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
             next=f"give every rank an address of {run.host} that {info.host} can reach as --master_addr",
         )
         return loopback, warnings
-    if all(getattr(info, name) == getattr(rank_0, name) for name in ("versions", "code", "options")):
+    if all(getattr(info, name) == getattr(rank_0, name) for name in SAID_ALIKE):
         return None, warnings  # nearly all ranks; the comparison part by part below takes ten times as long
+    if "command" in differing_options(rank_0.options, info.options):
+        return _other_options(info, rank_0.options, info.options, run), warnings  # all else follows from it
+    packages = sorted({*rank_0.versions, *info.versions} - {"python", "torch"})
     for difference in (
-        _other_versions(info, rank_0, rank_0.versions, info.versions, ("python", "torch")),
+        _other_versions(info, rank_0, rank_0.versions, info.versions, ("python", "torch", *packages)),
         _other_code(info, rank_0),
+        _other_variables(info, rank_0),
     ):
         if difference is not None and (info.allow_mismatch or rank_0.allow_mismatch):
             warnings.append(f"{difference.what} (allowed)")
         elif difference is not None:
             return difference, warnings
-    return _other_options(info, rank_0.options, info.options, run), warnings
+    return _other_arguments(info, rank_0) or _other_options(info, rank_0.options, info.options, run), warnings
 
 
 def unlike_when_ready(
@@ -106,6 +113,8 @@ def unlike_when_ready(
         names = ("torch", "cuda", "nccl")
         if (difference := _other_versions(info, rank_0, of_rank_0.versions, ready.versions, names)) is not None:
             return difference
+    if ready.chooses_device and (info.allow_mismatch or rank_0.allow_mismatch):
+        return None
     return _other_device(info, ready, rank_0, of_rank_0) or _other_options(info, of_rank_0.options, ready.options, run)
 
 
@@ -115,19 +124,25 @@ def _other_versions(
     def compared(versions: Versions, name: str) -> str | None:
         version = versions.get(name)
         # gloo's protocol is the same for every CUDA that a torch was built for.
-        return version.split("+")[0] if version and name == "torch" and "cuda" not in names else version
+        return version.split("+")[0] if version and name in BUILT_FOR_CUDA and "cuda" not in names else version
 
     differing = [name for name in names if compared(own, name) != compared(theirs, name)]
     if not differing:
         return None
-    mend = {
-        "python": f"use Python {theirs.get('python')} on {info.host}",
-        "torch": f"on {info.host}: pip install torch=={compared(theirs, 'torch')}",
-    }
+    missing = [f"{name}=={compared(theirs, name)}" for name in differing if theirs.get(name)]
+    here_only = [f"{name}=={compared(own, name)}" for name in differing if not theirs.get(name)]
+    if differing[0] == "python":
+        next = f"use Python {theirs.get('python')} on {info.host}"
+    elif {"cuda", "nccl"} & set(differing):
+        next = "install the same torch on every host"
+    elif missing:
+        next = f"on {info.host}: pip install {' '.join(missing[:MOST_NAMED])}"
+    else:
+        next = f"on {rank_0.host}: pip install {' '.join(here_only[:MOST_NAMED])}"
     return VersionMismatch(
-        f"{info.who} has other versions than rank 0: {', '.join(differing)}",
+        f"{info.who} has other versions than rank 0: {_listed(differing)}",
         why=_both(info, rank_0, own, theirs, differing),
-        next=f"{mend.get(differing[0], 'install the same torch on every host')}\n{OR_GO_ON}",
+        next=f"{next}\n{OR_GO_ON}",
     )
 
 
@@ -135,20 +150,66 @@ def _other_code(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
     differing = [part for part in sorted({*rank_0.code, *info.code}) if rank_0.code.get(part) != info.code.get(part)]
     if not differing:
         return None
+    same_code = f"bring the code on {info.host} to what {rank_0.host} has (git pull, pip install)"
+    if info.host_id == rank_0.host_id:
+        same_code = "start every rank from the same files, and again if they have changed meanwhile"
     return ConfigMismatch(
-        f"{info.who} runs other code than rank 0: {', '.join(differing)}",
+        f"{info.who} runs other code than rank 0: {_listed(differing)}",
         why=_both(info, rank_0, info.code, rank_0.code, differing, "digest "),
-        next=f"bring the code on {info.host} to what {rank_0.host} has (git pull, pip install)\n{OR_GO_ON}",
+        next=f"{same_code}\n{OR_GO_ON}",
     )
 
 
+def _other_variables(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
+    same_host = info.host_id == rank_0.host_id
+    differing = differing_variables(rank_0.variables, info.variables, same_host=same_host)
+    if not differing:
+        return None
+    named = differing[:MOST_NAMED]
+    commands = [f"export {name}={shlex.quote(rank_0.variables[name])}" for name in named if name in rank_0.variables]
+    unset = [name for name in named if name not in rank_0.variables]
+    fix = "; ".join([*commands, *([f"unset {' '.join(unset)}"] if unset else [])])
+    return ConfigMismatch(
+        f"{info.who} has other variables than rank 0: {_listed(differing)}",
+        why=_both(info, rank_0, info.variables, rank_0.variables, differing, none="it unset")
+        + "\nranks that are told to communicate in other ways can wait for each other for ever",
+        next=f"for rank {info.rank} as for rank 0: {fix}\n{OR_GO_ON}",
+    )
+
+
+def _other_arguments(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
+    may_differ = [*rank_0.may_differ, *info.may_differ]
+    differing = differing_arguments(rank_0.arguments, info.arguments, may_differ)
+    if not differing:
+        return None
+    return ConfigMismatch(
+        f"{info.who} was started with other arguments than rank 0: {_listed(differing)}",
+        why=_both(info, rank_0, shown(info.arguments), shown(rank_0.arguments), differing),
+        next="give the program the same arguments on every rank\n"
+        f"or, where they differ on purpose, before its name: {may_differ_option(differing[:MOST_NAMED])}",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return ", ".join([*names[:MOST_NAMED], *more])
+
+
 def _both(
-    info: RankInfo, rank_0: RankInfo, own: Versions, theirs: Versions, names: Sequence[str], what: str = ""
+    info: RankInfo,
+    rank_0: RankInfo,
+    own: Versions,
+    theirs: Versions,
+    names: Sequence[str],
+    what: str = "",
+    none: str = "none",
 ) -> str:
+    def value(versions: Versions, name: str) -> str:
+        return f"{what}{versions[name]}" if versions.get(name) is not None else none
+
     return "\n".join(
-        f"{name}: rank 0 ({rank_0.host}) has {what}{theirs.get(name) or 'none'}, "
-        f"rank {info.rank} has {own.get(name) or 'none'}"
-        for name in names
+        f"{name}: rank 0 ({rank_0.host}) has {value(theirs, name)}, rank {info.rank} has {value(own, name)}"
+        for name in names[:MOST_NAMED]
     )
 
 
@@ -158,11 +219,13 @@ def _other_device(info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Rea
     chosen = {one.options.get("device", (None, "flag"))[1] for one in (ready, of_rank_0)}
     if ready.device == of_rank_0.device or chosen != {"default"}:
         return None
+    chooses = ready.chooses_device
     without, having = (info, rank_0) if ready.device == "cpu" else (rank_0, info)
     return DeviceMissing(
         f"{without.who} has no GPU, {having.who} has",
         why=f"--device auto chose cpu on {without.host} and cuda on {having.host}",
-        next=f"look at nvidia-smi on {without.host}, or start every rank with --device cpu",
+        next=f"look at nvidia-smi on {without.host}, or {'hide the GPUs from' if chooses else 'start'} every rank "
+        f"{'too: CUDA_VISIBLE_DEVICES=' if chooses else 'with --device cpu'}",
     )
 
 
@@ -187,6 +250,23 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
     )
 
 
+def more_ranks_than_gpus(ranks: Sequence[tuple[RankInfo, Ready]]) -> str | None:
+    """Return why all ranks train on the CPU although they have GPUs: they are on one host, which has fewer GPUs than
+    ranks, and nobody has chosen the device of any rank; None if the ranks use what they have.
+
+    Of several hosts, one that has lost a GPU would send all the others to the CPU too: that is for a person to decide.
+    """
+    if not all(ready.device == "cuda" and ready.may_use_cpu for _, ready in ranks):
+        return None
+    gpus = {uuid for _, ready in ranks for uuid in ready.gpus}
+    if len({info.host_id for info, _ in ranks}) > 1 or len(gpus) >= len(ranks):
+        return None
+    return (
+        f"all ranks train on the CPU, with gloo: {ranks[0][0].host} has {counted(len(ranks), 'rank')} and "
+        f"{counted(len(gpus), 'GPU')}; to use GPUs, start at most a rank per GPU"
+    )
+
+
 def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Place]) -> DdpManualError | None:
     """Return an error if two ranks have one GPU or a rank's GPU does not exist, because NCCL supports neither.
 
@@ -196,12 +276,15 @@ def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Pla
     """
     holders: dict[str, RankInfo] = {}
     for info, ready in ranks if ranks[0][1].backend == "nccl" else ():
+        if ready.chooses_device:
+            continue
         local_rank = places[info.rank].local_rank
         if local_rank >= len(ready.gpus):
             return DeviceMissing(
                 f"{info.who} wants cuda:{local_rank}, which does not exist",
-                why=f"{info.host} has {len(ready.gpus)} usable GPU(s): {', '.join(ready.gpus) or 'none'}",
-                next=f"start at most {len(ready.gpus)} rank(s) on {info.host}, or choose with --local_rank",
+                why=f"{info.host} has {counted(len(ready.gpus), 'usable GPU')}: {', '.join(ready.gpus) or 'none'}",
+                next=f"start at most {counted(len(ready.gpus), 'rank')} on {info.host}, choose with --local_rank, "
+                "or use --device cpu on every rank",
             )
         uuid = ready.gpus[local_rank]
         holder = holders.setdefault(uuid, info)

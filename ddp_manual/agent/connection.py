@@ -19,20 +19,25 @@ import termios
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddp_manual.messages import LONGEST_LINE, LineReader, encode
+from ddp_manual.wire import LONGEST_LINE, LineReader, Unreadable, decode, encode
 
 # How a connection has ended if nothing has broken it.
 CLOSED = "closed by the other side"
 # Bytes that may wait until the other side reads them.
 MOST_UNSENT = 1 << 20
-# Bytes that are read from one connection before the next connection has its turn.
+# Bytes that are read from one connection before the next connection has its turn, and from a stranger.
 LONGEST_READ = 1 << 16
+STRANGERS_READ = 1 << 12
+# Bytes that a stranger's read counts for at least, since a byte that comes alone costs as much to read as a line.
+COSTS_AT_LEAST = 1 << 8
+# Messages that may wait until ``receive`` or ``handle`` takes them.
+MOST_UNREAD = 256
 
 Message = Mapping[str, Any]
 
 # All connections are read into this buffer and handled in the same turn of the event loop. asyncio's own reading
 # allocates 256 KiB for each message, which is a third of what a heartbeat costs.
-_buffer = bytearray(LONGEST_READ)
+_buffer = memoryview(bytearray(LONGEST_READ))
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -41,13 +46,24 @@ class Connection(asyncio.BufferedProtocol):
     Args:
         on_open: called with the connection when it is open.
         longest: bytes that a message may have.
+        stranger: whether nothing is known of the other side, which may then send as many bytes in all as one message.
+        local: see ``LineReader``.
     """
 
-    def __init__(self, on_open: Callable[[Connection], None] | None = None, longest: int = LONGEST_LINE) -> None:
-        self.reader = LineReader(longest)
+    def __init__(
+        self,
+        on_open: Callable[[Connection], None] | None = None,
+        longest: int = LONGEST_LINE,
+        *,
+        stranger: bool = False,
+        local: bool = False,
+    ) -> None:
+        self.reader = LineReader(longest, local=local)
+        self._may_send = longest if stranger else None
         self.first_bytes = b""
         """What came first; if that is no message, it shows what kind of program is at the other end."""
         self.closed = False
+        self._longest_sent = 0
         self._on_open = on_open
         self._take: Callable[[dict[str, Any]], None] | None = None
         self._gone: Callable[[str], None] | None = None
@@ -76,11 +92,21 @@ class Connection(asyncio.BufferedProtocol):
         if self._on_open:
             self._on_open(self)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return _buffer
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _buffer if self._may_send is None else _buffer[:STRANGERS_READ]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(memoryview(_buffer)[:nbytes]))
+        if self._may_send is not None:
+            self._may_send -= max(nbytes, COSTS_AT_LEAST)
+            if self._may_send < 0:
+                self.abort("it sent more than a stranger may")
+                return
+        self.data_received(bytes(_buffer[:nbytes]))
+
+    def let_send(self, longest: int, *, stranger: bool = False) -> None:
+        """Let the other side send from now on: messages of ``longest`` bytes each, or as a stranger so much in all."""
+        self.reader.longest = longest
+        self._may_send = longest if stranger else None
 
     def data_received(self, data: bytes) -> None:
         self.first_bytes = self.first_bytes or data[:64]
@@ -88,10 +114,12 @@ class Connection(asyncio.BufferedProtocol):
             for message in self.reader.feed(data):
                 if self.closed:
                     return
-                if self._take is None:
+                if self._take is not None:
+                    self._take(message)
+                elif self._inbox.qsize() < MOST_UNREAD:
                     self._inbox.put_nowait(message)
                 else:
-                    self._take(message)
+                    raise Unreadable("more messages than this process takes")
         except Exception as error:  # what the other side sends can end only its own connection
             self.abort(str(error) or type(error).__name__)
 
@@ -113,7 +141,9 @@ class Connection(asyncio.BufferedProtocol):
         """Send what ``encode`` made; does nothing if the connection is closed."""
         if self._transport is None or self.closed or self._transport.is_closing():
             return
-        if self._transport.get_write_buffer_size() > MOST_UNSENT:
+        # Besides one long message, such as the roster of 16,384 ranks, 4 MB, that rank 0's own agent reads for a while.
+        self._longest_sent = max(self._longest_sent, len(line))
+        if self._transport.get_write_buffer_size() > MOST_UNSENT + self._longest_sent:
             self.abort("it reads nothing")
         else:
             self._transport.write(line)
@@ -183,7 +213,7 @@ class Seal:
             raise Unsealed("it is not signed with a token")
         if not hmac.compare_digest(signature.encode(), self._sign(purpose, text).encode()):
             raise Unsealed("it is signed with another token, or was recorded elsewhere")
-        return json.loads(text)
+        return decode(text)
 
     def _sign(self, purpose: str, text: str) -> str:
         assert self._token is not None
@@ -193,5 +223,5 @@ class Seal:
 def claimed(message: Message) -> Message:
     """Return what a message says, without a look at its signature: a stranger is named as it names itself."""
     text = message.get("sealed")
-    found = json.loads(text) if isinstance(text, str) else message
+    found = decode(text) if isinstance(text, str) else message
     return found if isinstance(found, dict) else {}

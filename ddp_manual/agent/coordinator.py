@@ -22,13 +22,20 @@ from ddp_manual.agent.connection import CLOSED, Connection, Seal
 from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
 from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Probes, unreachable
-from ddp_manual.agent.roll_call import RollCall, as_ranges, in_words, missing_ranks_error, wait_within
-from ddp_manual.agent.verdicts import Watch
+from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
+from ddp_manual.agent.verdicts import STACKS, Watch
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode, last_words, printable
-from ddp_manual.terminal import Waiting
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, last_words
+from ddp_manual.terminal import Waiting, as_ranges, in_words
+from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
 TICK = 0.1
+# Connections that are accepted before ranks have their turn, and how many may wait for that: as many as the kernel
+# lets, which is net.core.somaxconn.
+ACCEPTED_AT_ONCE = 16
+MOST_WAITING = 65_535
+# Of the time of this process, for observers.
+LOOKS_SHARE = 0.2
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
 # Seconds between two messages of news, for each rank that is here: every rank reads all of them.
@@ -61,10 +68,11 @@ class Coordinator:
         self._all_were_here = False
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._over = False
+        self._over = self._stopping = False
         self._next_news = self._next_beat = 0.0
         self._probes: Probes | None = None
         self._gathering = False
+        self._looking = asyncio.Lock()
 
     @property
     def run(self) -> RunInfo:
@@ -73,8 +81,9 @@ class Coordinator:
     async def serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._accept, LONGEST_HELLO), sock=listener, backlog=4096
+            lambda: Connection(self._accept, LONGEST_HELLO, stranger=True), sock=listener, backlog=ACCEPTED_AT_ONCE
         )
+        listener.listen(MOST_WAITING)  # which asyncio would also accept in one turn
         self._tick()
 
     @property
@@ -91,15 +100,15 @@ class Coordinator:
             for rank, peer in self._peers.items()
         )
 
-    async def wait_for_goodbyes(self, log: Callable[[str], None]) -> None:
-        """Keep torch's store until the other ranks have left, or for 60 s."""
-        waiting = Waiting(LEAVE_TIMEOUT, log)
+    async def wait_for_goodbyes(self, log: Callable[[str], None], within: float = LEAVE_TIMEOUT) -> None:
+        """Keep torch's store until the other ranks have left, or for so many seconds."""
+        waiting = Waiting(within, log)
         while late := self.others_still_here:
-            shown = in_words(as_ranges(late))
             if waiting.over:
-                log(f"not waiting longer for {shown}: no goodbye came")
+                log(f"not waiting longer for {in_words(as_ranges(late))}: no goodbye came")
                 return
-            waiting.about(f"keeping the store for {shown}, still at work")
+            if at_work := sorted({*late}.difference(self._watch.health.finished)):
+                waiting.about(f"keeping the store for {in_words(as_ranges(at_work))}, still at work")
             await asyncio.sleep(0.02)
 
     def end(self, error: DdpManualError | None = None) -> None:
@@ -111,15 +120,15 @@ class Coordinator:
         for rank in self.others_still_here if error is None and self._watch.failure is None else []:
             self._peers[rank].connection.send({"over": True})
 
-    def close(self) -> None:
+    def close(self, how_it_ended: Mapping[str, Any] | None = None) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
         if self._server is not None:
             self._server.close()
         for peer in [*self._peers.values(), *self._handshakes.strangers]:
-            if self._watch.failure and peer.rank is None and peer.nonce and peer not in self._handshakes.claims:
-                # An observer, which may look again too late to learn why the run has ended.
-                self._handshakes.send_sealed(peer, "seen", self._describe_run())
+            if peer.rank is None and peer.nonce and peer not in self._handshakes.claims:
+                # An observer, which may look again too late to learn how the run has ended.
+                self._handshakes.send_sealed(peer, "seen", {**self._describe_run(), "ended": how_it_ended})
             peer.connection.close()
 
     # -- connections --------------------------------------------------------------------------------------------
@@ -133,20 +142,22 @@ class Coordinator:
         if peer.rank is not None:
             if self._peers.get(peer.rank) is peer:  # not if it has left, and another process has its rank now
                 self._take_from_rank(peer, peer.rank, message)
+        elif peer.awaits_answer or peer in self._handshakes.claims:
+            raise Unreadable("it says more before it is answered")
         elif "look" in message:
             self._take_look(peer, message["look"])
-        elif peer not in self._handshakes.claims:
+        else:
             self._take_hello(peer, message["hello"])
 
     def _take_hello(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
-        if not self._over and self._watch.failure is None:
+        if not (self._over or self._stopping) and self._watch.failure is None:
             info = self._handshakes.read_hello(peer, sealed)
             if info is None:
                 return
             holder = self._peers.get(info.rank)
             if not self.roll_call.complete or (holder is not None and not holder.left):
                 self._handshakes.claims[peer] = info
-                self._peers.update(self._handshakes.admit_claims())
+                self._peers.update(self._handshakes.admit_claims(peer))
                 return
         peer.connection.send({"over": True})  # the process comes too early for the next run, and asks again
 
@@ -205,6 +216,7 @@ class Coordinator:
 
     def _complete(self) -> None:
         """Send each rank its place, with which its worker begins: all ranks are here."""
+        on_cpu = self.roll_call.leave_gpus()
         places = self.roll_call.places()
         if (error := self.roll_call.shared_gpu()) is not None:
             self._refuse_all(error)
@@ -219,7 +231,7 @@ class Coordinator:
         for rank, peer in self._peers.items():
             roster = {"roster": self.roll_call.roster()} if rank == 0 else {}
             place = {"place": vars(places[rank]), "store": list(ready.store), "rank_0_pid": ready.pid}
-            peer.connection.send({**place, **roster})
+            peer.connection.send({**place, **roster, "on_cpu": on_cpu})
 
     def _wait_for_ranks(self, now: float, *, late: bool) -> None:
         for rank in self.roll_call.silent(now) if not late else []:
@@ -234,15 +246,20 @@ class Coordinator:
         if self._all_were_here != self.roll_call.all_here:
             self._all_were_here, self._waits_since = self.roll_call.all_here, now
         waited = now - self._waits_since
-        if waited > wait_within(self._join_timeout, all_here=self._all_were_here) and not self.roll_call.complete:
+        if waited > self._wait_within and not self.roll_call.complete:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited))
         elif self.roll_call.changed and now >= self._next_news:
             self._next_news = now + len(self._peers) * NEWS_EACH
             self._send_news()
 
+    @property
+    def _wait_within(self) -> float:
+        return wait_within(self._join_timeout, all_here=self._all_were_here)
+
     def _send_news(self) -> None:
         self.roll_call.changed = False
-        self._watch.send_to_all({"news": self.roll_call.news()})
+        clock = {"waited": time.monotonic() - self._waits_since, "timeout": self._wait_within}
+        self._watch.send_to_all({"news": {**self.roll_call.news(), **clock}})
 
     # -- what ranks say -----------------------------------------------------------------------------------------
 
@@ -264,10 +281,14 @@ class Coordinator:
                 self._advance()
         elif "finished" in message:
             self._watch.finish(rank)
+        elif "stopping" in message:  # a pod may be replaced while it saves: the new one must not be refused
+            self._stopping = self.roll_call.complete
         elif "failed" in message:
             self._take_failure(peer, rank, message)
         elif "stacks" in message:
-            self._watch.take_stacks(rank, str(message["stacks"]))
+            self._watch.take_reply(rank, STACKS, str(message["stacks"]))
+        elif "records" in message:
+            self._watch.take_reply(rank, int(message["of"]), message["records"])
         elif "bye" in message:
             peer.left = True
             if self.roll_call.complete:
@@ -285,7 +306,9 @@ class Coordinator:
         verdict = verdicts.verdict_about(self.roll_call.info(rank), message["failed"], judged="lost" in message)
         if self.roll_call.complete:
             broken_at = printable(str(message["place"])) if message.get("broken") else None
-            self._watch.take_failure(rank, verdict, broken_at)
+            crashed = "lost" in message and verdict["exit_code"] - 128 in verdicts.CRASHES
+            in_a_collective = crashed or message.get("in_a_collective") is True
+            self._watch.take_failure(rank, verdict, broken_at, in_a_collective=in_a_collective)
             return
         peer.connection.send({"verdict": verdict})
         what = printable(verdict["what"])
@@ -320,13 +343,21 @@ class Coordinator:
         """Show the run to an observer, which joins nothing."""
         look = self._handshakes.open_sealed(peer, "look", sealed)
         if look is not None:
-            peer.since = time.monotonic()  # it may look again
+            if peer.connection.unsent:
+                raise Unreadable("it has not read the last answer")
+            peer.awaits_answer = True
             self._watch.in_background(self._show(peer, stacks=bool(look.get("stacks"))))
 
     async def _show(self, peer: Peer, *, stacks: bool) -> None:
         everybody = range(self.run.world_size) if stacks and self.roll_call.complete else ()
-        found = {str(rank): text for rank, text in (await self._watch.stacks_of(everybody)).items()}
-        self._handshakes.send_sealed(peer, "seen", {**self._describe_run(), **({"stacks": found} if stacks else {})})
+        most = LONGEST_ANSWER // (2 * self.run.world_size)  # the roster takes the rest of what an observer reads
+        found = {str(rank): text[-most:] for rank, text in (await self._watch.stacks_of(everybody)).items()}
+        async with self._looking:
+            if not peer.connection.closed:
+                began = time.monotonic()
+                seen = {**self._describe_run(), **({"stacks": found} if stacks else {})}
+                self._handshakes.answer_look(peer, seen)
+                await asyncio.sleep((1 / LOOKS_SHARE - 1) * (time.monotonic() - began))
 
     def _describe_run(self) -> dict[str, Any]:
         """Return the answer to ``status``: the run, its ranks and what each does, who is missing, refused or gone."""
@@ -335,7 +366,9 @@ class Coordinator:
         return {
             "run": asdict(self.run),
             **news,
+            "missing": as_ranges(self.roll_call.missing),
             "ranks": self.roll_call.roster(),
             "progress": self._watch.health.progress(time.monotonic()) if self.roll_call.complete else None,
             "failure": self._watch.failure,
+            "ended": None,
         }

@@ -5,11 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by, traceback_of
+from ddp_manual.launchers import host_name
+from ddp_manual.messages import (
+    RunInfo,
+    first_command_and,
+    from_last_checkpoint,
+    last_words,
+    named_from_outside,
+    resume_flags,
+)
+from ddp_manual.run_folder import RunPaths, holder_of, write_json
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
+from ddp_manual.terminal import result_line
+from ddp_manual.world_spec import WorldSpec
 
 
 @dataclass(kw_only=True)
@@ -91,6 +105,32 @@ class Ending:
             task.cancel()
 
 
+def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
+    """Return what rank 0 tells observers last: the ``last_words`` of an error; otherwise no identifier, and in ``what``
+    the result."""
+    if error is not None:
+        return {**last_words(error), "what": named_from_outside(error.what, 0)}
+    is_training = isinstance(result, Mapping) and "final_test_accuracy" in result
+    return {"identifier": None, "what": result_line(result) if is_training else "all ranks have left in order"}
+
+
+def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo | None) -> None:
+    """Write why a rank has left into the run's folder, if that takes it, and no other run trains into it.
+
+    Args:
+        pid: of the worker.
+        run: its rank 0's worker holds the folder while the run trains; None for a rank without others.
+    """
+    paths, about = RunPaths(Path(run_dir)), {"rank": rank, "host": host_name(), "pid": pid}
+    own_holder = holder_of(run.pid, run.host) if run is not None else holder_of(pid, host_name())
+    if paths.holder not in (None, own_holder):
+        return
+    with suppress(DdpManualError, OSError):
+        paths.run_dir.mkdir(parents=True, exist_ok=True)
+        paths.set_failures_aside(rank)
+        write_json(paths.failure(rank), {**last_words(error), **about})
+
+
 class StopSignals:
     """What signals do to one rank: SIGUSR1 saves a checkpoint; Ctrl-C, SIGTERM and SIGHUP stop all ranks after the same
     step, and a second one stops this rank at once.
@@ -101,23 +141,25 @@ class StopSignals:
 
     def __init__(
         self,
-        rank: int,
+        spec: WorldSpec,
         is_script: bool,
         log: Callable[[str], None],
         to_worker: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._rank, self._is_script, self._log, self._to_worker = rank, is_script, log, to_worker
+        self._spec, self._is_script, self._log, self._to_worker = spec, is_script, log, to_worker
         self.noted = False
         """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
         self.heeded = True
         """Whether it still follows them; False once its work is done."""
         self._first: dict[str, float] = {}
 
-    def take(self, number: int, seen_by: str, run_dir: str | None) -> Stopped | None:
+    def take(self, number: int, seen_by: str, here: int, again: str) -> Stopped | None:
         """Take a signal; returns the error that ends the rank at once, if any.
 
         Args:
             seen_by: the process that has seen the signal.
+            here: how many ranks are here.
+            again: what to do after the run has ended; "" before all ranks have joined.
         """
         heeded = self.noted and self.heeded
         if self._is_script and not self.noted:
@@ -130,9 +172,9 @@ class StopSignals:
             return None
         now, error = time.monotonic(), None
         if not self.noted:
-            error = Stopped(number)
+            error = self._stopped_early(number, here, again)
         elif now - self._first.get(seen_by, now) > ONCE_WITHIN:
-            error = self._stopped_at_once(number, run_dir)
+            error = self._stopped_at_once(number, again)
         elif not self._first:
             if heeded and not self._is_script:
                 self._to_worker({"stop": number})
@@ -142,13 +184,72 @@ class StopSignals:
         self._first.setdefault(seen_by, now)
         return error
 
-    def _stopped_at_once(self, number: int, run_dir: str | None) -> Stopped:
-        resume = f"; with --run_dir {run_dir} --resume auto they go on from the last one" if run_dir else ""
+    def _stopped_at_once(self, number: int, again: str) -> Stopped:
         if self.heeded:
             why = "the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
-        elif self._rank == 0:
+        elif self._spec.rank == 0:
             why = "rank 0 left early; ranks that were still working lost their store"
         else:
             why = "this rank had done its part, and was leaving"
-        # Without a command: the other ranks show this too, and each has a command of its own.
-        return Stopped(number, "at once, by a second signal", why=why, next=f"start all ranks again{resume}")
+        return Stopped(number, "at once, by a second signal", why=why, next=again)
+
+    def _stopped_early(self, number: int, here: int, again: str) -> Stopped:
+        if self._spec.world_size == 1:
+            return Stopped(number)
+        if not again and here == 1:
+            return Stopped(number, "while it waited for the other ranks")
+        if self._spec.rank == 0:
+            again = again or "start all ranks again: the others leave too"
+        return Stopped(number, next=again or "start this rank again: the others wait for it")
+
+
+class ProgramSignals(StopSignals):
+    """What signals do to a rank that runs a user's own program: the program gets them, as it would from a terminal, and
+    a second one that asks to stop ends the rank at once.
+
+    Args:
+        pass_on: sends a signal to the program; returns False if a terminal has sent it already.
+    """
+
+    def __init__(self, spec: WorldSpec, log: Callable[[str], None], pass_on: Callable[[int], bool]) -> None:
+        super().__init__(spec, True, log, lambda message: None)
+        self._pass_on = pass_on
+        self.stop = 0
+        """The first signal that has asked the program to stop, or 0."""
+
+    def take(self, number: int, seen_by: str, here: int, again: str) -> Stopped | None:
+        if not self.noted:
+            return None if number == SAVE else self._stopped_early(number, here, again)
+        now = time.monotonic()
+        if number == SAVE:
+            self._pass_on(number)
+        elif not self.stop:
+            self.stop, self._asked = number, now
+            passed = "passed on to the program" if self._pass_on(number) else "the terminal has sent it to the program"
+            self._log(f"{asked_by(number)}: {passed}; a second signal ends this rank at once")
+        elif now - self._asked > ONCE_WITHIN:
+            return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
+        return None
+
+    def stopped_by(self, exit_code: int, again: str) -> Stopped | None:
+        """Return the error for a program that has ended itself with this exit code after a signal; None without one."""
+        if not self.stop:
+            return None
+        why = f"the program has it, and ended with exit code {exit_code}" if exit_code != 128 + self.stop else ""
+        return Stopped(self.stop, why=why, next=again)
+
+
+def start_alone_again(run_dir: str | None) -> str:
+    """Say what to do after the end of a rank that had no coordinator: with --no_ddp, or before it found rank 0."""
+    return from_last_checkpoint(first_command_and(run_dir)) if run_dir else "start this rank again"
+
+
+def add_own_command(error: DdpManualError, go_on: str | None, run_dir: str | None, world_size: int) -> None:
+    """Where the error says how each rank goes on, show what to type in this terminal.
+
+    Args:
+        go_on: what was typed here; None if nothing was.
+    """
+    if run_dir and go_on is not None:
+        how, command = f" {first_command_and(run_dir)}", f"\n{go_on} {resume_flags(run_dir)}"
+        error.next = error.next.replace(how, command if world_size == 1 else f"{how}; here:{command}")

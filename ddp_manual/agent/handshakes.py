@@ -15,7 +15,8 @@ from typing import Any
 from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed
 from ddp_manual.agent.roll_call import RollCall
 from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
-from ddp_manual.messages import RankInfo, printable
+from ddp_manual.messages import RankInfo
+from ddp_manual.wire import LONGEST_LINE, printable
 
 PROTOCOL = 1
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
@@ -37,6 +38,8 @@ class Peer:
     nonce: str = ""
     left: bool = False
     """Whether this rank has said goodbye."""
+    awaits_answer: bool = False
+    """Whether it has asked to see the run, and has not been shown it yet; until then it may say nothing more."""
 
 
 class Handshakes:
@@ -87,7 +90,7 @@ class Handshakes:
                 next="give every rank, and status, the same DDP_MANUAL_TOKEN or --token_file",
             )
             if kind == "hello":
-                self._roll_call.refuse(who, error)
+                self._roll_call.refuse(who, error, time.monotonic())
             # A process without a token reads the refusal unsealed; a process with another token sees that it is signed.
             self.refuse(peer, error, sealed="sealed" in sealed)
             return None
@@ -110,14 +113,18 @@ class Handshakes:
                 why=f"rank 0 on {self._roll_call.run.host} cannot read what it says of itself: {reason}",
                 next="install the same version on every host",
             )
-            self._roll_call.refuse(who, other_version)
+            self._roll_call.refuse(who, other_version, time.monotonic())
             self.refuse(peer, other_version)
             return None
 
-    def admit_claims(self) -> dict[int, Peer]:
-        """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait."""
+    def admit_claims(self, only: Peer | None = None) -> dict[int, Peer]:
+        """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait.
+
+        Args:
+            only: decide about this claim alone: a job of 1,024 ranks that was started twice has 1,023 that wait.
+        """
         admitted = {}
-        for peer, info in list(self.claims.items()):
+        for peer, info in [(only, self.claims[only])] if only is not None else list(self.claims.items()):
             false_rank_0 = info.rank == 0 and peer.nonce != self._own_nonce
             now, wall_clock = time.monotonic(), time.time()
             decision = self._roll_call.admit(info, now, peer.since, wall_clock, false_rank_0=false_rank_0)
@@ -126,10 +133,19 @@ class Handshakes:
             elif decision:
                 self.forget(peer)
                 peer.rank = info.rank
-                peer.connection.reader.longest = 1 << 18
+                peer.connection.let_send(LONGEST_LINE)
                 self.send_sealed(peer, "welcome", {"run": vars(self._roll_call.run)})
                 admitted[info.rank] = peer
         return admitted
+
+    def answer_look(self, peer: Peer, content: Mapping[str, Any]) -> None:
+        """Show the run to an observer, which may then look again."""
+        self.send_sealed(peer, "seen", content)
+        peer.awaits_answer = False
+        if peer in self.strangers:  # it is the last to make room for others
+            self.strangers[peer] = self.strangers.pop(peer)
+            peer.since = time.monotonic()
+            peer.connection.let_send(LONGEST_HELLO, stranger=True)
 
     def refuse(self, peer: Peer, error: DdpManualError, *, sealed: bool = True) -> None:
         """Send the reason; close the connection, unless it belongs to a rank, which closes it itself."""
@@ -149,5 +165,5 @@ class Handshakes:
         """Abort the connections that have not said in time which rank they are."""
         patience = HELLO_WITHIN + len(self.strangers) * HELLO_EACH
         for peer in [peer for peer in self.strangers if now - peer.since > patience]:
-            if peer not in self.claims:
+            if peer not in self.claims and not peer.awaits_answer:
                 peer.connection.abort("it did not say which rank it is")

@@ -52,7 +52,7 @@ class _Rank:
     """When it last made progress: another phase, step or collective."""
     beat: Beat = _NOTHING_YET
     inside_since: float | None = None
-    """Since when each heartbeat has said that it is inside a collective, or a backward pass; None while it is not."""
+    """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
     finished: bool = False
     """Whether its work is done: it takes part in no more collectives."""
     left: bool = False
@@ -64,7 +64,7 @@ class _Rank:
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives)
+        return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives, self.beat.unfinished)
 
     def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
         """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
@@ -84,6 +84,7 @@ class Health:
         """Whether collectives return at once, as NCCL's do, and the program waits for them on a line of its own."""
         self._looked = now
         self._ranks = [_Rank(now, now) for _ in range(run.world_size)]
+        self._at_work = set(range(run.world_size))
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         """Take a heartbeat; ``beat`` is what the worker does, if that has changed."""
@@ -103,18 +104,25 @@ class Health:
     def forget(self, rank: int, now: float) -> None:
         """Begin anew with a rank, which is another process from now on."""
         self._ranks[rank] = _Rank(now, now)
+        self._at_work.add(rank)
 
     def finish(self, rank: int) -> None:
         """Note that a rank has done its work; it may still wait for other ranks."""
         self._ranks[rank].finished = True
+        self._at_work.discard(rank)
 
     @property
     def finished(self) -> list[int]:
-        return [rank for rank, known in enumerate(self._ranks) if known.finished or known.left]
+        return [rank for rank in range(len(self._ranks)) if rank not in self._at_work]
+
+    @property
+    def all_finished(self) -> bool:
+        return not self._at_work
 
     def leave(self, rank: int) -> None:
         """Watch a rank no more, which has left in order."""
         self._ranks[rank].left = True
+        self._at_work.discard(rank)
 
     def restart(self, now: float) -> None:
         """Give all ranks the full time again: rank 0 itself was stopped for long, perhaps with its whole host."""
@@ -166,23 +174,25 @@ class Health:
         begun = self._ranks[rank].beat.collectives
         return [other for other in self.finished if self._ranks[other].began_other_than(begun, int.__lt__)]
 
-    def find_stall(self, now: float) -> Stall | None:
+    def find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
         """Find ranks that have waited in a collective for longer than stall_timeout, and the ranks they wait for.
 
         Ranks that have begun fewer collectives in the same process group are those they wait for.
 
         Args:
             now: seconds of rank 0's monotonic clock.
+            longer_than: seconds in place of stall_timeout.
 
         Returns:
             None if no rank waits for that long.
         """
+        seconds = self._run.stall_timeout if longer_than is None else longer_than
         active = {rank: known for rank, known in self._watched() if known.beat.phase != LEAVING and not known.finished}
         # A person in a debugger may take as long as he likes.
         if len(active) < 2 or any(known.beat.debugging for known in active.values()):
             return None
-        long = [rank for rank, known in active.items() if now - known.changed > self._run.stall_timeout]
-        waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > self._run.stall_timeout]
+        long = [rank for rank, known in active.items() if now - known.changed > seconds]
+        waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > seconds]
         if self.async_collectives and len(long) == len(active) and not waiting:
             # No rank makes progress. A rank that has begun more collectives than another waits for it.
             fewest = _by_group((known.beat for known in active.values()), min)
@@ -191,12 +201,10 @@ class Health:
             return None
         most = _by_group((active[rank].beat for rank in waiting), max)
         behind = [rank for rank, known in active.items() if known.began_other_than(most, int.__lt__)]
-        fewer = []
-        if not self.async_collectives:
-            # A rank inside a collective has most likely brought what the others need from it, and waits for what they
-            # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
-            fewer = [rank for rank in behind if rank in waiting]
-            behind = [rank for rank in behind if rank not in waiting]
+        # A rank inside a collective has most likely brought what the others need from it, and waits for what they
+        # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
+        fewer = [rank for rank in behind if rank in waiting]
+        behind = [rank for rank in behind if rank not in waiting]
         behind = behind or [rank for rank, known in active.items() if not known.beat.inside]
         if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
             usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]

@@ -6,35 +6,36 @@ import asyncio
 import dataclasses
 import os
 import secrets
-import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, run_folder
 from ddp_manual.agent import reachability
-from ddp_manual.agent.address import (
-    listen,
-    read_torchrun_address,
-    refuse_loopback,
-    resolve,
-    write_torchrun_address,
-)
+from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
+from ddp_manual.agent.collective_variables import collective_variables
 from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Connection, Seal, Unsealed
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.network_interface import OwnAddress, at, route_to
+from ddp_manual.agent.name_lookup import look_up, refuse_malformed
+from ddp_manual.agent.network_interface import OwnAddress, at, is_everywhere, own_address, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
-from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation, wait_within
-from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, from_dict
+from ddp_manual.agent.program_arguments import named_arguments
+from ddp_manual.agent.program_source import ProgramSource, source_once
+from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
+from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch, from_dict
 from ddp_manual.messages import RankInfo, RunInfo, Steps
-from ddp_manual.terminal import POLL_EVERY, Waiting
+from ddp_manual.program import SCRIPT, Program
+from ddp_manual.terminal import POLL_EVERY, Waiting, counted
+from ddp_manual.wire import LONGEST_ANSWER, printable
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
 REPLY_WITHIN = 1.0
+# Characters of a command that rank 0 sends to the others: a line of the protocol has 256 KiB, and nobody types more.
+LONGEST_COMMAND = 8000
 # Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
 RANK_0_FIRST = 1.0
 
@@ -49,14 +50,28 @@ class Task:
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
     run_dir: str | None = None
     """The run's folder, with ``{run_id}`` for its name; all ranks use rank 0's. None: the run keeps no files."""
+    chose_folder: bool = True
+    """Whether somebody has named that folder, so that more may be in it than the run writes."""
     command: str
     """The command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers."""
+    for_rank_0: str = ""
+    """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
+    go_on: str | None = None
+    """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
     script: Path | None = None
-    """The user's own script, which must be the same on every rank."""
+    """The user's own script that has joined, which must be the same on every rank."""
     is_script: bool = False
-    """Whether the worker is a user's own script, whose options are not known here."""
+    """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
+    program: Program | None = None
+    """The program that the worker runs, if that is not our own training."""
+    may_differ: Sequence[str] = ()
+    """The arguments of the program that may differ between ranks."""
     launched: str | None = None
     """The command that resumes the run, if ``launch`` has started the ranks."""
+    waits_silently: bool = False
+    """Whether another rank says in the same terminal which ranks are missing."""
+    searches_silently: bool = False
+    """Whether another rank of this host says in the same terminal why rank 0 is not found."""
     wait_until_ready: bool = False
     """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
     attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
@@ -83,13 +98,11 @@ class Join:
         self.nonce = secrets.token_hex(16)
         self._spec, self._task, self._steps = spec, task, steps
         self._log = log
-        # The ranks of ``launch`` share one terminal, in which rank 0 says which ranks are missing.
-        self._log_waiting = log if task.launched is None or spec.rank == 0 else lambda line: None
-        self._waiting = Waiting(spec.join_timeout, self._log_waiting)
+        self._log_waiting = (lambda line: None) if task.waits_silently else log
+        self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
         self._run: RunInfo
         self._news: Mapping[str, Any] | None = None
         self._logged: set[str] = set()
-        self._all_here = False
         self._unacknowledged = 0
         """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
@@ -101,8 +114,10 @@ class Join:
         """
         spec = self._spec
         with self._steps.step("address") as step:
-            found = resolve(spec.master_addr, self._log)
-            step.detail = f"{spec.named('master_addr')} is {', '.join(found)}"
+            name = "listen_addr" if spec.rank == 0 and spec.listen_addr else "master_addr"
+            refuse_malformed(spec.master_addr)  # which rank 0 itself may not need
+            found = await look_up(getattr(spec, name), self._waiting, self._log, again=spec.rank != 0, option=name)
+            step.detail = f"{spec.named(name)} is {', '.join(found)}"
             refuse_loopback(spec, found)
         if spec.rank == 0:
             found = [await self._become_rank_0(found)]
@@ -125,9 +140,6 @@ class Join:
             if run is not None:
                 self._run, self.connection = run, there.connection
                 self._roll_call = self._steps.begin("roll call")
-                if spec.rank != 0:
-                    # Rank 0's own time counts from when it began to listen, so rank 0 ends first, and ends all ranks.
-                    self._waiting = Waiting(spec.join_timeout, self._log_waiting)
                 return run, there.connection
             if self._unacknowledged:  # rank 0 has closed the connection, since it has heard nothing
                 self._say_that_rank_0_is_silent(where)
@@ -143,19 +155,30 @@ class Join:
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
+    @property
+    def here(self) -> int:
+        """How many ranks are here, as far as this rank knows."""
+        return int(self._news["here"]) if self._news else 1
+
     def refusal(self, message: Mapping[str, Any]) -> DdpManualError:
         """Return the error with which rank 0 refuses this rank."""
         return from_dict(self.seal.open(f"refused {self.nonce}", message["refused"]))
 
-    def close(self) -> None:
-        for one in (self.probe_server, self.connection, self.coordinator):
+    def close(self, how_it_ended: Mapping[str, Any]) -> None:
+        for one in (self.probe_server, self.connection):
             if one is not None:
                 one.close()
+        if self.coordinator is not None:
+            self.coordinator.close(how_it_ended)
 
     # -- the wait for the other ranks ---------------------------------------------------------------------------------
 
     def take_news(self, news: Mapping[str, Any]) -> None:
-        """Take rank 0's news of which ranks are here and which are missing."""
+        """Take rank 0's news of which ranks are here and which are missing, and how long rank 0 has waited for them."""
+        if self._news is None or bool(self._news["missing"]) != bool(news["missing"]):
+            # Rank 0's time counts for all ranks, but no rank waits longer than its own time for the missing ones.
+            own = self._spec.join_timeout + news["waited"] if news["missing"] else news["timeout"]
+            self._waiting = Waiting(min(own, news["timeout"]), self._log_waiting, news["waited"])
         self._news = news
         for warning in news["warnings"]:
             if warning not in self._logged:
@@ -174,21 +197,18 @@ class Join:
         news, run = self._news, self._run
         not_logged = [words for words in (*news["gone"], *news["refused"]) if words not in self._logged]
         missing = bool(news["missing"])
-        if missing == self._all_here:
-            self._all_here = not missing
-            self._waiting = Waiting(wait_within(self._spec.join_timeout, all_here=self._all_here), self._log_waiting)
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)
         if missing:
             self._waiting.advise(advice_for(news["missing"], run))
-            if self._spec.rank != 0 and self._waiting.waited > self._spec.join_timeout + RANK_0_FIRST:
-                raise missing_ranks_error(news, run, self._spec.join_timeout)
+            if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
+                raise missing_ranks_error(news, run, self._waiting.timeout)
 
     async def probe_hosts(self, wanted: list[tuple[int, str, int]], key: list[int]) -> None:
         """Try to connect to the other hosts, and tell rank 0 which cannot be reached."""
         with self._steps.step("reachability") as step:
             failures = await reachability.try_all(wanted)
-            step.detail = f"{len(wanted)} other host(s) tried, {len(failures)} cannot be reached"
+            step.detail = f"{counted(len(wanted), 'other host')} tried, {len(failures)} cannot be reached"
             if failures:
                 step.outcome = "failed"
         if self.connection is not None:
@@ -196,7 +216,7 @@ class Join:
 
     def complete(self, nodes: int) -> None:
         """End the steps of joining: all ranks have joined, on so many hosts."""
-        self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {nodes} host(s)")
+        self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {counted(nodes, 'host')}")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
                 step.detail = "one host" if nodes == 1 else f"{nodes} hosts, tried by others"
@@ -217,6 +237,8 @@ class Join:
                 found, port = [route_to(found[0])[0]], 0
             listener = await listen(spec, found, port)
             address, port = listener.getsockname()[:2]
+            if is_everywhere(address):
+                address = own_address() or route_to("127.0.0.1")[0]
             if spec.agent_store:
                 await write_torchrun_address(spec, self._task.attempt, address, port)
             self._spec = spec = dataclasses.replace(spec, master_port=port)
@@ -231,11 +253,11 @@ class Join:
             pid=info.pid,
             address=address,
             since=info.since,
-            command=self._command_for(None),
-            launched=self._task.launched,
+            command=_cut(self._command_for(None)),
+            launched=_cut(self._task.launched) if self._task.launched else None,
             peer_timeout=spec.peer_timeout,
             stall_timeout=spec.stall_timeout,
-            script=self._task.is_script,
+            script=self._task.is_script or self._task.program is not None,
         )
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout)
         await self.coordinator.serve(listener)
@@ -252,6 +274,9 @@ class Join:
                 self.own_address = OwnAddress(rank_0, launchers.likely_backend(spec.device, spec.backend))
                 step.detail = f"{self.own_address.address} on {self.own_address.source}"
             self.probe_server = await reachability.answer_at(self.own_address.address)
+            task = self._task
+            program = task.program or (Program(kind=SCRIPT, name=str(task.script)) if task.script else None)
+            source = source_once(program) if program else ProgramSource()
             self.info = dataclasses.replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
@@ -260,12 +285,16 @@ class Join:
                 address=self.own_address.address,
                 answer_port=self.probe_server.sockets[0].getsockname()[1],
                 local_rank=spec.local_rank,
-                versions=installed_versions(),
-                code=code_digests(self._task.script),
+                versions={**source.packages, **installed_versions()},
+                code={**code_digests(), **source.code},
+                variables=collective_variables(),
+                # A script that joins may say in any way which rank it is: "python script.py 0".
+                arguments=named_arguments(task.program.arguments) if task.program else {},
+                may_differ=list(task.may_differ),
                 allow_mismatch=spec.allow_mismatch,
                 # Lists, because rank 0 compares them with what it reads from JSON.
                 options={
-                    **{name: list(option) for name, option in self._task.options.items()},
+                    **{name: list(option) for name, option in task.options.items()},
                     "address_family": [self.own_address.family, self.own_address.source],
                 },
             )
@@ -292,13 +321,20 @@ class Join:
                 if "refused" in reply:
                     raise self.refusal(reply)
                 if "welcome" in reply:
-                    return RunInfo(**self.seal.open(f"welcome {self.nonce}", reply["welcome"])["run"])
+                    connection.let_send(LONGEST_ANSWER)  # rank 0's own agent reads the roster of all ranks
+                    return RunInfo.from_message(self.seal.open(f"welcome {self.nonce}", reply["welcome"])["run"])
         except Unsealed as reason:
             raise TokenMismatch(
                 f"rank 0 at {where} does not have this rank's token",
                 why=f"of its answer to {self.info.who}: {reason}",
                 next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
                 "if they have, something else poses as rank 0",
+            ) from None
+        except (TypeError, ValueError, LookupError) as reason:
+            raise VersionMismatch(
+                f"rank 0 at {where} was started with another version of ddp_manual than this rank",
+                why=f"{self.info.who} cannot read its answer: {printable(str(reason))}",
+                next="install the same version on every host",
             ) from None
 
     def _say_that_rank_0_is_silent(self, where: str) -> None:
@@ -329,7 +365,10 @@ class Join:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))
         if rank is None:
             return command
-        # Rank 0 chooses the folder, for which this rank may have been given the name too.
-        folder = self._task.run_dir if rank == 0 and not self._task.is_script else None
-        chosen = f" --run_dir {shlex.quote(folder)}" if folder and "{run_id}" not in folder else ""
-        return command.replace("{rank}", str(rank)) + chosen
+        is_of_one_rank = "--rank {rank}" in command  # unlike a launcher's, which has all that was typed
+        besides = f" {self._task.for_rank_0}" if rank == 0 and is_of_one_rank and self._task.for_rank_0 else ""
+        return command.replace("{rank}", str(rank), 1) + besides
+
+
+def _cut(command: str) -> str:
+    return command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]} ..."

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,15 +19,24 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, run_folder, signals
-from ddp_manual.agent import verdicts
+from ddp_manual import run_folder, signals
+from ddp_manual.agent import ending, verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
-from ddp_manual.agent.ending import Ended, Ending, StopSignals
+from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
+from ddp_manual.agent.ending import Ended, Ending, ProgramSignals, StopSignals, how_it_ended, leave_failure
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import Worker, wait_until
-from ddp_manual.errors import DdpManualError, PeerGone, RanksDoNotBelongTogether, RankTaken, Stopped, from_dict
-from ddp_manual.messages import Beat, Place, RunInfo, Step, Steps, Verdict, last_words
+from ddp_manual.errors import (
+    CollectiveMismatch,
+    DdpManualError,
+    PeerGone,
+    RanksDoNotBelongTogether,
+    RankTaken,
+    Stopped,
+    from_dict,
+)
+from ddp_manual.messages import Beat, Place, RunInfo, Step, Steps, Verdict, last_words, more_seconds
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -34,6 +46,8 @@ VERDICT_WITHIN = 2.5
 SAME_WITHIN = 0.5
 # Seconds in which the other ranks read what was sent to them last.
 LAST_WORD_WITHIN = 1.5
+# Seconds in which the ranks stop in order once their launcher is gone.
+STOP_WITHIN = 3.0
 # Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
 READY_WITHIN = 20.0
 
@@ -62,10 +76,17 @@ class Agent:
         self._start_worker = start_worker
         self._alone = bool(task.start.get("alone"))
         self._join = Join(spec, task, steps=self.steps, log=log)
-        self._signals = StopSignals(spec.rank, task.is_script, log, lambda message: self.worker.send(message))
+        if task.program is not None:
+            self._signals: StopSignals = ProgramSignals(spec, log, self._pass_on)
+        else:
+            self._signals = StopSignals(spec, task.is_script, log, self._ask_worker)
         self.worker: Worker
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
+        self._is_own_folder = False
+        """Whether this rank writes there: see ``run_folder.own_run_dir``."""
+        self._chose_folder = task.chose_folder
+        self._run_id = self._orphaned = ""
         self._started = self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
         self._begun = self._placed = self._left = self._over = False
@@ -92,6 +113,7 @@ class Agent:
                 self._print_error(ended.error)
                 return ended
             await self.worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
+            self._watch_launcher()
             self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
             self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
             self._tick()
@@ -102,21 +124,26 @@ class Agent:
     # -- join and start the worker ------------------------------------------------------------------------------------
 
     async def _work_alone(self) -> None:
-        run_id = self.spec.run_id or run_folder.new_run_id()
+        run_id = self._run_id = self.spec.run_id or run_folder.new_run_id()
         self._run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
+        self._is_own_folder = True
         self._begin(None)
         await self._ready
         place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
-        run = {"run_id": run_id, "run_dir": self._run_dir}
+        run = {"run_id": run_id, "run_dir": self._run_dir, "own": True}
         self.worker.send({"place": dataclasses.asdict(place), "run": run, "roster": []})
 
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
             self._begin(None)
         run, connection = await self._join.join()
+        if self._join.coordinator is not None:  # what it says has been on the network
+            run, self._is_own_folder = self._join.coordinator.run, True
+        elif (own := run_folder.own_run_dir(run.run_dir, self.task.run_dir)) is not None:
+            run, self._is_own_folder = dataclasses.replace(run, run_dir=own), True
         self._begin(run.address)
-        self._run, self._run_dir, self._heard = run, run.run_dir, time.monotonic()
+        self._run, self._run_dir, self._run_id, self._heard = run, run.run_dir, run.run_id, time.monotonic()
         if self._ready.done():
             self._send({"ready": self._ready.result()})
         connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
@@ -138,7 +165,7 @@ class Agent:
     def _take(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
         if "news" in message:
-            if not self._placed:
+            if not self._placed and not self._ending.has_come:
                 self._join.take_news(message["news"])
         elif "probe" in message:
             self._ending.in_background(self._join.probe_hosts(message["probe"], message["for"]))
@@ -152,12 +179,14 @@ class Agent:
             self._take_verdict(message["verdict"])
         elif "stacks" in message:
             self._ending.in_background(self._send_stacks())
+        elif "records" in message:
+            self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
         elif "close" in message:
-            self.worker.send({"close": message["close"]})
+            self.worker.send({"close": True})
         elif "over" in message and self._placed:
             self._over = True
             self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-            self.worker.send({"close": False})
+            self.worker.send({"close": True})
 
     async def _send_stacks(self) -> None:
         self._send({"stacks": await self.worker.stack()})
@@ -168,14 +197,20 @@ class Agent:
         self._placed = True
         self._join.complete(nodes=message["place"]["nodes"])
         self._run = dataclasses.replace(self._run, pid=message["rank_0_pid"])
-        run = {"run_id": self._run.run_id, "run_dir": self._run.run_dir}
-        self.worker.send({"roster": [], **message, "run": run, "interface": self._join.own_address.interface})
+        run = {name: getattr(self._run, name) for name in ("run_id", "run_dir", "stall_timeout")}
+        own = self._join.own_address
+        here = {"interfaces": own.variables, "wrong_for_nccl": own.wrong_for_nccl}
+        if self.task.program is not None:
+            seconds, name = f"{time.monotonic() - self._started:.1f} s", self.task.program.name
+            who = f"rank {self.spec.rank} of {self.spec.world_size} on {self._join.info.host}"
+            self.log(f"all ranks are here after {seconds}: starting {name} as {who}")
+        self.worker.send({"roster": [], **message, "run": {**run, "own": self._is_own_folder}, **here})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
         ours, own = verdict["rank"] == self.spec.rank, self._own_words
         if verdict.get("judged"):
-            if ours and self.worker.status is None:
+            if ours and self.worker.status is None and not isinstance(error, CollectiveMismatch):
                 error.why = f"that is this rank; the others have not waited for it\n{error.why}"
         elif own is not None:
             error = own if ours or own.identifier == verdict["identifier"] else error
@@ -204,15 +239,18 @@ class Agent:
             if not self._ready.done():
                 self._ready.set_result(message["ready"])
             self._send({"ready": message["ready"]})
+        elif "not_compared" in message:
+            self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
         elif "notes" in message:
             self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
         elif "signalled" in message:
             self.take_signal(int(message["signalled"]), seen_by="script")
         elif "run_dir" in message:
-            self._run_dir = message["run_dir"]
+            self._run_dir, self._is_own_folder = message["run_dir"], message["own"]
+            self._chose_folder = message["chosen"]
         elif "finished" in message:
             if self._alone or self._over:
-                self.worker.send({"close": False})
+                self.worker.send({"close": True})
             else:
                 self._send_beat()
                 self._send({"finished": True})
@@ -231,6 +269,11 @@ class Agent:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
         words = message["failed"]
         self._own_words = from_dict(words, int(words["exit_code"]))
+        # Not an exception of another kind, which the signal is no reason for.
+        if isinstance(self._signals, ProgramSignals) and (message.get("exit") or words["identifier"] == "stopped"):
+            stopped = self._signals.stopped_by(self._own_words.exit_code, self._again)
+            if stopped is not None:  # such as by sys.exit(143), after it has tidied up
+                self._own_words, message = stopped, {**message, "failed": last_words(stopped)}
         if self._own_words.identifier == self._words_of_another:
             self._ending.fail(self._own_words)
             return
@@ -244,29 +287,50 @@ class Agent:
         if self._left and not worker.status:
             self._ending.finish(self._result)
             return
+        if self.task.program is not None and self._placed and self._program_ended(worker.status):
+            return
         info = dataclasses.replace(self._join.info, pid=worker.pid)
-        again = self._run.start_again if self._run else "start this rank again"
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
-        verdict = verdicts.lost(info, self.worker.beat, again, status=worker.status, oom=oom, stack=stack)
+        verdict = verdicts.lost(info, self.worker.beat, self._again, status=worker.status, oom=oom, stack=stack)
         self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
+
+    def _program_ended(self, status: int | None) -> bool:
+        """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
+        if status == 0:
+            if "finished" not in self.worker.said:  # it has ended its process without Python's way out
+                self._send({"finished": True})
+                if self.spec.rank == 0 and self.spec.world_size > 1:
+                    self.log("rank 0's process has ended, and torch's store with it: other ranks may still need that")
+            self._result = {}
+            self._ending.in_background(self._leave_in_order())
+            return True
+        assert isinstance(self._signals, ProgramSignals)
+        code = 1 if status is None else 128 - status if status < 0 else status
+        stopped = self._signals.stopped_by(code, self._again)
+        if stopped is not None:
+            self._ask_for_verdict({"failed": last_words(stopped)}, stopped)
+        return stopped is not None
 
     def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
         """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
-        if self._run is None or self._join.connection is None or self._join.connection.closed or self._over:
+        nobody_hears = self._join.connection is None or self._join.connection.closed
+        if self._run is None or nobody_hears or self._over or self._left:
             self._ending.fail(error)
             return
         self._send(message)
+        within = VERDICT_WITHIN + more_seconds(self._run.world_size)
         if message.get("broken"):  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
-            what = f"has not said within {VERDICT_WITHIN} s which rank is to blame"
+            what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
-        asyncio.get_running_loop().call_later(VERDICT_WITHIN, self._ending.fail, error)
+        asyncio.get_running_loop().call_later(within, self._ending.fail, error)
 
     async def _leave_in_order(self) -> None:
         """Say goodbye after the worker has left. Rank 0 leaves last, because its worker has torch's store."""
         coordinator = self._join.coordinator
         if coordinator is not None:
-            await coordinator.wait_for_goodbyes(self.log)
+            within = LEAVE_TIMEOUT if self.task.program is None else math.inf  # its work after the last collective
+            await coordinator.wait_for_goodbyes(self.log, within)
         self._left = True
         if coordinator is not None:
             coordinator.end()
@@ -274,6 +338,11 @@ class Agent:
         self.worker.send({"over": True})
         if self._result is not None:
             self._ending.finish(self._result)
+
+    @property
+    def _again(self) -> str:
+        """What to do after the run has ended."""
+        return self._run.start_again if self._run else ending.start_alone_again(self._run_dir)
 
     # -- signals and the clock ----------------------------------------------------------------------------------------
 
@@ -285,8 +354,42 @@ class Agent:
         """
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()
-        elif error := self._signals.take(number, seen_by, self._run_dir):
+        elif number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
+            return  # it is the debugger's
+        elif error := self._signals.take(number, seen_by, self._join.here, self._again if self._placed else ""):
             self._ending.fail(error)
+
+    def _watch_launcher(self) -> None:
+        """Stop this rank when its launcher is gone: mpirun that is killed leaves the ranks of its host running."""
+        if pid := self.spec.launcher_pid:
+            with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or gone already
+                pidfd = os.pidfd_open(pid)
+                asyncio.get_running_loop().add_reader(pidfd, self._launcher_gone, pid, pidfd)
+
+    def _launcher_gone(self, pid: int, pidfd: int) -> None:
+        """Stop this rank as where its terminal is gone, and soon at once."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(pidfd)
+        self._orphaned = why = f"{self.spec.started_by} (pid {pid}), which started this rank, is gone"
+        self.log(why)
+        if self.task.is_script:
+            self.worker.signal(signal.SIGHUP)
+        else:
+            self.take_signal(signal.SIGHUP)
+        loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self._again))
+
+    def _ask_worker(self, message: Mapping[str, Any]) -> None:
+        """Tell the worker what a signal asks for, and rank 0 that the run is about to end."""
+        self.worker.send(message)
+        if "stop" in message:
+            self._send({"stopping": True})
+
+    def _pass_on(self, number: int) -> bool:
+        """Send a signal to the program, unless the terminal has done so; returns whether it was sent."""
+        if number == signal.SIGINT and not self.worker.copies and signals.terminal_tells_children():
+            return False
+        self.worker.signal_all(number)
+        return True
 
     def _tick(self) -> None:
         if not self._ending.has_come:
@@ -301,6 +404,7 @@ class Agent:
             self._heard = now
         if not self._placed:
             self._join.log_missing()
+        self.worker.records.read()
         if now >= self._next_beat:
             self._next_beat = now + heartbeat_period(self._run)
             self._send_beat()
@@ -323,20 +427,24 @@ class Agent:
 
     async def _leave(self, error: DdpManualError | None) -> None:
         """Say why, then end the worker; rank 0 gives the other ranks the time to read why."""
+        is_default = not self._chose_folder and run_folder.is_default_name(str(self._run_dir), self._run_id)
+        leaves_no_folder = is_default and not self.has_trained
         if error is not None:
             await self._say_goodbye(error)
         self._ending.cancel_background()
         if error is not None:
-            await self._explain(error)
+            await self._explain(error, in_folder=not leaves_no_folder)
         own = error is not None and error is self._own_words
         # The workers of the other ranks may learn the same from torch's store, if rank 0 keeps it for a moment.
-        keeps_store = own and self.spec.rank == 0 and not self.task.is_script
+        keeps_store = own and self.spec.rank == 0 and not (self.task.is_script or self.task.program)
         if keeps_store:
             await self._let_others_read()
         await self.worker.end(error, own=own)
         if not keeps_store:
             await self._let_others_read()
-        self._join.close()
+        if error is not None and self.spec.rank == 0 and leaves_no_folder:
+            run_folder.RunPaths(Path(str(self._run_dir))).remove_start()
+        self._join.close(how_it_ended(error, self._result))
         await asyncio.sleep(0)
 
     async def _say_goodbye(self, error: DdpManualError) -> None:
@@ -352,19 +460,25 @@ class Agent:
             self._begin(None)
             await asyncio.wait([self._ready], timeout=READY_WITHIN)
 
-    async def _explain(self, error: DdpManualError) -> None:
-        """Print the error, after the worker's last line, and leave it in the run's folder."""
+    async def _explain(self, error: DdpManualError, *, in_folder: bool) -> None:
+        """Print the error, after the worker's last line, and leave it in the run's folder if that stays."""
+        if isinstance(error, Stopped):
+            error.why = error.why or self._orphaned
+        ending.add_own_command(error, self.task.go_on, self._run_dir, self.spec.world_size)
         if self._run is not None and not self._placed:
             self._join.fail(error)
+        if self.task.program is not None and not self.worker.is_gone:  # which may take seconds
+            self.log(f"{self.task.program.name} is ending: {error.what}")
         await self.worker.silence()
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
-        if self._run_dir and not never_a_rank:
-            paths = run_folder.RunPaths(Path(self._run_dir))
-            about = {"rank": self.spec.rank, "host": launchers.host_name(), "pid": self.worker.pid}
-            with suppress(DdpManualError, OSError):
-                paths.run_dir.mkdir(parents=True, exist_ok=True)
-                run_folder.write_json(paths.failure(self.spec.rank), {**last_words(error), **about})
+        if self._run_dir and self._is_own_folder and not never_a_rank and in_folder:
+            leave_failure(self._run_dir, self.spec.rank, self.worker.pid, error, self._run)
         self._print_error(error)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the worker has taken a step."""
+        return self._begun and self.worker.beat.step > 0
 
     async def _let_others_read(self) -> None:
         """Wait until the other ranks have read what was sent last, at most for a moment."""

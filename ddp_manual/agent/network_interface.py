@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -33,6 +35,78 @@ class OwnAddress:
             # gloo and NCCL get the interface's name and take its first address, perhaps not the one on the way.
             self.address, _ = _chosen_address([self.interface], variable, backend="gloo")
         self.family = "IPv6" if ":" in self.address else "IPv4"
+        self.variables = {}
+        """The variables for gloo and NCCL; they count unless the user has set them."""
+        self.wrong_for_nccl = None
+        """Why NCCL has to be told this interface; None if it finds a right one by itself, or has been told one."""
+        if self.interface is not None:
+            self.variables["GLOO_SOCKET_IFNAME"] = self.interface
+            if not nccl_has_been_told():
+                self.wrong_for_nccl = wrong_for_nccl(running_networks(), self.interface, rank_0)
+        if self.wrong_for_nccl is not None:
+            # NCCL takes its variable as a prefix (eth1 also means eth10) unless it begins with "=".
+            self.variables["NCCL_SOCKET_IFNAME"] = f"={self.interface}"
+
+
+# What the names of interfaces begin with that NCCL takes only if there is no other.
+NCCL_AVOIDS = ("docker", "lo", "virbr")
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def wrong_for_nccl(networks: Mapping[str, Sequence[IpNetwork]], interface: str, rank_0: str) -> str | None:
+    """Return why the interface on which NCCL would listen by itself is the wrong one; None if it is right.
+
+    NCCL takes all interfaces whose names begin with "ib", otherwise all except docker*, lo* and virbr*, otherwise one
+    of these, and listens on the first (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; the order
+    is that of ncclFindInterfaces in its src/misc/socket.cc). Naming one for it takes away the others, which on a host
+    with several may be much of the bandwidth.
+
+    Args:
+        networks: interface -> the networks of its addresses, in the kernel's order.
+        interface: the one on the way to ``rank_0``, an IP address.
+    """
+
+    def order(name: str) -> int:
+        if name.startswith("ib"):
+            return 0
+        return next((2 + at for at, prefix in enumerate(NCCL_AVOIDS) if name.startswith(prefix)), 1)
+
+    first = min(networks, key=order, default=interface)  # min takes the first of those that are equal
+    address = ipaddress.ip_address(rank_0.split("%")[0])
+    if first == interface:
+        return None
+    if address.is_loopback:
+        return f"by itself it would listen on {first}, although all ranks are on this host"
+    # Hosts that have InfiniBand share it, whatever the network of rank 0's address.
+    if first.startswith("ib") or any(address in network for network in networks[first]):
+        return None
+    return f"by itself it would listen on {first}, which is not on the network of rank 0 at {rank_0}"
+
+
+def nccl_has_been_told() -> bool:
+    """Return whether the user has chosen NCCL's interfaces by the variable, or an administrator by NCCL's own file,
+    over which the variable would have precedence."""
+    variable, set_here = "NCCL_SOCKET_IFNAME", launchers.network_variables()
+    lines = []
+    for path in (Path(set_here.get("NCCL_CONF_FILE") or "~/.nccl.conf"), Path("/etc/nccl.conf")):
+        with suppress(OSError, RuntimeError):
+            lines += path.expanduser().read_text(errors="replace").splitlines()
+    return variable in set_here or any(line.strip().startswith(f"{variable}=") for line in lines)
+
+
+def running_networks() -> dict[str, list[IpNetwork]]:
+    """Return interface -> the networks of its addresses, of interfaces that run, in the kernel's order: IPv4 first."""
+    states = psutil.net_if_stats()
+    found: dict[str, list[IpNetwork]] = {}
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses if interface in states and states[interface].isup else ():
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                own = ipaddress.ip_address(address.address.split("%")[0])
+                with suppress(ValueError):  # a netmask in a form of its own
+                    mask = int(ipaddress.ip_address(address.netmask)) if address.netmask else -1
+                    bits = own.max_prefixlen if mask < 0 else mask.bit_count()
+                    found.setdefault(interface, []).append(ipaddress.ip_network(f"{own}/{bits}", strict=False))
+    return found
 
 
 def _chosen_address(names: list[str], variable: str, backend: str) -> tuple[str, str]:
@@ -75,16 +149,26 @@ def route_to(address: str) -> tuple[str, str | None]:
 
 def own_address() -> str | None:
     """Return this host's IP address on its default route, or its first that is neither loopback nor link-local."""
+    return next(iter(own_addresses()), None)
+
+
+def own_addresses() -> list[str]:
+    """Return this host's IP addresses that other hosts may reach, the one on the default route first, IPv4 first."""
     candidates = [address for address in interface_addresses() if not ipaddress.ip_address(address).is_link_local]
     for anywhere in ("192.0.2.1", "2001:db8::1"):  # addresses reserved for documentation: nothing is sent there
         with suppress(OSError):
             candidates.insert(0, route_to(anywhere)[0])
-    real = [address for address in candidates if not is_loopback(address)]
-    return min(real, key=lambda address: ":" in address, default=None)
+    real = dict.fromkeys(address for address in candidates if not is_loopback(address))
+    return sorted(real, key=lambda address: ":" in address)
 
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def is_everywhere(address: str) -> bool:
+    """Return whether this stands for all addresses of a host, such as 0.0.0.0."""
+    return ipaddress.ip_address(address.split("%")[0]).is_unspecified
 
 
 def family(address: str) -> socket.AddressFamily:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ddp_manual import launchers
 from ddp_manual.agent.connection import Connection, Seal, Unsealed
+from ddp_manual.agent.name_lookup import resolve_in_thread
 from ddp_manual.agent.network_interface import at, is_loopback
 from ddp_manual.errors import (
     DdpManualError,
@@ -27,8 +28,9 @@ from ddp_manual.errors import (
     TokenMismatch,
     from_dict,
 )
-from ddp_manual.messages import LONGEST_ANSWER
+from ddp_manual.messages import more_seconds
 from ddp_manual.terminal import POLL_EVERY, Waiting
+from ddp_manual.wire import LONGEST_ANSWER
 from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
@@ -43,6 +45,8 @@ GREETED_WITHIN = 1.5
 BUSY_AGENT_GREETS_WITHIN = 5.0
 REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
+# A name that has addresses may get others while a rank waits, such as when Kubernetes puts rank 0 on another host.
+REFRESH_EVERY = 10.0
 PROXY = "a proxy or a port forward whose other side is not up"
 
 
@@ -72,15 +76,16 @@ class Probe:
     """Of the last two questions to rank 0, which binds what it shows of its run to the last one that it has read."""
 
 
-async def probe(address: str, port: int, greeted_within: float | None = None) -> Probe:
+async def probe(address: str, port: int, greeted_within: float | None = None, *, more: float = 0.0) -> Probe:
     """Connect to an address, and find out within 5 s what listens there; a busy agent has 5 s more to greet.
 
     Args:
         greeted_within: in seconds; None for the usual time.
+        more: seconds in which an agent may have to greet thousands of other ranks first.
     """
     loop = asyncio.get_running_loop()
     try:
-        opening = loop.create_connection(lambda: Connection(longest=LONGEST_ANSWER), address, port)
+        opening = loop.create_connection(Connection, address, port)
         _, connection = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
     except ConnectionRefusedError:
         return Probe(address, Answer.REFUSED)
@@ -89,13 +94,13 @@ async def probe(address: str, port: int, greeted_within: float | None = None) ->
     except OSError as error:
         return Probe(address, Answer.SILENT, error.strerror or str(error))
     try:
-        greeting = await asyncio.wait_for(connection.receive(), greeted_within or GREETED_WITHIN)
+        greeting = await asyncio.wait_for(connection.receive(), (greeted_within or GREETED_WITHIN) + more)
     except (TimeoutError, asyncio.TimeoutError):
         connection.close()  # a server of one connection at a time takes the next one
         found = await _ask(address, port)
         # Its greeting came on a connection on which it has been asked something that it cannot read.
         is_first = found.answer is Answer.BUSY and greeted_within is None
-        return await probe(address, port, BUSY_AGENT_GREETS_WITHIN) if is_first else found
+        return await probe(address, port, BUSY_AGENT_GREETS_WITHIN, more=more) if is_first else found
     if greeting is not None and "challenge" in greeting:
         return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
     connection.close()
@@ -153,12 +158,18 @@ async def find_rank_0(
         MasterNotAStore: something else answers. MasterRefused, MasterUnreachable, MasterLost: at the deadline.
     """
     where = at(spec.master_addr, spec.master_port)
-    resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
     who = who or f"rank {spec.rank}"
-    if all(map(is_loopback, addresses)):
-        resolved += f", which is {launchers.host_name()} itself"
+    refresh_at, looking = waiting.waited + REFRESH_EVERY, None
     while True:
-        probes = await asyncio.gather(*(probe(address, spec.master_port) for address in addresses))
+        if waiting.waited > refresh_at and (looking is None or looking.done()):
+            refresh_at, looking = waiting.waited + REFRESH_EVERY, resolve_in_thread(spec.master_addr)
+        if looking is not None and looking.done() and isinstance(found := looking.result(), list):
+            addresses = found
+        resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
+        if all(map(is_loopback, addresses)):
+            resolved += f", which is {launchers.host_name()} itself"
+        more = more_seconds(spec.world_size)
+        probes = await asyncio.gather(*(probe(address, spec.master_port, more=more) for address in addresses))
         greeted = [found for found in probes if found.connection is not None]
         for other in greeted[1:]:
             other.connection.close()  # type: ignore[union-attr]
@@ -176,8 +187,14 @@ async def find_rank_0(
             line = f"rank 0's agent at {where} is there, and takes long to answer: its host is busy"
         else:
             line = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
-        waiting.about(line)
-        waiting.advise([rank_0_command])
+        # A network that is cut gives different answers in turn, such as "timed out" and "No route to host".
+        waiting.about(line, kind=worst.answer.name)
+        firewall = f"open TCP port {spec.master_port} there, which a firewall may close"
+        here = ""
+        if is_loopback(worst.address):
+            here = "; if it is on another host, give its address: --master_addr"
+        elsewhere = f"(if it runs: {where} may not be its address{here}; or {firewall})"
+        waiting.advise([rank_0_command, elsewhere])
         if waiting.over:
             raise _never_came(spec, where + resolved, probes, waiting, rank_0_command, who)
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))
@@ -209,10 +226,11 @@ def _never_came(
     )
     why = f"{who} on {launchers.host_name()} tried {tried}"
     if any(found.answer is Answer.REFUSED for found in probes):
+        default = spec.source("master_addr") == "default"
         return MasterRefused(
             f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
-            why=why,
-            next=f"{rank_0_command}\nthen try again; if rank 0 does run, compare its address and port with these",
+            why=why + "\nno --master_addr was given: this is the default, for rank 0 on the same host" * default,
+            next=f"{rank_0_command}\nthen try again; if rank 0 runs, compare this with its line 'listening at'",
         )
     if any(found.answer is Answer.CLOSED for found in probes):
         return MasterRefused(
@@ -229,12 +247,13 @@ def _never_came(
     return MasterUnreachable(
         f"no answer{waited} from rank 0's address {where}",
         why=why,
-        next=f"open TCP port {spec.master_port} on rank 0's host, or check the route: ping {spec.master_addr}",
+        next="check that --master_addr is the address of rank 0's host\n"
+        f"or open TCP port {spec.master_port} there, or check the route: ping {spec.master_addr}",
     )
 
 
 async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool = False) -> dict[str, Any]:
-    """Ask the coordinator that has greeted for its run as it is now; a coordinator whose run fails shows it once more.
+    """Ask the coordinator that has greeted for its run as it is now; when the run ends, it shows it once more.
 
     Args:
         where: the coordinator's address, for an error message.
@@ -245,6 +264,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool
         TokenMismatch: one side has a token, and the other side does not have this token.
     """
     assert there.connection is not None
+    there.connection.let_send(LONGEST_ANSWER)
     seal = Seal(token)
     there.nonces[:] = [there.nonces[-1] if there.nonces else "", secrets.token_hex(8)]
     look = seal.close(f"look {there.greeting['challenge']}", {"stacks": stacks, "nonce": there.nonces[-1]})
@@ -255,7 +275,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool
         if answer is not None and "refused" in answer:
             raise from_dict(seal.open(f"refused {there.nonces[-1]}", answer["refused"]))
         if answer is not None:
-            with suppress(Unsealed):  # of a run that has failed before rank 0 read this question
+            with suppress(Unsealed):  # of a run that has ended before rank 0 read this question
                 return dict(seal.open(f"seen {there.nonces[-2]}", answer["seen"]))
             return dict(seal.open(f"seen {there.nonces[-1]}", answer["seen"]))
     except (TimeoutError, asyncio.TimeoutError):

@@ -16,7 +16,8 @@ from typing import Any
 
 from ddp_manual.agent.network_interface import at, family
 from ddp_manual.errors import PeerUnreachable
-from ddp_manual.messages import Place, RankInfo, printable
+from ddp_manual.messages import Place, RankInfo
+from ddp_manual.wire import printable
 
 # Up to this many hosts all pairs are tried. Beyond it each host tries those that are 1, 2, 4, 8, ... further on in rank
 # order, so that every host is still tried in both directions.
@@ -24,9 +25,10 @@ ALL_PAIRS_UP_TO = 32
 # Seconds. Failing pairs have to be known within 10 s of the roll call.
 CONNECT_TIMEOUT = 3.0
 REPORT_TIMEOUT = 8.0
-# Seconds for one connection that is answered, and how many connections are answered at once.
+# Seconds for one connection that is answered, and how many connections are answered at once: at most 31 hosts connect,
+# and what else does so makes room for them.
 ANSWER_WITHIN = 6.0
-MOST_CONNECTED = 1024
+MOST_CONNECTED = 32
 # More than one packet, in each direction: a network that drops large packets still lets small ones connect.
 GREETING_BYTES = 16_384
 CUT_OFF = "connected, but only"
@@ -36,13 +38,14 @@ MOST_SHOWN = 16
 
 async def answer_at(address: str) -> asyncio.Server:
     """Answer at a free port of this IP address, until the server is closed."""
-    connected: set[asyncio.StreamWriter] = set()
+    connected: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(connected) >= MOST_CONNECTED:
-            writer.transport.abort()
-            return
-        connected.add(writer)
+            first = next(iter(connected))
+            del connected[first]
+            first.transport.abort()
+        connected[writer] = None
         writer.write(greeting(writer.get_extra_info("sockname")[1]))
         try:
             await asyncio.wait_for(reader.readexactly(GREETING_BYTES), ANSWER_WITHIN)
@@ -50,9 +53,9 @@ async def answer_at(address: str) -> asyncio.Server:
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError):
             writer.transport.abort()
         finally:
-            connected.discard(writer)
+            connected.pop(writer, None)
 
-    return await asyncio.start_server(answer, address, 0)
+    return await asyncio.start_server(answer, address, 0, limit=GREETING_BYTES, backlog=MOST_CONNECTED)
 
 
 def greeting(port: int) -> bytes:
@@ -144,9 +147,11 @@ class Probes:
         if round_ != self._round or node not in self._silent:
             return  # it belongs to an earlier round, before a rank had left
         self._silent.discard(node)
-        hosts = dict(enumerate(self._hosts))
+        hosts = self._hosts
         self._failing += [
-            (hosts[node], hosts[other], printable(str(answer))) for other, answer in failures if other in hosts
+            (hosts[node], hosts[other], printable(str(answer)))
+            for other, answer in failures
+            if other in range(len(hosts))
         ]
 
     def failing(self, now: float) -> list[Pair] | None:
@@ -176,7 +181,10 @@ def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
         named.append("...")
     start, end, answer = failing[0]
     opened = f"from {start.address} to {end.address}" if end else f"between {start.host} and the others"
-    next = f"open all TCP ports {opened}, such as: iptables -I INPUT -p tcp -s {start.address} -j ACCEPT"
+    rule = f"-p tcp -s {start.address} -j ACCEPT"
+    next = f"open all TCP ports {opened}, such as on {end.host if end else start.host}: iptables -I INPUT {rule}"
+    if len(failing) > 1:
+        next += "\nand so for each of the connections above"
     if end is not None and answer.startswith(CUT_OFF):
         next = compare_mtu(end.address)
     return PeerUnreachable(

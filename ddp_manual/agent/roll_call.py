@@ -15,13 +15,19 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from ddp_manual.agent.compatibility import shared_gpu, unlike, unlike_when_ready
+from ddp_manual.agent.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.agent.health import heartbeat_period, silent_after
+from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
 from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 
 MOST_NAMED = 16
 MOST_COMMANDS = 8
+MOST_ADDRESSES = 3
+# Processes whose refusal all ranks are told, within so many seconds: strangers could otherwise fill every terminal.
+MOST_REFUSALS = 16
+REFUSALS_WITHIN = 60.0
 # Seconds for ranks that are here to load torch, even from a slow file server.
 LOAD_WITHIN = 600.0
 # A process that has sent nothing for as long as this many heartbeats is frozen.
@@ -56,6 +62,10 @@ class RollCall:
         self.gone: deque[str] = deque(maxlen=MOST_NAMED)
         self.warnings: deque[str] = deque(maxlen=MOST_NAMED)
         self._loading: set[int] = set()
+        self._ready_on: dict[str, set[int]] = {}
+        """Host -> its ranks that are ready."""
+        self._hosts_of_gpu: dict[str, set[str]] = {}
+        self._refusals, self._refusals_since = 0, -REFUSALS_WITHIN
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -83,7 +93,7 @@ class RollCall:
                 return False
             refusal = self._taken(info, holder.info, frozen=frozen)
         if refusal is not None:
-            self.refuse(info.who, refusal)
+            self.refuse(info.who, refusal, now)
             return refusal
         self.members[info.rank] = Member(_without_copies(info, self._rank_0), now)
         self._loading.add(info.rank)
@@ -91,8 +101,16 @@ class RollCall:
         self.changed = True
         return True
 
-    def refuse(self, who: str, error: DdpManualError) -> None:
-        self.refused.append(f"{who} was refused: {error.identifier}: {error.what}")
+    def refuse(self, who: str, error: DdpManualError, now: float) -> None:
+        """Take that a process was refused, for the news; of very many in a short time only the first are named."""
+        if now - self._refusals_since >= REFUSALS_WITHIN:
+            self._refusals, self._refusals_since = 0, now
+        self._refusals += 1
+        if self._refusals > MOST_REFUSALS:
+            return
+        more = f"; more that are refused within {REFUSALS_WITHIN:.0f} s are not named"
+        also = more if self._refusals == MOST_REFUSALS else ""
+        self.refused.append(f"{who} was refused: {error.identifier}: {error.what}{also}")
         self.changed = True
 
     def hear(self, rank: int, now: float) -> None:
@@ -113,8 +131,11 @@ class RollCall:
         if rank == 0:
             self.run = replace(self.run, pid=ready.pid)
         refused: list[tuple[int, DdpManualError]] = []
+        self._ready_on.setdefault(member.info.host_id, set()).add(rank)
+        for uuid in ready.gpus:
+            self._hosts_of_gpu.setdefault(uuid, set()).add(member.info.host_id)
         if rank != 0 and (taken := self._shared_with_an_earlier_rank(member)) is not None:
-            self.refuse(member.info.who, taken)
+            self.refuse(member.info.who, taken, member.heard)
             return [(rank, taken)]
         first = self.members.get(0)
         if first is None or first.ready is None:
@@ -123,9 +144,18 @@ class RollCall:
             if other.ready is not None:
                 error = unlike_when_ready(other.info, other.ready, first.info, first.ready, self.run)
                 if error is not None:
-                    self.refuse(other.info.who, error)
+                    self.refuse(other.info.who, error, member.heard)
                     refused.append((other.info.rank, error))
         return refused
+
+    def leave_gpus(self) -> str | None:
+        """Have all ranks, which are ready, train on the CPU if a host has more ranks than GPUs and nobody has chosen
+        the GPUs; return why, otherwise None."""
+        why = more_ranks_than_gpus(self._pairs())
+        for member in self.members.values() if why else ():
+            assert member.ready is not None
+            member.ready = replace(member.ready, device="cpu", backend="gloo", gpus=[])
+        return why
 
     def leave(self, rank: int, how: str) -> None:
         """Make a rank missing again.
@@ -135,17 +165,17 @@ class RollCall:
         """
         member = self.members.pop(rank)
         self._loading.discard(rank)
+        self._ready_on.get(member.info.host_id, set()).discard(rank)
         self.gone.append(f"{member.info.who} {how}")
         self.changed = True
 
     def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
         odd = "; the process that holds it is frozen: its connection is open, and it does not answer" if frozen else ""
-        missing = self.missing
         if frozen:
             next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
-        elif missing:
-            next = self.run.command_for(missing[0])
+        elif not self.all_here:
+            next = self.run.command_for(self.first_missing)
         else:
             next = f"all ranks are here; to replace rank {info.rank}, end that process and start all ranks again"
         return RankTaken(
@@ -159,6 +189,10 @@ class RollCall:
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self.run.world_size) if rank not in self.members]
+
+    @property
+    def first_missing(self) -> int:
+        return next(rank for rank in range(self.run.world_size) if rank not in self.members)
 
     @property
     def all_here(self) -> bool:
@@ -181,28 +215,44 @@ class RollCall:
 
     def places(self) -> dict[int, Place]:
         """The place of each rank, once all are here."""
-        return assign_places(self.infos())
+        return assign_places(self.infos(), {info.rank: ready.gpus for info, ready in self._pairs()})
 
     def _shared_with_an_earlier_rank(self, member: Member) -> DdpManualError | None:
         """Return why a rank cannot have the GPU of its --local_rank; of ranks without one, ``shared_gpu`` decides."""
-        told = [other for other in self.members.values() if other is not member and other.info.local_rank is not None]
-        told += [member] if member.info.local_rank is not None else []
-        pairs = [(one.info, one.ready) for one in told if one.ready is not None]
-        return shared_gpu(pairs, assign_places([info for info, _ in pairs])) if member in told else None
+        assert member.ready is not None
+        if member.info.local_rank is None or member.ready.may_use_cpu:
+            return None
+        # Of all ranks only those of its hosts: a look at every rank for each rank is most of a roll call of thousands.
+        hosts = {member.info.host_id}.union(*(self._hosts_of_gpu[uuid] for uuid in member.ready.gpus))
+        near = [self.members[rank] for rank in sorted(rank for host in hosts for rank in self._ready_on[host])]
+        told = [(one.info, one.ready) for one in near if one.info.local_rank is not None and one.ready is not None]
+        told = [(info, ready) for info, ready in told if not ready.may_use_cpu]
+        told.sort(key=lambda pair: pair[0] is member.info)
+        return shared_gpu(
+            told, assign_places([info for info, _ in told], {info.rank: ready.gpus for info, ready in told})
+        )
 
     def shared_gpu(self) -> DdpManualError | None:
         """Return why the ranks, which are all ready, cannot have the GPUs of their places; None if they can."""
-        ranks = [(member.info, member.ready) for _, member in sorted(self.members.items())]
-        return shared_gpu([(info, ready) for info, ready in ranks if ready is not None], self.places())
+        return shared_gpu(self._pairs(), self.places())
+
+    def _pairs(self) -> list[tuple[RankInfo, Ready]]:
+        """The ranks that are ready, in their order."""
+        members = [self.members[rank] for rank in sorted(self.members)]
+        return [(member.info, member.ready) for member in members if member.ready is not None]
 
     def news(self) -> dict[str, Any]:
-        """What all waiting ranks are told; short even if thousands are missing."""
+        """What all waiting ranks are told; short even if every second of thousands is missing.
+
+        All ranges would be N / 2 of them for each of N ranks, 4.7 KB each for 1,024 ranks. The last one is not shown,
+        and says that there are more: see ``in_words``.
+        """
         shown = sorted(self.members)[:MOST_NAMED]
         return {
             "here": len(self.members),
             "named": [f"{rank} ({self.members[rank].info.host})" for rank in shown],
-            "missing": as_ranges(self.missing),
-            "loading": as_ranges(sorted(self._loading)),
+            "missing": as_ranges(self.missing)[: MOST_RANGES + 1],
+            "loading": as_ranges(sorted(self._loading))[: MOST_RANGES + 1],
             "refused": list(self.refused),
             "gone": list(self.gone),
             "warnings": list(self.warnings),
@@ -221,14 +271,14 @@ class RollCall:
 def _without_copies(info: RankInfo, rank_0: RankInfo) -> RankInfo:
     """Keep once what nearly all ranks say alike: for thousands of ranks it is tens of megabytes, which Python's garbage
     collector would traverse again and again."""
-    shared = {name: getattr(rank_0, name) for name in ("versions", "code", "options")}
+    shared = {name: getattr(rank_0, name) for name in SAID_ALIKE}
     return replace(info, **{name: value for name, value in shared.items() if value == getattr(info, name)})
 
 
 def _describe(member: Member, gpu: int | None) -> dict[str, Any]:
     info, ready = member.info, member.ready
     versions = ready.versions if ready else info.versions
-    device = ready.device if ready else "loading torch"
+    device = ready.device if ready else None  # unknown until the worker has loaded torch
     shown = ("torch", "python", "cuda", "nccl") if device == "cuda" else ("torch", "python")
     return {
         "rank": info.rank,
@@ -242,16 +292,34 @@ def _describe(member: Member, gpu: int | None) -> dict[str, Any]:
     }
 
 
-def assign_places(infos: Sequence[RankInfo]) -> dict[int, Place]:
-    """Give each rank its place; its local_rank is its position among its host's ranks, unless it was given another."""
+def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] | None = None) -> dict[int, Place]:
+    """Give each rank its place. Its local_rank is its position among its host's ranks, unless it was given another; or
+    0, where each rank of the host sees one GPU and no two ranks see the same, as with ``srun --gpus-per-task=1``.
+
+    Args:
+        gpus: rank -> the UUIDs of the GPUs it could use, as far as they are known.
+    """
+    seen = gpus or {}
     hosts: dict[str, dict[int, int]] = {}
     for info in infos:
         positions = hosts.setdefault(info.host_id, {})
         positions[info.rank] = len(positions)
     nodes = {host: node for node, host in enumerate(hosts)}
+    one_each = {
+        host
+        for host, positions in hosts.items()
+        if all(len(seen.get(rank, ())) == 1 for rank in positions)
+        and len({seen[rank][0] for rank in positions}) == len(positions)
+    }
+
+    def local_rank(info: RankInfo) -> int:
+        if info.host_id in one_each:
+            return 0
+        return hosts[info.host_id][info.rank] if info.local_rank is None else info.local_rank
+
     return {
         info.rank: Place(
-            local_rank=hosts[info.host_id][info.rank] if info.local_rank is None else info.local_rank,
+            local_rank=local_rank(info),
             local_world_size=len(hosts[info.host_id]),
             node=nodes[info.host_id],
             nodes=len(nodes),
@@ -259,24 +327,6 @@ def assign_places(infos: Sequence[RankInfo]) -> dict[int, Place]:
         )
         for info in infos
     }
-
-
-def as_ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """[1, 2, 3, 7] -> [[1, 3], [7, 7]]: short even for thousands of missing ranks."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ranges
-
-
-def in_words(ranges: Sequence[Sequence[int]]) -> str:
-    """[[1, 3], [7, 7]] -> ``ranks 1-3, 7``"""
-    alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return ("rank " if alone else "ranks ") + ", ".join(shown)
 
 
 def situation(news: Mapping[str, Any], world_size: int) -> str:
@@ -295,12 +345,17 @@ def all_here(world_size: int) -> str:
 def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo) -> list[str]:
     """Return a command for each missing rank, as many as a person would type, and what else may keep ranks away."""
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
-    commands = [run.command_for(rank) for rank in missing[:MOST_COMMANDS]]
-    if run.only_on_its_host and missing:
+    # A launcher starts all its ranks with the same command.
+    commands = list(dict.fromkeys(run.command_for(rank) for rank in missing[:MOST_COMMANDS]))
+    if run.only_on_its_host and missing:  # then this process is on that host too
+        addresses = own_addresses()[:MOST_ADDRESSES] or ["an address of its network"]
+        spelled = "master_addr=" if run.script and "--world_size" not in run.command else "--master_addr "
         commands.append(
-            f"(only {run.host} itself reaches {run.address}: "
-            f"with other hosts, give every rank {run.host}'s network address as --master_addr)"
+            f"(only {run.host} itself reaches {run.address}: for ranks on other hosts, start rank 0 again with "
+            f"{spelled}{f' or {spelled}'.join(addresses)})"
         )
+    elif missing and run.command:
+        commands.append(f"(ranks that run, and get no answer: does a firewall close a TCP port of {run.host}?)")
     return commands
 
 
@@ -321,11 +376,17 @@ def missing_ranks_error(news: Mapping[str, Any], run: RunInfo, waited: float) ->
             next="look at what they say, and whether their disk or file server is slow; then start all ranks again, "
             "with a larger --join_timeout",
         )
-    missing = sum(last - first + 1 for first, last in news["missing"])
+    missing = run.world_size - news["here"]
     return RankMissing(
         f"{missing} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(news['missing'])}",
         why="\n".join(
             [here, *tried] if tried else [f"{here}; nothing has tried to join as {in_words(news['missing'])}"]
         ),
-        next="\n".join([*advice_for(news["missing"], run), "and start the others again: they have left too"]),
+        next="\n".join(
+            [
+                *(["mend what the refused rank was told in its own terminal, then:"] if news["refused"] else []),
+                *advice_for(news["missing"], run),
+                "and start the others again: they have left too",
+            ]
+        ),
     )

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_manual.agent.collectives import Comparison, rank_words
 from ddp_manual.agent.handshakes import Peer
 from ddp_manual.agent.health import Health, Stall
-from ddp_manual.agent.roll_call import MOST_NAMED, RollCall, as_ranges, in_words
+from ddp_manual.agent.roll_call import MOST_NAMED, RollCall
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -21,18 +23,31 @@ from ddp_manual.errors import (
     PeerFailed,
     PeerLost,
     PeerStalled,
+    ReplicasDiffer,
     from_dict,
     signal_name,
 )
-from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, RunInfo, Verdict, encode, last_words, shortened
+from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, RunInfo, Verdict, last_words, more_seconds, shortened
+from ddp_manual.terminal import as_ranges, counted, in_words
+from ddp_manual.wire import encode
 
+# All ranks find these at the same moment, with the same words.
+FOUND_ALIKE = (ConfigMismatch.identifier, ReplicasDiffer.identifier)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 STACKS_WITHIN = 2.0
+# Shorter than an agent whose worker has failed waits for a verdict, also if rank 0 has to ask twice.
+RECORDS_WITHIN = 0.8
+# What the number of any other request is not.
+STACKS = 0
 # Seconds within which ranks that did the same work have all finished. Rank 0 alone waits longer for a slower rank; a
 # rank that is stuck in a collective has to see the other ranks close their process groups.
 FINISH_TOGETHER = 1.0
 # Seconds from a collective that broke until it is known which rank is to blame.
 BLAME_WITHIN = 1.5
+# Seconds until a line says that ranks of a program wait for others, long before that ends the run.
+STALL_LINE = 300.0
+# Ranks that have a line each, of those that are stopped, slow or in a debugger at the same moment.
+MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
 
@@ -54,13 +69,17 @@ def error_for(rank: int, verdict: Mapping[str, Any]) -> DdpManualError:
     """Return the error that ends ``rank``: its own, the coordinator's, or that another rank has failed."""
     if verdict["rank"] == rank:
         return from_dict(shortened(verdict), int(verdict["exit_code"]))
-    if verdict.get("judged") or verdict["identifier"] == ConfigMismatch.identifier:  # which all ranks find alike
-        return from_dict(shortened(verdict))
-    return PeerFailed(
-        f"rank {verdict['rank']} ({verdict['host']}, pid {verdict['pid']}) left with error[{verdict['identifier']}]",
-        why=f"{verdict['what']}\n{verdict['why']}",
-        next=str(verdict["next"]),
-    )
+    if verdict.get("judged") or verdict["identifier"] in FOUND_ALIKE:
+        error = from_dict(shortened(verdict))
+    else:
+        who = f"rank {verdict['rank']} ({verdict['host']}, pid {verdict['pid']})"
+        error = PeerFailed(
+            f"{who} left with error[{verdict['identifier']}]",
+            why="\n".join(filter(None, (str(verdict["what"]), str(verdict["why"])))),
+            next=str(verdict["next"]),
+        )
+    error.on_its_rank = str(verdict["identifier"]), int(verdict["exit_code"])
+    return error
 
 
 def _lost(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
@@ -72,7 +91,7 @@ def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:
     """Return the error for a rank that has lost rank 0; ``beat`` is what that rank was doing."""
     return MasterLost(
         f"rank 0 ({run.host}, pid {run.pid}) {what}",
-        why=f"{why}\nthis rank was {beat.at_step()}",
+        why=f"{why}\nthis rank was {beat.last_seen()}",
         next=f"look at rank 0's last lines and at {run.host}, then {run.start_again}",
     )
 
@@ -96,6 +115,9 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
         what = signal_name(-status)
         why = f"its worker crashed in native code: {what}"
         next = "repair the call that the stack shows; its last lines may say more"
+        if status == -signal.SIGABRT and not stack:
+            next += "\nif they say 'terminate called without an active exception', a thread of gloo still held a tensor"
+            next += "\nwhile Python ended: call torch.distributed.destroy_process_group() at the end of the program"
     elif status < 0:
         what = signal_name(-status)
         why = f"{what} ended its worker; its memory cgroup has not run out of memory"
@@ -103,7 +125,7 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
     else:
         what = f"its worker exited with code {status} without a word"
         why = "the program ended itself, or its interpreter could not go on"
-    where = f"it was {beat.at_step()}, when it was last heard"
+    where = f"it was {beat.last_seen()}, when it was last heard"
     return _lost(
         info,
         f"is gone: {what}",
@@ -121,6 +143,7 @@ def stalled(
     ranks = [*stall.behind, *stall.waiting]
     why = [
         f"{members[rank].who}: {beats[rank].at_step()}, on {beats[rank].place or 'no line of Python'}"
+        + f", {counted(beats[rank].unfinished, 'collective')} not completed by its GPU" * (beats[rank].unfinished > 0)
         for rank in ranks[:MOST_NAMED]
     ]
     if len(ranks) > MOST_NAMED:
@@ -149,12 +172,24 @@ def stalled(
             "a connection between two of them may be cut: ddp-manual check tries them all\n"
             "or a step takes longer than that, and needs a larger --stall_timeout"
         )
+        if any(beats[rank].unfinished for rank in ranks):
+            next = f"{next}\nor one of their GPUs hangs: nvidia-smi on each host, and dmesg for Xid"
         if len(shown) > 1:
             next = (
                 "look at their lines: a collective is for all ranks, so no collective, and no call that contains one "
                 f"(a step, train()), may be below a line such as `if rank == 0`\nor {next}"
             )
     return verdict_about(info, last_words(PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}")))
+
+
+def with_last_collectives(verdict: Verdict, last: Mapping[int, str]) -> Verdict:
+    """Add to the verdict about ranks that wait for each other what each of them has called last, ranks together that
+    called the same."""
+    together: dict[str, list[int]] = {}
+    for rank, words in last.items():
+        together.setdefault(words, []).append(rank)
+    lines = [f"{rank_words(ranks)} began last {words}" for words, ranks in [*together.items()][:MOST_NAMED]]
+    return {**verdict, "why": "\n".join([verdict["why"], *lines, *["..."] * (len(together) > MOST_NAMED)])}
 
 
 def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:
@@ -180,17 +215,24 @@ class Watch:
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
-        self._close_together: bool | None = None
+        self._closing = False
         self._first_finished: float | None = None
         self._broken: list[tuple[float, int, Verdict, str]] = []
-        # Of ranks that were asked for their stacks and have not replied yet.
-        self._stacks: dict[int, asyncio.Future[str]] = {}
+        # Rank and number of a request that it has not replied to yet.
+        self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._requests = itertools.count(STACKS + 1)
+        self._comparison = Comparison()
+        self._looking = False
+        self._unless_mismatch: tuple[Verdict, Sequence[int]] | None = None
         self._naming_stalled = False
+        self._said_stall = False
         self._working: set[asyncio.Task[None]] = set()
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
         self.health.hear(rank, beat, now)
+        if beat is not None and beat.calls and self._comparison.hear(rank, beat.calls, now):
+            self._look_at_records()
 
     def check(self, now: float) -> None:
         """Decide what only time shows, once all ranks have joined."""
@@ -198,44 +240,74 @@ class Watch:
             # To blame for a collective that broke are ranks that finished early, a stopped rank, or this rank itself.
             if now < until or self._end_because_of_finished(rank, place) or self._end_because_of_stopped(now, 0):
                 continue
-            self.end_the_run(verdict)
-        waiting_since = self._first_finished if self._close_together is None else None
+            self._end_unless_mismatch(verdict)
+        waiting_since = None if self._closing else self._first_finished
         if waiting_since is not None and now - waiting_since > FINISH_TOGETHER:
-            self._close_process_groups(together=False)
+            self._close_process_groups()
 
     def check_health(self, now: float) -> None:
         """Log what is odd about ranks, and end the run because of a rank that is silent, stopped, or stuck."""
         health = self.health
-        for rank in health.newly("stopped"):
-            if rank in self._peers:
-                info = self._info(rank)
-                go_on = f"on {info.host}, kill -CONT {info.pid} lets it go on"
-                self.send_to_all({"line": f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"})
+        stopped = [rank for rank in health.newly("stopped") if rank in self._peers]
+        for rank in self._first_of(stopped, "stopped"):
+            info = self._info(rank)
+            go_on = f"on {info.host}, kill -CONT {info.pid} lets it go on"
+            self.send_to_all({"line": f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"})
         if not self._roll_call.complete:
             return
         if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._roll_call.run.peer_timeout):
             return
-        for rank in health.newly("debugging"):
+        for rank in self._first_of(health.newly("debugging"), "in a debugger"):
             where = health.beat(rank).place or "a line of its own"
             line = f"{self._info(rank).who} is in a debugger, on {where}: the other ranks wait for it"
-            self.send_to_all({"line": line}, without=rank)
-        for rank, seconds, median in health.newly_slow(now):
+            self.send_to_all({"line": line}, without=[rank])
+        slow = {rank: (seconds, median) for rank, seconds, median in health.newly_slow(now)}
+        for rank in self._first_of([*slow], "slow", only=0):
+            seconds, median = slow[rank]
             takes = f"its own part of a step takes {1e3 * seconds:.1f} ms, {seconds / median:.1f} times the median"
             line = f"{self._info(rank).who} is slow: {takes} of all ranks, and all wait for it (named once)"
             self._peers[0].connection.send({"line": line})
+        if not self._looking and (lagging := self._comparison.lagging(now)) is not None:
+            self._look_at_records(lagging)
         if vain := health.waiting_in_vain(now, IN_VAIN):
             self._end_because_of_finished(vain[0], health.beat(vain[0]).place)
         elif not self._naming_stalled and (stall := health.find_stall(now)) is not None:
             self.in_background(self._name_stalled(stall))
+        elif self._roll_call.run.script:
+            self._say_that_ranks_wait(health.find_stall(now, STALL_LINE))
 
-    def take_failure(self, rank: int, verdict: Verdict, broken_at: str | None) -> None:
+    def _first_of(self, ranks: Sequence[int], state: str, only: int | None = None) -> Sequence[int]:
+        """Return the ranks that have a line each, after one line for the others: a line about each of N ranks, sent to
+        N ranks, would be a million for 1,024.
+
+        Args:
+            only: the rank that prints that line; all do without it.
+        """
+        if others := ranks[MOST_LINES:]:
+            line = {"line": f"{in_words(as_ranges(others))} are {state}, as are others"}
+            self.send_to_all(line, without=() if only is None else {*self._peers} - {only})
+        return ranks[:MOST_LINES]
+
+    def _say_that_ranks_wait(self, stall: Stall | None) -> None:
+        """Log once that ranks of a program wait for others, which may be what the program means them to do."""
+        if stall is not None and not self._said_stall:
+            busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
+            line = f"{in_words(as_ranges(sorted(stall.waiting)))} wait for {busy}, for {STALL_LINE:.0f} s so far"
+            limit = f"the run ends after {self._roll_call.run.stall_timeout:.0f} s (--stall_timeout)"
+            self.send_to_all({"line": f"{line}; {limit}"})
+        self._said_stall = stall is not None
+
+    def take_failure(self, rank: int, verdict: Verdict, broken_at: str | None, *, in_a_collective: bool) -> None:
         """End the run because of a rank's last words.
 
         Args:
             broken_at: the line of the collective if that broke; which rank is to blame will be known in a moment.
+            in_a_collective: whether torch itself failed, maybe because other ranks called something else.
         """
-        if broken_at is None:
+        if broken_at is None and not in_a_collective:
             self.end_the_run(verdict)
+        elif broken_at is None:
+            self._end_unless_mismatch(verdict)
         else:
             self._broken.append((time.monotonic() + BLAME_WITHIN, rank, verdict, broken_at))
 
@@ -246,7 +318,7 @@ class Watch:
             info,
             "is gone without a word",
             why=f"its connection to rank 0 ended: {reason}; agent and worker of that rank have both ended, or its host "
-            f"has\nit was {self.health.beat(rank).at_step()}, when it was last heard",
+            f"has\nit was {self.health.beat(rank).last_seen()}, when it was last heard",
             next=f"look at its last lines; if there are none its agent was killed, or {info.host} is down",
         )
 
@@ -256,7 +328,7 @@ class Watch:
         if not found:
             return False
         (rank, seconds), infos = next(iter(found.items())), [self._info(rank) for rank in found]
-        why = [f"it was {self.health.beat(rank).at_step()}, when it was last heard"]
+        why = [f"it was {self.health.beat(rank).last_seen()}, when it was last heard"]
         if len(found) > 1:
             others = ", ".join(other.who for other in infos[1:MOST_NAMED]) + ", ..." * (len(found) > MOST_NAMED)
             why.append(f"as silent: {others}")
@@ -278,7 +350,7 @@ class Watch:
             self._end_because_of(
                 self._info(rank),
                 f"has been stopped by {beat.stopped} for {seconds:.0f} s",
-                why=f"it was {beat.at_step()}; its agent runs, and sees its worker stopped",
+                why=f"it was {beat.last_seen()}; its agent runs, and sees its worker stopped",
                 next="let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout",
             )
         return found is not None
@@ -297,35 +369,67 @@ class Watch:
                 "less\nand call no collective, nor what contains one (a step, train()), on one rank alone, as below "
                 "`if rank == 0`",
             )
-            self.end_the_run(verdict_about(self._info(rank), last_words(error)), spared=self.health.finished)
+            verdict = verdict_about(self._info(rank), last_words(error))
+            self._end_unless_mismatch(verdict, spared=self.health.finished)
         return bool(early)
 
     async def _name_stalled(self, stall: Stall) -> None:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""
         self._naming_stalled = True
         beats = {rank: self.health.beat(rank) for rank in stall.waiting}
-        stacks = await self.stacks_of(stall.behind or one_per_place(stall, beats))
+        stacks = await self.stacks_of(stall.behind[:MOST_NAMED] or one_per_place(stall, beats))
         self._naming_stalled, now_stalled = False, self.health.find_stall(time.monotonic())
         if now_stalled is not None:
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos, again = self._roll_call.infos(), self._roll_call.run.start_again
-            self.end_the_run(stalled(infos, now_stalled, beats, stacks, again))
+            self._end_unless_mismatch(stalled(infos, now_stalled, beats, stacks, again))
 
     def end_the_run(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
         """Tell all ranks why, except those ``spared``, which have done their work and leave in order."""
         if self.failure is None:
             self.failure = verdict
-            for rank, peer in self._peers.items():
-                if rank not in spared:
-                    peer.connection.send({"verdict": verdict})
-            if spared and self._close_together is None:
-                self._close_process_groups(together=False)
+            self.send_to_all({"verdict": verdict}, without=spared)
+            if spared and not self._closing:
+                self._close_process_groups()
 
-    def send_to_all(self, message: Mapping[str, Any], without: int | None = None) -> None:
-        line = encode(message)
+    def send_to_all(self, message: Mapping[str, Any], without: Collection[int] = ()) -> None:
+        line, without = encode(message), frozenset(without)
         for rank, peer in self._peers.items():
-            if rank != without:
+            if rank not in without:
                 peer.connection.write(line)
+
+    # -- whether the ranks call the same collectives ---------------------------------------------------------------
+
+    def _end_unless_mismatch(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
+        """End the run with this verdict, unless the ranks called different collectives: that explains it better."""
+        if not self._comparison:
+            self.end_the_run(verdict, spared)
+        elif self._unless_mismatch is None:
+            self._unless_mismatch = verdict, spared
+            self._look_at_records()
+
+    def _look_at_records(self, first: Sequence[int] = ()) -> None:
+        """Ask all ranks for their records: if some are to be asked ``first``, only if these differ."""
+        if not self._looking and self.failure is None:
+            self._looking = True
+            self.in_background(self._name_mismatch(first))
+
+    async def _name_mismatch(self, first: Sequence[int]) -> None:
+        """End the run if the ranks called different collectives, otherwise with the verdict that waits for this."""
+        run, mismatch, last = self._roll_call.run, None, dict[int, str]()
+        try:
+            if first:
+                mismatch, _ = await self._comparison.look(self._records_of, first, run.start_again)
+            if not first or mismatch is not None or self._unless_mismatch is not None:
+                seen, last = await self._comparison.look(self._records_of, range(run.world_size), run.start_again)
+                mismatch = seen or mismatch
+        finally:  # whatever the replies say, the verdict that waits for them ends the run
+            self._looking = False
+            if mismatch is not None:
+                self.end_the_run(verdict_about(self._info(mismatch.rank), last_words(mismatch.error)))
+            elif self._unless_mismatch is not None:
+                verdict, spared = self._unless_mismatch
+                self.end_the_run(with_last_collectives(verdict, last), spared)
 
     # -- the end of the work -------------------------------------------------------------------------------------
 
@@ -333,35 +437,50 @@ class Watch:
         self.health.finish(rank)
         if self._first_finished is None:
             self._first_finished = time.monotonic()
-        if self._close_together is not None:
-            self._peers[rank].connection.send({"close": self._close_together})
-        elif len(self.health.finished) == self._roll_call.run.world_size:
-            self._close_process_groups(together=True)
+        if self._closing:
+            self._peers[rank].connection.send({"close": True})
+        elif self.health.all_finished:
+            self._close_process_groups()
 
-    def _close_process_groups(self, *, together: bool) -> None:
-        """Tell the ranks that have finished to close their process groups: all at once, or each by itself."""
-        self._close_together = together
+    def _close_process_groups(self) -> None:
+        """Tell the ranks that have finished, and each that will, to close their process groups."""
+        self._closing = True
         for rank in self.health.finished:
             if rank in self._peers:
-                self._peers[rank].connection.send({"close": together})
+                self._peers[rank].connection.send({"close": True})
 
     # -- stacks ----------------------------------------------------------------------------------------------------
 
     async def stacks_of(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the stacks of those of these ranks whose agents reply in time."""
+        return await self._ask(ranks, STACKS, {"stacks": True}, STACKS_WITHIN)
+
+    async def _records_of(self, ranks: Iterable[int], request: Mapping[str, Any]) -> dict[int, Any]:
+        """Return what those of these ranks reply whose agents do so in time: see ``Records.answer``."""
+        number = next(self._requests)
+        try:
+            within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
+            return await self._ask(ranks, number, {"records": request, "of": number}, within)
+        finally:
+            for rank in ranks:  # a reply that comes later is of no use
+                self._asked.pop((rank, number), None)
+
+    async def _ask(
+        self, ranks: Iterable[int], number: int, request: Mapping[str, Any], within: float
+    ) -> dict[int, Any]:
         asked = [rank for rank in ranks if rank in self._peers]
         for rank in asked:
-            if rank not in self._stacks:
-                self._stacks[rank] = asyncio.get_running_loop().create_future()
-                self._peers[rank].connection.send({"stacks": True})
-        replies = {rank: self._stacks[rank] for rank in asked}
+            if (rank, number) not in self._asked:
+                self._asked[rank, number] = asyncio.get_running_loop().create_future()
+                self._peers[rank].connection.send(request)
+        replies = {rank: self._asked[rank, number] for rank in asked}
         if replies:
-            await asyncio.wait(replies.values(), timeout=STACKS_WITHIN)
+            await asyncio.wait(replies.values(), timeout=within)
         return {rank: reply.result() for rank, reply in replies.items() if reply.done()}
 
-    def take_stacks(self, rank: int, text: str) -> None:
-        if asked := self._stacks.pop(rank, None):
-            asked.set_result(text)
+    def take_reply(self, rank: int, number: int, reply: Any) -> None:
+        if asked := self._asked.pop((rank, number), None):
+            asked.set_result(reply)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import signals
+from ddp_manual.agent.collectives import Records
 from ddp_manual.agent.connection import Connection
+from ddp_manual.agent.stacks import readable_stack
 from ddp_manual.errors import DdpManualError, not_installed, signal_name
 from ddp_manual.launchers import start_python
-from ddp_manual.messages import LONGEST_ANSWER, Beat, last_words
+from ddp_manual.messages import Beat, last_words
+from ddp_manual.program import EXECUTABLE, Program
+from ddp_manual.wire import LONGEST_ANSWER
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
 # a collective.
@@ -36,6 +40,9 @@ STACK_ENDS_AFTER = 0.1
 LOOK_EVERY = 0.2
 LONGEST_STACK = 1 << 16
 KILL_AFTER = 2.0
+LAST_LINES_WITHIN = 1.0
+# A program that handles SIGTERM, perhaps to save something. torchrun gives 30 s.
+TERM_GRACE = 5.0
 KILLED_WITHIN = 10.0
 # A script whose collective breaks ends by itself; what it does on its way has time limits of its own.
 GRACE = 0.7
@@ -53,17 +60,29 @@ class Worker:
         channel: the agent's end of a socket pair.
         faults: the reading end of the pipe that faulthandler writes to.
         process: given if the agent is its parent.
+        program: what it runs, if that is not our own training: it handles signals itself, and ends by itself.
     """
 
+    copies: Sequence[asyncio.Future[None]] = ()
+    """Of ``launch``, which gives a worker a session and pipes of its own: done when its whole output is read."""
+
     def __init__(
-        self, pid: int, channel: socket.socket, faults: int, process: subprocess.Popen[bytes] | None = None
+        self,
+        pid: int,
+        channel: socket.socket,
+        faults: int,
+        process: subprocess.Popen[bytes] | None = None,
+        program: Program | None = None,
     ) -> None:
         self.pid = pid
+        self.program = program
         self.ended = False
         self.status: int | None = None
         """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
         self.beat = Beat()
         """What it has last said that it does."""
+        self.records = Records()
+        """The collectives it has begun."""
         self.said: set[str] = set()
         """The kinds of its messages so far; it sends the first once it has torch."""
         self._channel, self._faults, self._process = channel, faults, process
@@ -81,7 +100,7 @@ class Worker:
     async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
         loop = asyncio.get_running_loop()
-        connection = self._connection = Connection(longest=LONGEST_ANSWER)
+        connection = self._connection = Connection(longest=LONGEST_ANSWER, local=True)
         connection.handle(lambda message: self._take(message, take), lambda reason: None)
         os.set_blocking(self._faults, False)
         loop.add_reader(self._faults, self._read_faults)
@@ -94,6 +113,13 @@ class Worker:
         if "born" in message:
             self.pid = int(message["born"])  # only the fork itself knows its pid
             self._look_at_memory()
+        elif "memory" in message:
+            try:
+                self.records.open(self.pid, int(message["memory"]))
+            except (OSError, ValueError) as error:  # its last words are still to come; ValueError: it is no such memory
+                take({"not_compared": str(error)})
+        elif "group" in message:
+            self.records.add_group(message["group"])
         elif "may_end" in message:
             self._saving = not message["may_end"]
         elif not {"quiet", "noticed"} & message.keys():
@@ -107,7 +133,7 @@ class Worker:
 
     def heartbeat(self) -> Beat:
         """Return what the worker does now, as the next heartbeat is to say it."""
-        self.beat = replace(self.beat, stopped=self.stopped_by())
+        self.beat = replace(self.beat, stopped=self.stopped_by(), calls=self.records.for_beat())
         silent = time.monotonic() - self._spoke_at > SILENT
         return replace(self.beat, inside=False) if silent and self.beat.inside else self.beat
 
@@ -138,16 +164,33 @@ class Worker:
             while self._process.poll() is None:
                 await asyncio.sleep(LOOK_EVERY)
             self.status = self._process.returncode
-        while pidfd is None and not self.is_gone and self._process is None:
+        while pidfd is None and self._process is None and not self._look_whether_it_has_ended():
             await asyncio.sleep(LOOK_EVERY)
         await asyncio.sleep(0)  # its last message is read first
         self._read_faults()
         self.ended = True
         gone()
 
+    def _look_whether_it_has_ended(self) -> bool:
+        """Return whether it has, where the kernel does not say when a process ends. Only the status of a program says
+        how it has ended; our own training says so itself."""
+        if self.program is None or not os.path.isdir("/proc/self"):
+            return self.is_gone
+        self.status = _exit_status(self.pid)
+        return self.status is not None or not _stat(self.pid)
+
     def send(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
             self._connection.send(message)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to a program and to the processes that it has started, where they have a session of their
+        own."""
+        if self.copies and self.said:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+        else:
+            self.signal(number)
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -177,6 +220,8 @@ class Worker:
         """Return the Python stacks of all threads except this package's own."""
         if name := self.stopped_by():
             return f"its worker is stopped: {name}"
+        if not _catches(self.pid, signals.STACKS):  # the signal would end it
+            return "it runs no Python that could write a stack"
         self._fault_text = before = ""
         self.signal(signals.STACKS)
         await wait_until(lambda: bool(self._fault_text), STACK_WITHIN)
@@ -187,7 +232,10 @@ class Worker:
         return readable_stack(before) or "its worker gave none"
 
     async def silence(self) -> None:
-        """Let it flush its output and then write no more: its agent prints the last lines."""
+        """Let it flush its output and then write no more: its agent prints the last lines. A program ends first."""
+        if self.program is not None:
+            await self._end_program()
+            return
         self.send({"quiet": True})
         if self.said and not self.stopped_by():
             await self._hear("quiet", within=ANSWER_WITHIN)
@@ -199,12 +247,34 @@ class Worker:
             error: what ends the rank; None if its work is done.
             own: whether the error is the worker's own.
         """
-        if self.said and error is not None:
+        if self.said and error is not None and not self.ended:
             await self._let_it_save()
         self.signal(signal.SIGKILL)
         # A process that waits in the kernel for a device or a file system ends only when that replies.
         await wait_until(lambda: self.ended, KILLED_WITHIN)
+        await self.read_output()
         self.close()
+
+    async def _end_program(self) -> None:
+        """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
+        it is stopped."""
+        if "notes" in self.said and not self.stopped_by():
+            if "failed" in self.said:  # what it has registered with atexit takes its time
+                await self._hear(within=WAY_OUT)
+            elif self.program is not None and self.program.kind != EXECUTABLE:
+                await self._let_it_save()
+            if not self.is_gone:
+                self.signal_all(signal.SIGTERM)
+                # Python calls no handler while the main thread is blocked in a collective.
+                await self._hear(within=KILL_AFTER if self.beat.inside else TERM_GRACE)
+        self.signal_all(signal.SIGKILL)
+        await wait_until(lambda: self.ended, KILLED_WITHIN)
+        await self.read_output()
+
+    async def read_output(self) -> None:
+        """Copy what the worker has written last, which a process that it has started may keep open."""
+        if self.copies:
+            await asyncio.wait(self.copies, timeout=LAST_LINES_WITHIN)
 
     async def _let_it_save(self) -> None:
         """Ask whether the worker is writing a checkpoint, and wait until it is written."""
@@ -228,6 +298,8 @@ class Worker:
         else:
             self._channel.close()
         os.close(self._faults)
+        for copy in self.copies:
+            copy.cancel()
 
     def _read_faults(self) -> None:
         with suppress(OSError):  # such as BlockingIOError: that was all for now
@@ -290,16 +362,27 @@ def check_torch_is_installed() -> None:
         raise not_installed("torch")
 
 
-def start_process(rank: int, world_size: int) -> Worker:
-    """Start a new Python as the worker of this agent: it writes to this terminal, and dies with the agent."""
-    check_torch_is_installed()
+def start_process(rank: int, world_size: int, program: Program | None = None, **options: Any) -> Worker:
+    """Start a new Python as the worker of this agent: it writes to this terminal, and dies with the agent.
+
+    Args:
+        program: what it runs; by default our own training.
+        options: of ``subprocess.Popen``.
+    """
+    if program is None or program.kind != EXECUTABLE:
+        check_torch_is_installed()
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
-        who = [f"rank={rank}", f"of={world_size}"]  # for ps and nvidia-smi
-        process = start_python(PROGRAM, [theirs.fileno(), writing], who)
+        who = [f"rank={rank}", f"of={world_size}", *words_for(program)]  # for ps and nvidia-smi
+        process = start_python(PROGRAM, [theirs.fileno(), writing], who, **options)
         os.close(writing)
-    return Worker(process.pid, ours, reading, process)
+    return Worker(process.pid, ours, reading, process, program)
+
+
+def words_for(program: Program | None) -> list[str]:
+    """Return what the command of a worker says of its program."""
+    return [] if program is None else [f"runs={program.name}", f"kind={program.kind}"]
 
 
 def _stat(pid: int) -> list[str]:
@@ -315,6 +398,14 @@ def _exit_status(pid: int) -> int | None:
     """Return the exit code, or minus the signal's number, of a process that has ended and was not waited for yet."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for this signal; True where the kernel does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+    return True
 
 
 def _oom_counter(pid: int) -> Path | None:
@@ -341,14 +432,3 @@ def _oom_kills(file: Path | None) -> int | None:
             found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
             return int(found[1]) if found else None
     return None
-
-
-def readable_stack(text: str) -> str:
-    """Return what faulthandler has written, without this package's own threads, the main thread first."""
-    text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
-    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
-    head = threads[0].strip()
-    own = os.path.join("ddp_manual", "worker", "reporter.py")
-    shown = [thread.strip() for thread in threads[1:] if own not in thread]
-    # faulthandler begins with the youngest thread; the main one is the oldest.
-    return "\n".join(filter(None, [head, *reversed(shown)]))

@@ -11,12 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 from ddp_manual import launchers, terminal
-from ddp_manual.agent.address import resolve
 from ddp_manual.agent.join import Task
+from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
-from ddp_manual.agent.tasks import agent_in_this_terminal, command_template
+from ddp_manual.agent.tasks import LISTENING, agent_in_this_terminal, command_template
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.messages import Step
+from ddp_manual.options import as_flags
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec
@@ -47,7 +48,8 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     started = time.monotonic()
     # The option has a rank that checks refused by a rank that trains.
     options = {"command": ("check", "command")}
-    checking = Task(options=options, command=command_template(spec), wait_until_ready=True)
+    listening = as_flags({LISTENING: spec.listen_addr})
+    checking = Task(options=options, command=command_template(spec), for_rank_0=listening, wait_until_ready=True)
     agent = agent_in_this_terminal(spec, checking, print_error=lambda error: None)
     # The agent raises the same error below, after all that this host can find out by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:
@@ -76,10 +78,10 @@ def look_up_names(spec: WorldSpec, step: Step) -> None:
     addresses = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])
     looked_up = []
     for address in addresses:
-        started, name = time.monotonic(), "nameless"
+        started, name = time.monotonic(), None
         with suppress(OSError):
             name = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
-        looked_up.append((time.monotonic() - started, f"{address} is {name}"))
+        looked_up.append((time.monotonic() - started, f"{address} is {name}" if name else f"{address} has no name"))
     step.detail = ", ".join(f"{found} ({took:.2f} s)" for took, found in looked_up)
     if max(looked_up)[0] > SLOW_LOOKUP:
         step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
@@ -120,7 +122,7 @@ def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
     lines = [f"barrier: {1e6 * measured['barrier_seconds']:.0f} us"]
     rows = [["all-reduce", "time", "bus bandwidth"]]
     for one in measured["all_reduce"]:
-        bandwidth = f"{byte_size(one['bus_bandwidth'], unit=1000)}/s"
+        bandwidth = f"{byte_size(one['bus_bandwidth'], unit=1000)}/s" if ranks > 1 else "-"
         rows.append([byte_size(one["bytes"]), f"{1e3 * one['seconds']:.2f} ms", bandwidth])
     lines += columns(rows)
     times = {(pair["rank"], pair["other"]): f"{1e6 * pair['seconds']:.0f}" for pair in measured["round_trips"]}

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ddp_manual.errors import BadOption
+from ddp_manual.messages import named_from_outside
 from ddp_manual.options import option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns
@@ -69,7 +70,8 @@ class RecordedRun:
 
     Args:
         facts: for ``--json``: fractions, seconds, samples per second; None where no file says it. The state is
-            finished, running, stopped, ``failed: <identifier>`` or unfinished (killed, or not begun).
+            finished, running, stopped, ``failed: <identifier>`` or unfinished (killed, or not begun). ``ended`` is in
+            seconds since 1970, of a killed run when it last wrote; ``why`` is what a run that failed has said.
         options: those of TrainConfig that all ranks share.
         test_accuracies: fractions, one for each complete epoch.
     """
@@ -115,7 +117,7 @@ def read_run(folder: Path) -> RecordedRun:
         _check_numbers(paths.summary, (summary[name] for name in of_summary if summary.get(name) is not None))
         _check_numbers(paths.accuracies, accuracies)
         points = _read_points(paths.metrics)
-        state = "finished" if summary else _state_of_unfinished(paths)
+        end = read_end(paths)
     except OSError as error:
         raise BadOption(
             f"{error.filename or folder} cannot be read", why=str(error.strerror), next="leave this run out"
@@ -123,7 +125,7 @@ def read_run(folder: Path) -> RecordedRun:
     world_size, batch, began = (run.get(name) for name in ("world_size", "batch_size_per_rank", "goes_on_after_step"))
     facts = {
         "run_dir": str(folder),
-        "state": state,
+        **end._asdict(),
         "model": config.get("model"),
         "dataset": config.get("dataset"),
         "world_size": world_size,
@@ -181,22 +183,35 @@ def _read_points(path: Path) -> list[Point]:
     return points
 
 
-def _state_of_unfinished(paths: RunPaths) -> str:
-    if paths.in_use:
-        return "running"
+class End(NamedTuple):
+    """How a run stands: see ``RecordedRun.facts``."""
+
+    state: str
+    ended: float | None
+    why: str | None
+
+
+def read_end(paths: RunPaths) -> End:
+    """Return how the run stands, as its files say. An OSError names the file that is damaged or cannot be read."""
+    if paths.summary.exists():
+        return End("finished", paths.summary.stat().st_mtime, None)
+    if paths.holder is not None:
+        return End("running", None, None)
     # A run that is started again writes its options anew: the failures of before no longer count.
     began = paths.config.stat().st_mtime if paths.config.exists() else 0.0
-    identifiers = []
+    failures = []
     for path in paths.failures():
-        if path.stat().st_mtime >= began:
-            identifier = _read_json(path, dict).get("identifier")
-            if not isinstance(identifier, str):
+        if (ended := path.stat().st_mtime) >= began:
+            words = _read_json(path, dict)
+            if not isinstance(words.get("identifier"), str):
                 raise _damaged(path)
-            identifiers.append(identifier)
-    if not identifiers:
-        return "unfinished"
-    nearest = min(identifiers, key=lambda identifier: identifier.startswith(OF_A_PEER))
-    return "stopped" if nearest == "stopped" else f"failed: {nearest}"
+            failures.append((words, ended))
+    if not failures:
+        written = [path.stat().st_mtime for path in (paths.config, paths.metrics, paths.accuracies) if path.exists()]
+        return End("unfinished", max(written, default=None), None)
+    words, ended = min(failures, key=lambda failure: failure[0]["identifier"].startswith(OF_A_PEER))
+    identifier, why = words["identifier"], named_from_outside(str(words.get("what") or ""), words.get("rank"))
+    return End("stopped" if identifier == "stopped" else f"failed: {identifier}", ended, why)
 
 
 def _mean_rate(points: Sequence[Point], began: int) -> float | None:

@@ -17,11 +17,12 @@ from torch import nn
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, writing
 from ddp_manual.options import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.terminal import columns
+from ddp_manual.terminal import columns, counted
 from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.augment import Normalise, unit_scale
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
+from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.evaluate import evaluate as evaluate_network
@@ -82,7 +83,8 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
         normalise = source.normalise(source.load("train"))
     with writing(folder, "--out_dir"):  # before the evaluation, whose result would otherwise be lost
         folder.mkdir(parents=True, exist_ok=True)
-    evaluation, predictions = evaluate_network(network, test.to(device), normalise, rank=0, world_size=1, predict=True)
+    [test] = bring_to(device, [test])
+    evaluation, predictions = evaluate_network(network, test, normalise, rank=0, world_size=1, predict=True)
     assert predictions is not None
     if not predictions.probabilities.isfinite().all():
         raise CheckpointCorrupt(
@@ -113,7 +115,7 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{report['model']} of {report['checkpoint']} on {report['dataset']}: {100 * report['accuracy']:.2f}% test "
-            f"accuracy, test loss {report['loss']:.4f}, over {report['samples']} images",
+            f"accuracy, test loss {report['loss']:.4f}, over {counted(report['samples'], 'image')}",
             *columns(rows),
             *(f"  {path}" for path in report["files"]),
         ]
@@ -231,7 +233,7 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
         raise CheckpointCorrupt(
             f"{path} is not what a run has written",
             why=f"run: {type(error).__name__}: {error}",
-            next="mend it; or move the model to a folder of its own, and say what it is by --model and --dataset",
+            next="fix it; or move the model to a folder of its own, and say what it is by --model and --dataset",
         ) from None
     for name, digest in own_code.sources(model=config.model, dataset=config.dataset).items():
         factory = getattr(config, name.removesuffix("_source"))

@@ -8,12 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from ddp_manual import launchers
-from ddp_manual.agent.address import resolve
+from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.network_interface import at
 from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.agent.verdicts import error_for
-from ddp_manual.errors import MasterLost, from_dict
-from ddp_manual.terminal import Waiting, columns
+from ddp_manual.errors import DdpManualError, MasterLost, Stopped, from_dict
+from ddp_manual.terminal import Waiting, columns, say, stdout_width
 from ddp_manual.world_spec import WorldSpec
 
 LOOK_EVERY = 1.0
@@ -21,35 +21,51 @@ LOOK_EVERY = 1.0
 MOST_ROWS = 64
 
 
-def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool) -> None:
-    """Show the run as it is now, and with ``again`` every second until it has ended.
+# What to do where no rank 0 is found; ``status`` does not know how the run is started.
+ADVICE = "start rank 0, or give the --master_port that launch has printed; ddp-manual runs says why a run has ended"
+# The columns that a narrow terminal has no room for.
+LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "epoch", "host", "heard")
+
+
+class _Patience(Waiting):
+    """The wait of a process that starts nothing."""
+
+    def advise(self, commands: list[str]) -> None:
+        pass
+
+
+def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool) -> dict[str, Any]:
+    """Show the run as it is now, and with ``again`` every second until it has ended; returns what was shown last.
 
     Raises:
         DdpManualError: see ``look``.
     """
 
-    async def show_each() -> None:
+    async def show_each() -> dict[str, Any]:
         async for seen in look(spec, again=again, stacks=stacks):
-            show(seen)
+            if not (again and seen["failure"]):  # which is raised at the end; by now ranks have begun to leave
+                show(seen)
+        return seen
 
-    asyncio.run(show_each())
+    return asyncio.run(show_each())
 
 
 async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIterator[dict[str, Any]]:
     """Ask rank 0 for the run, and with ``again`` once more every second until the run has ended.
+
+    With ``again`` it waits for rank 0 first, for ``spec.join_timeout`` seconds.
 
     Args:
         stacks: ask for the Python stacks of every rank too.
 
     Raises:
         MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: no run answers, and why.
-        MasterLost: rank 0 is frozen or stopped. DdpManualError: the failure that ended a watched run.
+        MasterLost: rank 0 is frozen, stopped, or gone. DdpManualError: the failure that ended a watched run.
     """
-    start_rank_0 = (
-        f"ddp-manual train --world_size N --rank 0 --master_addr {spec.master_addr} --master_port {spec.master_port}"
-    )
-    token, waiting = launchers.token(spec.token_file), Waiting(0.0, lambda line: None)
-    there = await find_rank_0(spec, resolve(spec.master_addr), waiting, start_rank_0, who="status")
+    token = launchers.token(spec.token_file)
+    waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
+    addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
+    there = await find_rank_0(spec, addresses, waiting, ADVICE, who="status")
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
@@ -62,12 +78,34 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
             except MasterLost:
                 if not there.connection.closed:
                     raise
-                if seen["failure"]:
-                    raise error_for(-1, seen["failure"]) from None  # as a rank without a part in it would say it
+                if (error := _failure(seen, where)) is not None:
+                    raise error from None
                 return
             yield seen
     finally:
         there.connection.close()
+
+
+def _failure(seen: Mapping[str, Any], where: str) -> DdpManualError | None:
+    """Return the error that has ended the run, by what rank 0 said last; None if all ranks have left in order."""
+    run, ended = seen["run"], seen.get("ended")
+    if ended is None:
+        return MasterLost(
+            f"rank 0 ({run['host']}, pid {run['pid']}) is gone without a word",
+            why=f"its agent at {where} has closed the connection, and has not said how the run ended",
+            next=f"look at rank 0's last lines; if there are none it was killed, or {run['host']} is down",
+        )
+    in_order = ended["identifier"] == Stopped.identifier and not (seen["complete"] and seen["failure"])
+    if "exit_code" not in ended or in_order:
+        return None
+    # As a rank without a part in it would say it.
+    return error_for(-1, seen["failure"]) if seen["complete"] and seen["failure"] else from_dict(ended)
+
+
+def last_line(seen: Mapping[str, Any]) -> str:
+    """Say how a run that did not fail has ended."""
+    ended = seen["ended"]
+    return f"the run {'was' if ended['identifier'] else 'has finished:'} {ended['what']}"
 
 
 def text(seen: Mapping[str, Any]) -> str:
@@ -78,7 +116,9 @@ def text(seen: Mapping[str, Any]) -> str:
     lines = [f"run {run['run_id']}: rank 0 on {run['host']} (pid {run['pid']}) since {since}; {state}"]
     if run["run_dir"]:
         lines.append(f"files: {run['run_dir']}")
-    lines += ["", *roster(seen["ranks"], seen["progress"])]
+    if seen["progress"] and (rate := sum(now["samples_per_second"] for now in seen["progress"])):
+        lines.append(f"speed: {rate:,.0f} samples/s, of all ranks together")
+    lines += ["", *roster(seen["ranks"], seen["progress"] or (), width=stdout_width())]
     missing = [rank for first, last in seen["missing"] for rank in range(first, last + 1)]
     if missing:
         lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
@@ -91,24 +131,38 @@ def text(seen: Mapping[str, Any]) -> str:
         stack = seen["stacks"].get(str(line["rank"]), "gave no answer: it has left, or is stopped or frozen")
         lines += ["", f"rank {line['rank']} on {line['host']} (pid {line['pid']}):"]
         lines += [f"  {part}" for part in stack.splitlines()]
-    if seen["failure"]:
+    if seen["failure"] and not seen.get("ended"):  # otherwise it is what the watch ends with
         lines += ["", from_dict(seen["failure"]).render()]
     return "\n".join(lines)
 
 
-def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, Any]] | None = None) -> list[str]:
-    """Format one line for each rank; with ``progress`` also what each rank does."""
-    doing = ["phase", "epoch", "step", "samples/s", "heard"] if progress else []
-    rows = [["rank", "host", "pid", "device", "address", "since", *doing, "versions"]]
+def roster(
+    ranks: Sequence[Mapping[str, Any]],
+    progress: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    width: int | None = None,
+) -> list[str]:
+    """Format one line for each rank, without the columns that matter least where the lines must fit into a ``width``.
+
+    Args:
+        progress: what each rank does; empty before they have met. Without it that is left out.
+    """
+    phase = ["phase"] if progress is not None else []
+    doing = ["epoch", "step", "samples/s", "heard"] if progress else []
+    rows = [["rank", "host", "pid", "device", "address", "since", *phase, *doing, "versions"]]
     for line in ranks[:MOST_ROWS]:
-        device = f"{line['device']} {line['gpu']}" if "gpu" in line else line["device"]
+        device = f"{line['device']} {line['gpu']}" if "gpu" in line else line["device"] or "-"
         since = f"{datetime.fromtimestamp(line['since']):%H:%M:%S}"
         row = [str(line["rank"]), line["host"], str(line["pid"]), device, line["address"], since]
         if progress:
             now = progress[line["rank"]]
             rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] else "-"
-            row += [now["phase"] + " (slow)" * now["slow"], str(now["epoch"]), str(now["step"]), rate]
+            # A script does not say them unless it calls world.progress.
+            steps = [str(now[what]) if now["step"] or now["epoch"] else "-" for what in ("epoch", "step")]
+            row += [now["phase"] + " (slow)" * now["slow"], *steps, rate]
             row.append(f"{now['silent_seconds']:.0f} s ago")
+        elif progress is not None:
+            row.append("waiting" if line["device"] else "loading torch")
         rows.append([*row, line["versions"]])
     more = [f"  ... and {len(ranks) - MOST_ROWS} more"] if len(ranks) > MOST_ROWS else []
-    return [*columns(rows), *more]
+    return [*columns(rows, width=width, least_first=LEAST_FIRST), *more]

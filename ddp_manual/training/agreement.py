@@ -15,6 +15,7 @@ from ddp_manual.errors import ConfigMismatch, DataDiffers
 from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.training import ddp
 from ddp_manual.training.data import PARTS, Split, digest_of
+from ddp_manual.wire import all_escaped
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
@@ -30,18 +31,20 @@ FILES_DIFFER = (
 )
 
 
-def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str) -> None:
+def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_dir: str, *, chosen: bool) -> None:
     """Compare every rank's options with rank 0's, and take rank 0's folder for the run's files; a collective.
 
     Args:
         options: option -> (value, source), for all options that the ranks must have in common.
+        run_dir: the folder that this rank was given, or its default.
+        chosen: whether it was given that folder.
 
     Raises:
         ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
     """
     who = f"rank {world.rank} ({world.host}, pid {os.getpid()})"
-    found = world.gather({"who": who, "options": options, "run_dir": run_dir})
-    world.take_folder(found[0]["run_dir"])
+    found = all_escaped(world.gather({"who": who, "options": options, "run_dir": run_dir}))
+    world.take_folder(found[0]["run_dir"], own=run_dir, chosen=chosen)
     for other in found[1:]:
         if differing := differing_options(found[0]["options"], other["options"]):
             world.gather(None)  # by now every agent knows the folder, into which it writes this error
@@ -67,7 +70,7 @@ def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) 
         DataDiffers: on every rank, naming the hosts whose data are not rank 0's.
     """
     mine = torch.tensor([fingerprint(train), fingerprint(test)], device=world.device)
-    ranks = torch.stack(ddp.all_gather(mine)).tolist()
+    ranks = ddp.to_host(torch.stack(ddp.all_gather(mine))).tolist()
     odd = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
     if not odd:
         return _hexadecimal(ranks[0][0][1:3]), _hexadecimal(ranks[0][1][1:3])

@@ -57,10 +57,9 @@ class Augmentation:
         return cls(shift=shift, shifts=shifts, flips=flips)
 
     def __call__(self, images: Tensor, samples: Tensor) -> Tensor:
-        """Return ``images[samples]``, uint8 [n, C, H, W], varied."""
-        chosen = images[samples]
+        """Return images, uint8 [n, C, H, W], varied as the samples that they are: their n numbers."""
         if not self.shift and self.flips is None:
-            return chosen
+            return images
         height, width = images.shape[-2:]
         rows = torch.arange(height, device=images.device).expand(len(samples), height)
         columns = torch.arange(width, device=images.device).expand(len(samples), width)
@@ -70,8 +69,8 @@ class Augmentation:
         if self.flips is not None:
             columns = torch.where(self.flips[samples][:, None], width - 1 - columns, columns)
         if self.shift:
-            chosen = F.pad(chosen, (self.shift,) * 4)
+            images = F.pad(images, (self.shift,) * 4)
             rows, columns = rows + self.shift, columns + self.shift
         which = torch.arange(len(samples), device=images.device)[:, None, None]
         # [n, H, W, C]: an index between two slices goes to the front.
-        return chosen[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        return images[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

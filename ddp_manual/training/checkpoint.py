@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.options import as_flags, option_fields
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint_files, ddp, own_code
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.config import TrainConfig
@@ -208,7 +209,7 @@ def resume(paths: RunPaths, trainer: Trainer) -> bool:
         logging.INFO if trainer.rank == 0 else logging.DEBUG,
         "going on after step %d, %.2f epochs, from %s%s",
         *(saved.position.step, trainer.epoch_plan.seen(saved.position) / trainer.epoch_plan.samples, path),
-        f", saved by {saved.world_size} rank(s)" if saved.world_size != trainer.world_size else "",
+        f", saved by {counted(saved.world_size, 'rank')}" if saved.world_size != trainer.world_size else "",
     )
     return True
 
@@ -277,12 +278,14 @@ def _check_options(path: Path, saved: Saved, config: TrainConfig, now: Mapping[s
         wrong.append(f"epochs: {begun} begun or done in the checkpoint / {config.epochs} here")
     if wrong:
         run = RunPaths(checkpoint_files.run_dir_of(path))
-        flags = as_flags({"config": run.config, "run_dir": run.run_dir, "resume": AUTO})
-        which = f": {flags}" if run.config.exists() else f", which are in {path.with_suffix('.json')}"
+        advice = f"give the options it was saved with, which are in {path.with_suffix('.json')}"
+        if run.config.exists():
+            flags = as_flags({"resume": AUTO, "run_dir": run.run_dir})
+            advice = f"leave those options out, which {flags} takes from that run"
         raise CheckpointMismatch(
             f"{path} is of another run",
             why="\n".join(wrong),
-            next=f"give the options it was saved with{which}\nor start a new run, without --resume",
+            next=f"{advice}\nor start a new run, without --resume",
         )
     if "data" in changed:
         raise CheckpointMismatch(

@@ -177,7 +177,7 @@ def _unreadable(path: Path, why: str) -> BadOption:
     return BadOption(
         f"{path} may be whole, but cannot be read here",
         why=why,
-        next="mend that, since an earlier checkpoint would lose what this one has\n"
+        next="fix that, since an earlier checkpoint would lose what this one has\n"
         f"or name an earlier one yourself: ddp-manual checkpoints {path.parent}, then --resume its path",
     )
 
@@ -352,7 +352,7 @@ def with_torchrun_run_dir(config: TrainConfig) -> TrainConfig:
 
 
 def check_run_dir(config: TrainConfig) -> None:
-    """Make the run's folder, if its name is known by now; on rank 0, before the ranks meet.
+    """Check that the run's folder can be made, if its name is known by now; on rank 0, before the ranks meet.
 
     Raises:
         CheckpointMissing: there is nothing at the path of ``--resume``.
@@ -361,7 +361,7 @@ def check_run_dir(config: TrainConfig) -> None:
     if config.resume not in (None, AUTO):
         check_named(Path(str(config.resume)))
     if config.run_dir is not None:
-        RunPaths(Path(config.run_dir)).create(resuming=resumes_in(config.resume, Path(config.run_dir)))
+        RunPaths(Path(config.run_dir)).check(resuming=resumes_in(config.resume, Path(config.run_dir)))
     elif config.resume == AUTO:
         raise BadOption(
             "--resume auto needs a --run_dir to look in",

@@ -113,6 +113,12 @@ class TrainConfig(Options):
         shared=False,
     )
     log_every: int = _output(100, "Steps between two lines of metrics; the end of an epoch has one too.", minimum=1)
+    check_replicas: int = _output(
+        0,
+        "Steps between two comparisons of all ranks' parameters and optimizer state, which every epoch's end and every "
+        "checkpoint then begin with too. 0: none.",
+        minimum=0,
+    )
     checkpoint_every: int = _checkpoints(
         1, "Epochs between two checkpoints; the last epoch has one too. 0: no checkpoints.", minimum=0
     )
@@ -134,6 +140,8 @@ class TrainConfig(Options):
     def __post_init__(self) -> None:
         with self.naming_files():
             self.validate()
+        if self.run_dir is not None:  # ranks and agents compare what they say of the folder: runs/a is runs/a/ too
+            object.__setattr__(self, "run_dir", str(Path(self.run_dir)))
 
     def validate(self) -> None:
         """Raise BadOption where a value is out of its bounds, or two values contradict each other."""
@@ -217,27 +225,27 @@ class TrainConfig(Options):
 
     @classmethod
     def from_file(cls, path: str | None, **flags: Any) -> TrainConfig:
-        """Take flags first, then the JSON file at ``path`` (of a run's folder, its ``config.json``), then the defaults.
-
-        If a flag names another data set than the file, the file's class names are ignored, and its image size too
-        unless the other data set is a folder of images.
+        """Take flags first, then the JSON file at ``path`` (of a run's folder, its ``config.json``), then the options
+        of the run in ``run_dir`` if that is to be resumed, then the defaults.
 
         Raises:
-            BadOption: the file cannot be read or holds no options, or a value cannot work.
+            BadOption: a file cannot be read or holds no options, or a value cannot work.
         """
-        if path is not None and os.path.isfile(inside := RunPaths(Path(path)).config):
-            path = str(inside)
-        values = {} if path is None else _options_in(path)
-        if "batch_size" in flags or "global_batch_size" in flags:
-            values.pop("batch_size", None)
-            values.pop("global_batch_size", None)
-        dataset = flags.get("dataset")
-        if dataset is not None and values.get("dataset", dataset) != dataset:
-            values.pop("classes", None)
-            if not is_folder(dataset):
-                values.pop("image_size", None)
-        sources = {**dict.fromkeys(values, f"from {path}"), **dict.fromkeys(flags, "flag")}
-        return cls(**{**values, **flags}, sources=sources)
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        resumed = flags.get("run_dir") if flags.get("resume") == "auto" else None
+        for named in (resumed, path):
+            if named is None:
+                continue
+            inside = RunPaths(Path(named)).config
+            if inside.is_file() or named is path:
+                file = str(inside) if inside.is_file() else named
+                found = _options_in(file)
+                values = {**_beside(found, values), **found}
+                sources |= dict.fromkeys(found, f"from {file}")
+        values = {**_beside(flags, values), **flags}
+        sources |= dict.fromkeys(flags, "flag")
+        return cls(**values, sources={name: sources[name] for name in values})
 
     def in_folder(self, run_dir: str) -> TrainConfig:
         """Return the same training, with its files in ``run_dir``."""
@@ -284,6 +292,18 @@ class TrainConfig(Options):
             for field in option_fields(type(self))
             if field.metadata["shared"]
         }
+
+
+def _beside(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
+    """Return the options ``below`` others that can stand beside them: no second batch size; of another data set no
+    class names, and its image size only where both are folders of images."""
+    without: set[str] = set()
+    if "batch_size" in above or "global_batch_size" in above:
+        without |= {"batch_size", "global_batch_size"}
+    dataset = above.get("dataset")
+    if dataset is not None and below.get("dataset", dataset) != dataset:
+        without |= {"classes"} if is_folder(dataset) else {"classes", "image_size"}
+    return {name: value for name, value in below.items() if name not in without}
 
 
 def _options_in(path: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Images in memory: what a data set is, the cache that ranks map it from, and which images a rank takes at each step.
 
-A data set is two tensors, uint8 images and int64 labels. A batch is gathered by indexing them on the device, all of
-its samples at once; nothing is decoded or transformed one sample at a time.
+A data set is two tensors, uint8 images and int64 labels. A batch is gathered by indexing them where they are
+(``data_memory``), all of its samples at once; nothing is decoded or transformed one sample at a time.
 
 The images are read into the cache once, a file of torch.save for each part of the data set, which every rank maps into
 memory. The ranks of a host then hold them once, in the kernel's page cache, and a second start reads nothing else: it
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ddp_manual import launchers, run_folder
 from ddp_manual.errors import BadOption
+from ddp_manual.terminal import counted
 from ddp_manual.training.augment import Normalise
 from ddp_manual.training.config import is_folder
 
@@ -79,6 +80,16 @@ class Split:
         places = {name: place for place, name in enumerate(classes)}
         renumbered = torch.tensor([places[name] for name in self.classes])
         return replace(self, labels=renumbered[self.labels], classes=classes, digest="")
+
+    @property
+    def device(self) -> torch.device:
+        """Where its batches are."""
+        return self.labels.device
+
+    def batch(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images, labels and numbers of ``samples``, which are numbers on the device of the images; all three
+        are on ``device`` then."""
+        return self.images[samples], self.labels[samples], samples
 
     def to(self, device: torch.device) -> Split:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
@@ -147,6 +158,11 @@ class Source(ABC):
             if cache is None or not cache.save(split):
                 self._in_memory[part] = split
 
+    @property
+    def without_cache(self) -> list[Split]:
+        """The parts that every rank reads for itself, because the cache that it should have could not be written."""
+        return [split for part, split in self._in_memory.items() if self.cache(part) is not None]
+
     def load(self, part: str) -> Split:
         """Return ``train`` or ``test``, on the CPU; fast once it is prepared. Raises what ``prepare`` raises."""
         split = self._in_memory.get(part)
@@ -157,7 +173,7 @@ class Source(ABC):
             return split
         if len(self._classes) != len(split.classes):
             raise BadOption(
-                f"--classes gives {len(self._classes)} names, {self.name} has {len(split.classes)} classes",
+                f"--classes gives {counted(len(self._classes), 'name')}, {self.name} has {len(split.classes)} classes",
                 why=f"they are {', '.join(split.classes)}",
                 next="give one name for each class, in this order, with commas between them",
             )
@@ -362,6 +378,6 @@ def check_batch_fits(count: int, batch_size: int, world_size: int) -> None:
     if batch_size > share:
         raise BadOption(
             f"a batch of {batch_size} per rank is larger than a rank's share of the training set",
-            why=f"{count} samples over {world_size} rank(s) are {share} for each",
+            why=f"{counted(count, 'sample')} over {counted(world_size, 'rank')}: {share} for each",
             next=f"choose a --batch_size of at most {share}" if share else "start fewer ranks",
         )

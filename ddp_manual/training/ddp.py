@@ -7,6 +7,7 @@ loop is the same in both cases.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from typing import Any
 
@@ -102,15 +103,43 @@ def gather(tensor: Tensor) -> list[Tensor]:
     return gathered or []
 
 
+def gather_messages(message: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the messages of all ranks in rank order, on every rank; a collective of an open process group.
+
+    Args:
+        message: JSON of any length.
+        device: where the process group has a backend.
+        group: None for the default group.
+    """
+    # A bytearray, since torch warns about memory that cannot be written to.
+    own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
+    padded = own.new_zeros(max(int(length) for length in lengths))
+    padded[: len(own)] = own
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
+    pairs = zip(received, lengths, strict=True)
+    return [json.loads(buffer[: int(length)].cpu().numpy().tobytes()) for buffer, length in pairs]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` on the CPU, once its device has done all work in its queue, collectives included.
+
+    With NCCL a rank waits for the others here, not in the call of a collective. The reporter knows ``cpu()``.
+    """
+    return tensor.cpu()
+
+
 def wait_for_all_ranks(device: torch.device) -> None:
     """Return once every rank has called this."""
     arrived = torch.zeros(1, device=device)
     all_reduce(arrived)
-    arrived.item()
+    to_host(arrived)
 
 
 def rank_0_decides(decision: bool, device: torch.device) -> bool:
     """Return rank 0's ``decision`` on every rank."""
     answer = torch.tensor([decision], dtype=torch.uint8, device=device)
     broadcast(answer)
-    return bool(answer.item())
+    return bool(to_host(answer).item())

@@ -90,7 +90,7 @@ def evaluate(
     Args:
         model: the network itself, not its DDP wrapper: the shares may differ by one sample, and the wrapper's
             collectives would then wait for a batch that never comes.
-        split: on the model's device.
+        split: with batches on the model's device.
 
     Returns:
         The evaluation, on every rank, and the predictions if asked to ``predict``, on rank 0; otherwise None.
@@ -98,16 +98,16 @@ def evaluate(
     was_training = model.training
     model.eval()
     # Loss summed over samples, correct samples, samples.
-    totals = torch.zeros(3, dtype=torch.float64, device=split.labels.device)
-    all_scores = [torch.zeros(0, len(split.classes), device=split.labels.device)]
-    share = torch.arange(len(split), device=split.labels.device)[rank::world_size]
+    totals = torch.zeros(3, dtype=torch.float64, device=split.device)
+    all_scores = [torch.zeros(0, len(split.classes), device=split.device)]
+    share = torch.arange(len(split), device=split.images.device)[rank::world_size]
     _, height, width = split.shape
     batch = max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))
     # The split() of an empty tensor is one empty batch, which some networks refuse.
     for samples in share.split(batch) if len(share) else ():
-        labels = split.labels[samples]
+        images, labels, _ = split.batch(samples)
         # A sum of half-precision numbers would lose digits.
-        scores = model(normalise(split.images[samples])).float()
+        scores = model(normalise(images)).float()
         if predict:
             all_scores.append(scores)
         totals[0] += F.cross_entropy(scores, labels, reduction="sum")
@@ -115,7 +115,7 @@ def evaluate(
         totals[2] += len(samples)
     ddp.all_reduce(totals)
     model.train(was_training)
-    loss, correct, count = totals.tolist()
+    loss, correct, count = ddp.to_host(totals).tolist()
     evaluation = Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))
     if not predict:
         return evaluation, None
@@ -128,4 +128,4 @@ def evaluate(
         return evaluation, None
     # Row i of rank r is sample i * world_size + r.
     probabilities = torch.stack(gathered, dim=1).flatten(0, 1)[: len(split)]
-    return evaluation, Predictions(probabilities.cpu(), split.to(torch.device("cpu")))
+    return evaluation, Predictions(ddp.to_host(probabilities), split.to(torch.device("cpu")))

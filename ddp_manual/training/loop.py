@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.signals import Requests
+from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint, data, ddp
 from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.checkpoint import History
@@ -28,6 +29,7 @@ from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
 from ddp_manual.training.metrics import AgreedRequests, Meter, Metrics, diverged
+from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.results import RunFiles
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class Trainer:
         files: RunFiles | None = None,
     ) -> None:
         self.config, self.network, self.data, self.files = config, network, data_sets, files
-        self.rank, self.world_size, self.device = world.rank, world.world_size, data_sets.train.labels.device
+        self.rank, self.world_size, self.device = world.rank, world.world_size, data_sets.train.device
         self.model = network if config.no_ddp else ddp.wrap_in_ddp(network, self.device)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -124,13 +126,14 @@ class Trainer:
             What signals have asked for and is still to be done.
 
         Raises:
-            TrainingFailed: the loss is not finite, or a step did not use all parameters.
+            TrainingFailed: the loss is not finite, or a step did not use all parameters. ReplicasDiffer: the ranks'
+                parameters or optimizer states differ, and ``check_replicas`` is given; on every rank.
         """
         config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
         self._progress.phase, self._progress.epoch, self._progress.step_seconds = "training", position.epoch + 1, 0.0
         meter.begin(position.step)
         drawn = {"seed": config.seed, "epoch": position.epoch}
-        order = data.epoch_order(len(train), **drawn).to(self.device)
+        order = data.epoch_order(len(train), **drawn).to(train.images.device)
         augmented = Augmentation.draw(len(train), shift=config.shift, flip=config.flip, device=self.device, **drawn)
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
         while True:
@@ -144,9 +147,10 @@ class Trainer:
             if counted < self._fewest_samples:
                 # Add the samples that come next, or at the end of the epoch those from its beginning.
                 samples = torch.cat([samples, order.roll(-position.taken)[: self._fewest_samples - counted]])
-            images = self.data.normalise(augmented(train.images, samples))
+            images, labels, samples = train.batch(samples)
+            images = self.data.normalise(augmented(images, samples))
             # A rank without samples still computes a loss, because DDP needs its gradients; weight 0 cancels them.
-            labels = train.labels[samples[: counted or None]]
+            labels = labels[: counted or None]
             self._seed(seen)
             # DDP takes the mean over the ranks, whose shares of the samples may differ.
             loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
@@ -156,6 +160,10 @@ class Trainer:
             agreed = meter.sync(position.step, lr, requests) if logs or saves or position.step >= sync_at else None
             self._progress.step = position.step
             lines.advance()
+            ends_or_saves = agreed is not None and (agreed.stop or agreed.save or saves or plan.epoch_ended(position))
+            if config.check_replicas and (ends_or_saves or position.step % config.check_replicas == 0):
+                # Also before a checkpoint, so that none is written of a state that is not that of all ranks.
+                check_replicas(self.model, self.optimizer, step=position.step)
             if agreed is None:
                 continue
             sync_at = position.step + steps_until_sync(meter.seconds_per_step)
@@ -204,7 +212,7 @@ class Trainer:
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
     def _report(self, metrics: Metrics, lines: terminal.ProgressLines) -> None:
-        self._progress.samples_per_second = metrics.samples_per_second
+        self._progress.samples_per_second = metrics.samples_per_second / self.world_size
         if self.files is not None:
             self.files.add_metrics(metrics)
         steps = self.epoch_plan.steps(self.position)
@@ -222,9 +230,9 @@ class Trainer:
         before the state is restored: it moves batch statistics.
         """
         train = self.data.train
-        samples = torch.arange(max(1, self._fewest_samples), device=self.device) % len(train)
-        images = self.data.normalise(train.images[samples])
-        F.cross_entropy(self.model(images).float(), train.labels[samples]).backward()
+        samples = torch.arange(max(1, self._fewest_samples), device=train.images.device) % len(train)
+        images, labels, _ = train.batch(samples)
+        F.cross_entropy(self.model(self.data.normalise(images)).float(), labels).backward()
         self.optimizer.zero_grad()
 
     def evaluate(self) -> Predictions | None:
@@ -253,8 +261,9 @@ class Trainer:
         self.evaluations.append(result)
         logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
-            "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %d images",
-            *(after.epoch, self.config.epochs, 100 * result.accuracy, result.loss, result.samples),
+            "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %s",
+            *(after.epoch, self.config.epochs, 100 * result.accuracy, result.loss),
+            counted(result.samples, "image"),
         )
         return predictions
 

@@ -9,18 +9,20 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import launchers, run_folder, signals, terminal
+from ddp_manual import run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint, checkpoint_files, ddp, models, own_code, results
 from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
+from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.loop import Trainer
-from ddp_manual.training.metrics import agree_on_requests
+from ddp_manual.training.metrics import AgreedRequests, agree_on_requests
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import Trackers
@@ -81,7 +83,8 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     agree_on_options(
         world,
         {**config.shared_options(), **check_own_code(config, world.rank)},
-        config.run_dir or run_folder.unused_run_dir(world.run_id),
+        config.run_dir or run_folder.unused_run_dir("{run_id}" if world.rank else world.run_id),
+        chosen=config.run_dir is not None,
     )
     again = f"TrainConfig(..., run_dir={str(world.run_dir)!r}, resume='auto')"
     return train_as_agreed(world, config, f"start all ranks again, in any number, and train with\n{again}")
@@ -96,12 +99,12 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
     assert world.run_dir is not None
     paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
     level = logging.INFO if on_rank_0 else logging.DEBUG  # what all ranks would say alike, rank 0 says
-    if restart := launchers.restart_count():
-        paths.set_failure_aside(world.rank, restart - 1)
     folder = checkpoint.held_run_dir(config, paths) if on_rank_0 else nullcontext()
     with folder, signals.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
+        if world.run_dir_is_own:  # now that rank 0 holds the folder
+            paths.set_failures_aside(world.rank, world.world_size if on_rank_0 else None)
 
         # Build.
         files = None
@@ -134,7 +137,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
                 files.follow(settings)
 
         if was_complete:
-            logger.log(level, "the run is complete: all its %d epochs are done", config.epochs)
+            logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             missing = summary is None or not results.predictions_are_there(paths.predictions, classes)
             if ddp.rank_0_decides(missing, world.device):
                 _write_predictions(trainer, trainer.predict())
@@ -142,9 +145,10 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
             # Train, evaluate, save.
             logger.log(
                 level,
-                "training %s on %d images of %s: %d epochs of %d steps, %d samples per rank and step, learning rate %g",
-                *(config.model, len(data.train), config.dataset, config.epochs, plan.steps_per_epoch),
-                *(trainer.batch_size, trainer.learning_rate.peak),
+                "training %s on %s of %s: %s of %s, %s per rank and step, learning rate %g",
+                *(config.model, counted(len(data.train), "image"), config.dataset),
+                *(counted(config.epochs, "epoch"), counted(plan.steps_per_epoch, "step")),
+                *(counted(trainer.batch_size, "sample"), trainer.learning_rate.peak),
             )
             steps, done = plan.steps(trainer.position), trainer.position.step
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
@@ -153,18 +157,18 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
                 while not trainer.ended:
                     asked = trainer.train_epoch(requests, lines)
                     if not plan.epoch_ended(trainer.position):
-                        raise _stopped(asked.stop, trainer, paths, how_to_resume)
+                        raise _stopped(asked, trainer, paths, how_to_resume)
                     predictions = trainer.evaluate()
                     since = agree_on_requests(requests, world.device)
-                    stop = asked.stop or since.stop
+                    stop = asked if asked.stop else since
                     # Write the checkpoint first: every other file can be rebuilt from it.
-                    if stop or asked.save or since.save or plan.saves_epoch(trainer.position):
+                    if stop.stop or asked.save or since.save or plan.saves_epoch(trainer.position):
                         trainer.save()
                     with trainer.saving():
                         if files is not None:
                             files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
                     _write_predictions(trainer, predictions)
-                    if stop and not trainer.ended:
+                    if stop.stop and not trainer.ended:
                         ddp.wait_for_all_ranks(world.device)  # until rank 0 has saved
                         raise _stopped(stop, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
@@ -184,7 +188,12 @@ def _load(world: World, config: TrainConfig) -> Data:
     world.progress.phase = "loading"
     # Reading a large folder of images takes longer than ranks take to join.
     timeout = max(world.spec.join_timeout, world.spec.stall_timeout)
-    world.once_per_host(f"{found.verb} {config.dataset}", found.prepare, timeout=timeout)
+
+    def prepare() -> None:
+        found.prepare()
+        check_host_memory(found, world.local_world_size)
+
+    world.once_per_host(f"{found.verb} {config.dataset}", prepare, timeout=timeout)
     train, test = (found.load(part) for part in PARTS)
     digests = compare_data(world, train, test, own_factory=is_own_factory(config.dataset))
     check_shapes(config.dataset, train, test)
@@ -192,7 +201,8 @@ def _load(world: World, config: TrainConfig) -> Data:
         warn_of_untrained(train)
     train, test = (replace(split, digest=digest) for split, digest in zip((train, test), digests, strict=True))
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
-    return Data(train.to(world.device), test.to(world.device), normalise)
+    train, test = bring_to(world.device, [train, test])
+    return Data(train, test, normalise)
 
 
 def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> None:
@@ -201,10 +211,15 @@ def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> Non
             trainer.files.write_predictions(trainer.position, predictions)
 
 
-def _stopped(number: int, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
+def _stopped(asked: AgreedRequests, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
+    step, named = f"after step {trainer.position.step}", ", ".join(map(str, asked.stopped))
+    signalled = "all ranks" if len(asked.stopped) == trainer.world_size else f"rank{'s' * (',' in named)} {named}"
+    this_one = "that is this rank; " * (asked.stopped == (trainer.rank,))
+    saved = f"rank 0 has saved a checkpoint in {paths.checkpoints}"
+    alone = trainer.world_size == 1
     return Stopped(
-        number,
-        f"after step {trainer.position.step}, like all ranks of the run",
-        why=f"the signal came to this rank or another; rank 0 has saved a checkpoint in {paths.checkpoints}",
+        asked.stop,
+        step if alone else f"on {signalled} {step}, like all ranks of the run",
+        why=saved if alone else this_one + saved,
         next=how_to_resume,
     )

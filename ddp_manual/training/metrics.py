@@ -52,10 +52,12 @@ class AgreedRequests:
 
     Args:
         stop: the number of the signal that asks to stop, or 0.
+        stopped: the ranks that a signal has asked to stop.
         save: whether a checkpoint is asked for.
     """
 
     stop: int
+    stopped: tuple[int, ...]
     save: bool
 
 
@@ -73,7 +75,7 @@ def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[
     shared[: len(totals)] = totals
     shared[first : first + len(own)] = own
     ddp.all_reduce(shared)
-    numbers = shared.tolist()
+    numbers = ddp.to_host(shared).tolist()
     sums, rest = numbers[: len(totals)], numbers[len(totals) :]
     return sums, [rest[start : start + len(own)] for start in range(0, len(rest), len(own))]
 
@@ -86,7 +88,8 @@ def agree_on_requests(requests: Requests, device: torch.device) -> AgreedRequest
 
 def _agreed(ranks: list[list[float]]) -> AgreedRequests:
     """Combine the requests of all ranks, each of which begins with the signal that asks to stop, and with ``save``."""
-    return AgreedRequests(stop=int(max(stop for stop, *_ in ranks)), save=any(save for _, save, *_ in ranks))
+    stop, stopped = int(max(stop for stop, *_ in ranks)), (rank for rank, (asked, *_) in enumerate(ranks) if asked)
+    return AgreedRequests(stop=stop, stopped=tuple(stopped), save=any(save for _, save, *_ in ranks))
 
 
 class Meter:
@@ -132,6 +135,8 @@ class Meter:
         Raises:
             TrainingFailed: the loss was not finite on some rank; raised on every rank.
         """
+        # A GPU takes steps long after their launches have returned: the time counts once it has done them all.
+        ddp.to_host(self._totals)
         seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
         numbers = [requests.stop, requests.take_save(), seconds_per_step]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from ddp_manual.errors import BadOption
 
 # folder:PATH may look like one, but is a folder of images.
 OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
+WITHOUT_COLON = r"[^\W\d]\w*(\.[^\W\d]\w*)+"
 # What Python calls the program that runs; the second in a process that multiprocessing has started.
 MAIN = ("__main__", "__mp_main__")
 # Where one of these is loaded, the arguments of this process are those of our own command line.
@@ -42,6 +44,13 @@ def is_own_factory(value: str) -> bool:
 def check_name(option: str, value: object) -> None:
     """Raise BadOption where ``value`` is the user's code in place of its name, or does not name its module."""
     if isinstance(value, str):
+        if re.fullmatch(WITHOUT_COLON, value):
+            module, _, name = value.rpartition(".")
+            raise BadOption(
+                f"--{option} {value} has no colon between the module and its function or class",
+                why="code of your own is MODULE:FACTORY",
+                next=f"write --{option} {module}:{'NAME' if name == 'py' else name}",
+            )
         module, _, name = value.rpartition(":")
         if module not in MAIN:
             return
@@ -57,6 +66,32 @@ def check_name(option: str, value: object) -> None:
         next=f'write {option}="{module}:{name}"'
         if module and name.isidentifier()
         else f'have a function in a file, such as own.py, return it, and write {option}="own:{option}"',
+    )
+
+
+def check_module(option: str, value: str) -> None:
+    """Raise BadOption if there is no such module, as far as that can be known without importing one."""
+    name = value.partition(":")[0]
+    if name.endswith(".py") or not _is_there(name.partition(".")[0]):
+        raise _no_module(option, value)
+
+
+def _is_there(top: str) -> bool:
+    """Return whether a module that is in no package can be found, by any finder of ``sys.meta_path``: an editable
+    install adds its own."""
+    if sys.modules.get(top) is not None or PathFinder.find_spec(top, [os.getcwd()]) is not None:
+        return True
+    return importlib.util.find_spec(top) is not None
+
+
+def _no_module(option: str, value: str) -> BadOption:
+    name = value.partition(":")[0]
+    return BadOption(
+        f"--{option} {value}: there is no module {name}",
+        why=f"looked for it in {os.getcwd()} and where Python keeps its packages",
+        next=f"name the module, not its file: --{option} {value.replace('.py:', ':')}"
+        if name.endswith(".py")
+        else "start from the folder that has it, or put that folder into PYTHONPATH",
     )
 
 
@@ -188,13 +223,7 @@ def _imported(option: str, value: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise BadOption(
-                f"--{option} {value}: there is no module {name}",
-                why=f"looked for it in {os.getcwd()} and where Python keeps its packages",
-                next=f"name the module, not its file: --{option} {value.replace('.py:', ':')}"
-                if name.endswith(".py")
-                else "start from the folder that has it, or put that folder into PYTHONPATH",
-            ) from error
+            raise _no_module(option, value) from error
         raise BadOption(
             f"--{option} {value} cannot be imported",
             why=f"{type(error).__name__}: {error}",

@@ -22,9 +22,8 @@ from PIL import Image
 from torch import Tensor
 
 from ddp_manual import launchers, run_folder
-from ddp_manual.errors import DdpManualError, StopSignal
+from ddp_manual.errors import DdpManualError, StopSignal, escaped
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.terminal import escaped
 from ddp_manual.training.evaluate import Predictions
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,9 @@
 ``launch`` starts ``python .../ddp_manual/worker CONTROL PARENT ranks=N``, which imports torch once and then forks each
 worker. A request is a byte on the inherited socket CONTROL with four descriptors: the worker's channel to its agent,
 the pipe for faults, stdout and stderr. When the socket closes, that process ends, and its children with it.
+
+A further word ``runs=NAME`` says that the rank runs the user's own program, and ``kind=executable`` that this is not
+Python; ``import=NAME,NAME`` which modules to import before the first fork.
 """
 
 import gc
@@ -16,6 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
 from ddp_manual import signals
+from ddp_manual.program import EXECUTABLE
 
 
 def serve_forks(control: socket.socket) -> tuple[int, ...]:
@@ -50,17 +54,31 @@ def become_forked_worker(parent: int, faults: int, out: int, err: int) -> None:
 
 if __name__ == "__main__":
     *descriptors, parent = (int(word) for word in sys.argv[1:] if word.isdigit())
+    who = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     forks = len(descriptors) == 1
     if not forks:
         signals.write_stacks_to(descriptors[1])
+    ignored = signals.ignored_at_start()
     signals.leave_signals_to_the_agent()
     signals.die_with_parent(parent)
 
-    from ddp_manual.worker import task  # imports torch
+    if who.get("kind") == EXECUTABLE:
+        from ddp_manual.worker import executable
 
+        executable.main(descriptors[0], ignored)
+        raise SystemExit(1)  # the exec has failed
+    if "runs" in who:
+        from ddp_manual.worker import script
+    else:
+        from ddp_manual.worker import task
     if forks:
+        if "runs" in who:
+            script.preload(who["import"].split(","))
         gc.freeze()
         parent = os.getpid()
         descriptors[:] = serve_forks(socket.socket(fileno=descriptors[0]))
         become_forked_worker(parent, *descriptors[1:])
-    task.main(descriptors[0])
+    if "runs" in who:
+        script.main(descriptors[0], ignored)
+    else:
+        task.main(descriptors[0])

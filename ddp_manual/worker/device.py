@@ -15,6 +15,7 @@ import torch.distributed
 from ddp_manual import launchers
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
 from ddp_manual.messages import Step
+from ddp_manual.terminal import counted
 from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,25 @@ def choose(spec: WorldSpec) -> tuple[str, str, int]:
             why=f"{spec.named('backend')}; torch {torch.__version__} was built without it",
             next=f"use --backend {'gloo' if backend == 'nccl' else 'nccl'} on every rank",
         )
-    if device == "cuda" and spec.local_rank is not None:
+    if device == "cuda" and spec.local_rank is not None and not _from_launcher(spec):
         _check_gpu(spec.rank, spec.local_rank, gpus)
     return device, backend, gpus
+
+
+def may_use_cpu(spec: WorldSpec) -> bool:
+    """Return whether the rank may train on the CPU instead of a GPU, since nobody has chosen a device for it."""
+    return spec.device == "auto" and spec.backend != "nccl" and (spec.local_rank is None or _from_launcher(spec))
+
+
+def for_all_devices(backend: str) -> str:
+    """Return what ``init_process_group`` takes for a backend: NCCL moves tensors of GPUs only, so gloo, where torch has
+    it, takes those of the CPU, which many scripts reduce too."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and torch.distributed.is_gloo_available() else backend
+
+
+def _from_launcher(spec: WorldSpec) -> bool:
+    """Return whether a launcher has given the local_rank: the position among the ranks of the host, whatever GPUs."""
+    return spec.source("local_rank").startswith("from ")
 
 
 def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -91,8 +108,8 @@ def _check_gpu(rank: int, local_rank: int, gpus: int) -> None:
     if local_rank >= gpus:
         raise DeviceMissing(
             f"rank {rank} on {launchers.host_name()} wants cuda:{local_rank}, which does not exist",
-            why=f"this host has {gpus} usable GPU(s), cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
-            next=f"start at most {gpus} rank(s) on this host, choose with --local_rank, "
+            why=f"this host has {counted(gpus, 'usable GPU')}, cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
+            next=f"start at most {counted(gpus, 'rank')} on this host, choose with --local_rank, "
             "or use --device cpu on every rank",
         )
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ import torch
 from torch.distributed import TCPStore
 
 from ddp_manual import errors, launchers
-from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words
+from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words, more_seconds
+from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
-from ddp_manual.worker.process_group import first_line, is_broken_collective
-from ddp_manual.worker.reporter import Reporter, raised_at
+from ddp_manual.worker.collective_errors import (
+    collective_error,
+    first_line,
+    is_broken_collective,
+    was_raised_by_torch,
+)
+from ddp_manual.worker.collectives import record_collectives
+from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
 
@@ -65,6 +73,7 @@ class Rank:
                 device, backend, store = self._get_ready(own_code)
                 placed = self.reporter.wait("place")
                 closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+                closing.callback(record_collectives(self.spec, self.reporter.send))
                 world = self._meet(placed, device, backend, store, closing)
                 yield world
                 self._leave(world.device)
@@ -79,7 +88,7 @@ class Rank:
         with self.steps.step("device") as step:
             device, backend, gpus = devices.choose(self.spec)
             chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
-            step.detail = f"{chosen}, {gpus} GPU(s)"
+            step.detail = f"{chosen}, {counted(gpus, 'GPU')}"
         with self.steps.step("shared memory") as step:
             devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         process_group.check_none_open()
@@ -100,6 +109,7 @@ class Rank:
                 **{name: list(option) for name, option in own_code.items()},
             },
             store=where,
+            may_use_cpu=devices.may_use_cpu(self.spec),
         )
         self.reporter.send({"ready": vars(ready), "steps": self.steps.as_dicts()})
         self.steps.clear()
@@ -111,8 +121,14 @@ class Rank:
         """Pin the device and open the process group, at the place that the agent has told."""
         spec, place, run, alone = self.spec, Place(**placed["place"]), placed["run"], bool(self._start.get("alone"))
         address, port = ("", 0) if alone else placed["store"]
-        variables = (spec.world_size, spec.rank, place, address, port, placed.get("interface"))
+        if why := placed.get("on_cpu"):
+            device, backend = "cpu", "gloo"
+            logger.warning("%s", why)
+        interfaces = placed.get("interfaces", {})
+        variables = (spec.world_size, spec.rank, place, address, port, interfaces)
         closing.enter_context(launchers.set_rank_variables(*variables))
+        if backend == "nccl" and spec.rank == place.host_leader and (wrong := placed.get("wrong_for_nccl")):
+            logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", interfaces["NCCL_SOCKET_IFNAME"], wrong)
         pinned = devices.pin(spec.rank, device, place.local_rank, place.local_world_size)
         host, roster = launchers.host_name(), placed["roster"]
         if alone:  # so that no coordinator has made the roster
@@ -122,7 +138,9 @@ class Rank:
         else:
             with self.steps.step("process group") as step:
                 store = store or process_group.open_store(address, port)
-                process_group.open_process_group(store, spec.rank, spec.world_size, backend, pinned)
+                # torch's time-out names no rank, so it comes after that of the agents, which do.
+                timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=2 * run["stall_timeout"]))
+                process_group.open_process_group(store, spec.rank, spec.world_size, backend, pinned, timeout)
                 step.detail = f"{backend} on {pinned}"
             if spec.rank == 0:
                 store.set("ddp_manual/roster", json.dumps(roster))
@@ -138,6 +156,7 @@ class Rank:
             rendezvous_seconds=0.0 if alone else time.monotonic() - self._start["started"],
             progress=self.reporter.progress,
             run_dir=path,
+            run_dir_is_own=run["own"],
             run_dir_of_join=path,
             _store=store,
             _roster=roster,
@@ -160,8 +179,8 @@ class Rank:
         self.reporter.progress.phase = LEAVING
         self.reporter.send_beat()  # the number of collectives it has begun is final
         self.reporter.send({"finished": True})
-        answer = self.reporter.wait("close")
-        if not process_group.close_process_group(device, all_finished=bool(answer["close"])):
+        self.reporter.wait("close")
+        if not process_group.close_process_group(device):
             within = process_group.CLOSE_WITHIN
             logger.warning("the process group does not close within %d s, and is left as it is", within)
         self.reporter.send({"left": True})
@@ -186,7 +205,9 @@ class Rank:
         self.reporter.unwinding = True
         self.reporter.send_beat()
         said = last_words(as_ours(self.spec.rank, error))
-        self.reporter.send({"failed": said, "broken": is_broken_collective(error), "place": raised_at(error)})
+        broken = {"broken": is_broken_collective(error), "in_a_collective": was_raised_by_torch(error)}
+        said_so = {"exit": isinstance(error, SystemExit), "place": raised_at(error)}
+        self.reporter.send({"failed": said, **broken, **said_so})
 
     def _conclude(self, error: BaseException) -> BaseException:
         """Tell the agent that ``error`` ends this rank; return that, or in a person's script the failure behind it."""
@@ -195,7 +216,7 @@ class Rank:
         if self.reporter.own_process:
             return error
         with suppress(TimeoutError, errors.DdpManualError):
-            self.reporter.wait("verdict", VERDICT_WITHIN)
+            self.reporter.wait("verdict", VERDICT_WITHIN + more_seconds(self.spec.world_size))
         self.reporter.send({"noticed": True})
         verdict = self.reporter.verdict
         if verdict is None or verdict["own"]:
@@ -204,11 +225,11 @@ class Rank:
         return cause if isinstance(cause, errors.PeerGone) else error
 
 
-def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) -> errors.DdpManualError:
+def as_ours(rank: int, error: BaseException, after_a_signal: str = "start all ranks again") -> errors.DdpManualError:
     """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
 
     Args:
-        after_a_signal: what to do next if a signal ended the rank; None: what Stopped says.
+        after_a_signal: what to do next if a signal ended the rank.
     """
     if isinstance(error, errors.DdpManualError):
         return error
@@ -221,20 +242,18 @@ def as_ours(rank: int, error: BaseException, after_a_signal: str | None = None) 
             why=first_line(error),
             next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
         )
-    if is_broken_collective(error):
-        return errors.PeerLost(
-            f"rank {rank} lost its connection to another rank",
-            why=f"a collective broke: {first_line(error)}",
-            next="look for the rank whose process has ended (killed, out of memory?), then start all ranks again",
-        )
+    if (of_collective := collective_error(error, rank)) is not None:
+        return of_collective
     opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     failed = errors.TrainingFailed(
-        f"{where}: {first_line(error)}",
-        why=errors.traceback_of(error),
+        f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",
+        why=own_traceback(error),
         next="leave init_process_group out: the process group is open, and is closed at the end"
         if opened_twice
-        else "mend the code or the data that raised it, then start all ranks again",
+        else "fix the code or the data that raised it, then start all ranks again",
     )
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code & 0xFF:
-        failed.exit_code = error.code & 0xFF
+    if code is not None and code & 0xFF:
+        failed.exit_code = code & 0xFF
+        failed.next = "look at why it exits on this line, then start all ranks again"
     return failed

@@ -1,27 +1,35 @@
-"""torch's store and process group: open them once all ranks are here, try them, close them, and read their errors.
+"""torch's store and process group: open them once all ranks are here, try them, and close them.
 
 At the end of the file are the private names of torch and Python that this package uses.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import functools
 import importlib
-import re
+import json
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from ddp_manual import launchers
-from ddp_manual.errors import BackendUnavailable, BadOption, DdpManualError, DeviceTaken, MasterLost, PeerUnreachable
+from ddp_manual.errors import BackendUnavailable, BadOption, MasterLost
+from ddp_manual.worker.collective_errors import error_while_joining, first_line
+from ddp_manual.worker.device import for_all_devices
 
 # All ranks are here, so connecting takes seconds; ranks that cannot connect should not take 30 minutes to say so.
 FIRST_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -31,9 +39,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 CONNECT_TIMEOUT = timedelta(seconds=10)
 # Seconds, after which a process group that does not close is left open.
 CLOSE_WITHIN = 20.0
-
-# How gloo says that a collective broke because another rank is gone; its other errors are mistakes in the call.
-_BROKEN = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.IGNORECASE)
+# Seconds; a thread of the program's own may compute for ever.
+RELEASE_WITHIN = 2.0
+T = TypeVar("T")
 
 
 def check_none_open() -> None:
@@ -72,8 +80,7 @@ def open_store(address: str, port: int | None = None) -> TCPStore:
         port = listener.getsockname()[1]
         how["master_listen_fd"] = listener.detach()
     try:
-        with launchers.brief_name_lookups():
-            return ThreadPoolExecutor(1).submit(TCPStore, address, port, **how).result()
+        return ThreadPoolExecutor(1, initializer=shorten_name_lookups).submit(TCPStore, address, port, **how).result()
     except Exception as error:
         raise MasterLost(
             f"torch's store of rank 0 at {address}:{port} is gone",
@@ -82,63 +89,71 @@ def open_store(address: str, port: int | None = None) -> TCPStore:
         ) from error
 
 
-def open_process_group(store: TCPStore, rank: int, world_size: int, backend: str, device: torch.device) -> None:
+def shorten_name_lookups() -> None:
+    """Keep this thread from asking a name server; where torch would print a warning about that, allow one attempt of
+    1 s.
+
+    glibc keeps these settings for each thread: struct __res_state in its resolv/bits/types/res_state.h begins with
+    the seconds of an attempt and the number of attempts. The variable RES_OPTIONS would also reach the user's own
+    threads and programs.
+    """
+    with suppress(AttributeError):  # other libraries than glibc do not have them
+        library = ctypes.CDLL(None)
+        library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+        library.__res_init()
+        state = library.__res_state()
+        state[0], state[1] = 1, 0 if launchers.torch_log_is_quiet() else 1
+
+
+def open_process_group(
+    store: TCPStore,
+    rank: int,
+    world_size: int,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
+) -> None:
     """Call ``init_process_group``, and try it with a first all-reduce.
 
+    Args:
+        timeout: of each later collective.
+
     Raises:
-        PeerUnreachable: the ranks have met at rank 0, but cannot connect to each other. DeviceTaken: NCCL found two
-            ranks on one GPU.
+        PeerUnreachable: the ranks have met at rank 0, but cannot connect to each other. DdpManualError: what else
+            torch says, such as that two ranks share a GPU.
     """
     try:
         dist.init_process_group(
-            backend,
+            for_all_devices(backend),
             store=PrefixStore("process_group", store),
             rank=rank,
             world_size=world_size,
             timeout=FIRST_COLLECTIVE_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
+        # Before the first collective: after this time NCCL's watchdog aborts the process, without an exception.
+        set_timeout(timeout)
         total = torch.ones(1, device=device)
-        dist.all_reduce(total)
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        work.wait(FIRST_COLLECTIVE_TIMEOUT)
         answered = round(total.item())
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if "Duplicate GPU" in str(error):
-            raise DeviceTaken(
-                f"rank {rank} shares {device} with another rank",
-                why=first_line(error),
-                next="give each rank of a host a GPU of its own: leave --local_rank out, or choose different ones",
-            ) from error
-        raise PeerUnreachable(
-            f"rank {rank} could not connect to all other ranks",
-            why=f"all {world_size} ranks joined, but {backend} said: {first_line(error)}",
-            next="open all TCP ports between the hosts, or name the interface that connects them:\n"
-            f"{'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME=<interface>",
-        ) from error
+        why = f"all {world_size} ranks joined, but {backend} said: {first_line(error)}"
+        raise error_while_joining(error, rank, why) from error
     assert answered == world_size, f"{answered} ranks answered the first all-reduce, not {world_size}"
-    set_timeout(COLLECTIVE_TIMEOUT)
 
 
-def close_process_group(device: torch.device, *, all_finished: bool) -> bool:
-    """Destroy the process group; return False if that takes too long, as when a driver or the network hangs.
-
-    Args:
-        all_finished: whether all ranks close it now, so that a last collective can succeed.
-    """
+def close_process_group(device: torch.device) -> bool:
+    """Destroy the process group; return False if that takes too long, as when a driver or the network hangs."""
     failed: list[BaseException] = []
 
     def close() -> None:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own
-            if all_finished and dist.get_backend() == "gloo":
-                # gloo's two threads may still hold the last all-reduce that DDP began inside a backward pass, and with
-                # it a Python object. If they release it while the interpreter ends, the process aborts (seen in 3 of
-                # 80 runs under load). A thread that has begun a barrier has released it.
-                with suppress(RuntimeError):
-                    for _ in range(2):
-                        dist.barrier()
             dist.destroy_process_group()
         except BaseException as error:
             failed.append(error)
@@ -153,23 +168,42 @@ def close_process_group(device: torch.device, *, all_finished: bool) -> bool:
     return not closing.is_alive()
 
 
-def is_broken_collective(error: BaseException | None) -> bool:
-    """Return whether torch raised this, or what the user's code made of it, because another rank is gone."""
-    while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _BROKEN.search(str(error))):
-            return True
-        error = error.__cause__
-    return False
+def release_tensors_of_collectives() -> None:
+    """Wait until gloo's threads have let go of the tensors of their last collectives, at most RELEASE_WITHIN seconds.
+
+    They do so after the rank that waited for the collective has gone on, and need the GIL for it. Before 3.14, Python
+    ends a thread that asks for the GIL while the interpreter ends; in a destructor of C++ that aborts the process, with
+    "terminate called without an active exception": 6 of 96 plain scripts without ``destroy_process_group`` under load.
+    While this thread sleeps the GIL is free, so that a thread that waits for it wakes up: one that has slept before and
+    after, and has not woken up in between, has nothing left to do.
+    """
+    deadline, before = time.monotonic() + RELEASE_WITHIN, None
+    while time.monotonic() < deadline:
+        now = _other_threads()
+        if now == before and all("State:\tS" in status for status in now.values()):
+            return
+        before = now
+        time.sleep(0.002)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception, at most 300 characters, without the name of gloo's source file."""
-    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
-    line = text.strip().splitlines()[0]
-    return re.sub(r"\[/[^\]]*\] ", "", line).split(". This is typically")[0][:300]
+def _other_threads() -> dict[int, str]:
+    """Return thread -> its state, and how often it has woken up; empty where the system does not say."""
+    threads = {}
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            lines = (thread / "status").read_text().splitlines()
+            threads[int(thread.name)] = "\n".join(line for line in lines if line.startswith(("State:", "voluntary")))
+    threads.pop(threading.get_native_id(), None)
+    return threads
+
+
+if sys.version_info < (3, 14):
+    atexit.register(release_tensors_of_collectives)  # early, and so called after what the program registers
 
 
 # Private names of torch and Python, each here because no public name does the same.
+
+CODE_OF_COLLECTIVES = distributed_c10d.__file__
 
 
 def import_dynamo() -> None:
@@ -188,14 +222,170 @@ def collectives_begun() -> dict[str, int]:
     torch numbers the collectives, and its own reports name the one that a rank is missing from. Neither the numbers
     nor the list of process groups has a public name.
     """
-    begun = {}
+    begun: dict[str, int] = {}
     for group, name in list(distributed_c10d._world.pg_names.items()):
-        # A group that this rank does not belong to has no number, nor has a group that is being destroyed.
+        # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
         with suppress(AttributeError, RuntimeError):
-            begun[str(name)] = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+            # One may serve several devices; of a group with several, torch would give only the number of one.
+            for backend in {group._get_backend(device) for device in group._device_types}:
+                with suppress(RuntimeError):  # a backend without numbers
+                    number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                    begun[str(name)] = begun.get(str(name), 0) + int(number)
     return begun
+
+
+_RECORDERS = (("_dump_nccl_trace_json",), ("_dump_fr_trace_json", "nccl2"), ("_dump_fr_trace_json", "nccl"))
+
+
+def collectives_unfinished() -> int | None:
+    """Return how many collectives of NCCL this rank has begun and its GPU has not completed; any thread may ask.
+
+    torch's flight recorders know, of each process group, the numbers of the collective that was begun last and of the
+    one that was completed last. Up to torch 2.14 NCCL has a recorder of its own; then there is one for each backend,
+    and "nccl" is nccl2. Reading takes 2 us.
+
+    Returns:
+        None if torch does not say: the backend is gloo, or the recorder is off (TORCH_FR_BUFFER_SIZE=0), or it still
+        has the numbers of a group that was destroyed, perhaps with unfinished collectives.
+    """
+    unfinished, open_groups = None, len(distributed_c10d._world.pg_names)
+    for recorder, *backend in _RECORDERS:
+        with suppress(AttributeError, TypeError, ValueError, KeyError):  # torch without NCCL, an older or a newer torch
+            groups = json.loads(getattr(torch._C._distributed_c10d, recorder)(False, False, *backend))["pg_status"]
+            for group in groups.values() if len(groups) <= open_groups else ():
+                begun, completed = (int(group[f"last_{what}_collective"]) for what in ("enqueued", "completed"))
+                if completed >= 0:  # otherwise none is completed yet, or this torch does not keep that number
+                    unfinished = (unfinished or 0) + max(0, begun - completed)
+    return unfinished
+
+
+def gpus_without_cuda() -> list[str]:
+    """Return the UUIDs of the GPUs that this process may use, by index, without beginning to use CUDA: a program that
+    does so itself may fork before."""
+    if not (count := torch.cuda.device_count()):
+        return []
+    with suppress(AttributeError, OSError, RuntimeError, IndexError, TypeError):  # other drivers than NVIDIA's
+        uuids = torch.cuda._raw_device_uuid_nvml() or []
+        visible = torch.cuda._parse_visible_devices()
+        if visible and isinstance(visible[0], str):
+            visible = torch.cuda._transform_uuid_to_ordinals(visible, uuids)
+        return [uuids[int(index)].removeprefix("GPU-") for index in visible[:count]]
+    return [f"GPU {index} of {launchers.host_name()}" for index in range(count)]
 
 
 def innermost_frame(thread: int) -> FrameType | None:
     """Return the frame a thread is in, by ``threading.get_ident()``: documented, but with a private name."""
     return sys._current_frames().get(thread)
+
+
+def innermost_frames() -> list[FrameType]:
+    """Return the frame that each thread is in."""
+    return [*sys._current_frames().values()]
+
+
+def calling_frame() -> FrameType | None:
+    """Return the frame that has called the caller; None if C++ has, in a thread that runs no Python."""
+    return sys._getframe(1).f_back
+
+
+def has_several_backends(group: Any) -> bool:
+    """Return whether a group has a backend of its own for each type of device, as ``cpu:gloo,cuda:nccl`` has."""
+    pairs = str(distributed_c10d._world.pg_backend_config.get(group, "")).split(",")  # a library's own group has none
+    return len({pair.partition(":")[2] for pair in pairs}) > 1
+
+
+def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
+    """Return the number of an operation in torch's enum for hooks -> what is ``wanted`` by its name there.
+
+    A member of the enum itself takes 1 us to be looked up. Empty if this torch, older than 2.15, has no hooks.
+    """
+    names = getattr(torch._C._distributed_c10d, "HookOpName", None)
+    return {member.value: wanted[name] for name, member in names.__members__.items() if name in wanted} if names else {}
+
+
+def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``opened`` with each process group and its name: those that are open, and each that will be.
+
+    torch's own registry has all of them, whichever function has opened them; it is replaced until the function that is
+    returned is called. ``closed`` is called with each that torch forgets in the meantime.
+    """
+
+    class Registry(dict[Any, Any]):
+        def __setitem__(self, group: Any, name: Any) -> None:
+            super().__setitem__(group, name)
+            opened(group, str(name))
+
+        def __delitem__(self, group: Any) -> None:
+            closed(group)
+            super().__delitem__(group)
+
+        def clear(self) -> None:
+            for group in self:
+                closed(group)
+            super().clear()
+
+    for group, name in distributed_c10d._pg_names.items():
+        opened(group, str(name))
+    distributed_c10d._pg_names = Registry(distributed_c10d._pg_names)
+
+    def undo() -> None:
+        distributed_c10d._pg_names = dict(distributed_c10d._pg_names)
+
+    return undo
+
+
+# The methods of a process group that Python calls, and torch's names for the same in hooks.
+_METHODS = {
+    "broadcast": "BROADCAST",
+    "allreduce": "ALLREDUCE",
+    "reduce": "REDUCE",
+    "allgather": "ALLGATHER",
+    "_allgather_base": "ALLGATHER_BASE",
+    "reduce_scatter": "REDUCE_SCATTER",
+    "_reduce_scatter_base": "REDUCE_SCATTER_BASE",
+    "gather": "GATHER",
+    "scatter": "SCATTER",
+    "alltoall": "ALLTOALL",
+    "alltoall_base": "ALLTOALL_BASE",
+    "barrier": "BARRIER",
+    "allreduce_coalesced": "ALLREDUCE_COALESCED",
+    "allgather_coalesced": "ALLGATHER_COALESCED",
+    "allgather_into_tensor_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
+    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
+}
+
+
+def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
+    """Call ``called(group, name, inputs, outputs, root, frame)`` before each collective that Python begins, until the
+    function that is returned is called: for torch before 2.15, which has no hooks."""
+    group_class = torch._C._distributed_c10d.ProcessGroup
+    originals = {method: getattr(group_class, method) for method in _METHODS if hasattr(group_class, method)}
+
+    def wrap(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(group: Any, *arguments: Any, **named: Any) -> Any:
+            tensors = [_flat(one) for one in arguments if isinstance(one, (list, torch.Tensor))]
+            inputs, outputs = (tensors[1], tensors[0]) if len(tensors) > 1 else ([*tensors, []][0], [])
+            root = getattr(arguments[-1], "rootRank", -1) if arguments else -1
+            called(group, _METHODS[method], inputs, outputs, root, calling_frame())
+            return original(group, *arguments, **named)
+
+        return collective
+
+    for method, original in originals.items():
+        setattr(group_class, method, wrap(method, original))
+
+    def undo() -> None:
+        for method, original in originals.items():
+            setattr(group_class, method, original)
+
+    return undo
+
+
+def _flat(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a list of tensors or of lists of them; none for a list of numbers."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return [
+        tensor for one in tensors for tensor in (one if isinstance(one, list) else [one]) if torch.is_tensor(tensor)
+    ]

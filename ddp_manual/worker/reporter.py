@@ -25,11 +25,20 @@ from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 from ddp_manual import terminal
 from ddp_manual.errors import DdpManualError, from_dict
-from ddp_manual.messages import LONGEST_ANSWER, Beat, LineReader, Progress, encode
+from ddp_manual.messages import Beat, Progress
 from ddp_manual.signals import SAVE, Requests
-from ddp_manual.worker.process_group import collectives_begun, innermost_frame
+from ddp_manual.terminal import counted
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode
+from ddp_manual.worker.process_group import (
+    collectives_begun,
+    collectives_unfinished,
+    innermost_frame,
+    innermost_frames,
+)
 
 # Seconds.
 LOOK_EVERY = 0.25
@@ -42,10 +51,19 @@ FLUSH_WITHIN = 0.3
 
 # What the place of a thread is read from: a wait in a collective, a debugger's prompt (pdb's, IPython's or that of
 # code.interact()), and files of libraries, which are not the user's program.
-_IN_TORCH = [os.path.join("torch", *parts, "") for parts in (("distributed",), ("autograd",), ("nn", "parallel"))]
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_IN_TORCH = tuple(os.path.join(_TORCH, *parts, "") for parts in (("distributed",), ("autograd",), ("nn", "parallel")))
+# Methods in C that wait for the device: a collective of NCCL returns at once, and its result is waited for here. The
+# method ``wait`` is that of a collective begun with async_op.
+_SYNCS = ("item", "tolist", "cpu", "to", "synchronize", "_cuda_synchronize")
 _PROMPTS = {("cmd.py", "cmdloop"), ("debugger.py", "cmdloop"), ("code.py", "interact"), ("embed.py", "interact")}
 _DEBUGGERS = ("cmd.py", "pdb.py", "bdb.py", "debugger.py", "code.py", "embed.py")
-_LIBRARIES = (os.path.join("torch", ""), os.path.join("torchvision", ""), "threading.py", "contextlib.py")
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_OWN = os.path.join(os.path.dirname(__file__), "")
+# Functions that write a checkpoint, and where they are.
+_SAVE = ("save", "save_file")
+_SAVING = (os.path.join("torch", "serialization.py"), os.path.join("safetensors", "torch.py"))
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -82,7 +100,7 @@ class Reporter:
         self.own_process = own_process
         self._channel = channel
         _open.add(channel)
-        self._reader = LineReader(LONGEST_ANSWER)
+        self._reader = LineReader(LONGEST_ANSWER, local=True)
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._said: dict[str, dict[str, Any]] = {}
@@ -107,7 +125,19 @@ class Reporter:
 
     def send_beat(self) -> None:
         """Send a heartbeat to the agent; it says what this rank is doing if that has changed since the last one."""
-        beat = Beat.of(self.progress, collectives_begun(), **whereabouts(self.thread)._asdict())
+        begun, where = collectives_begun(), whereabouts(self.thread)
+        # Not while the rank begins others: some are unfinished at any time then, and torch's recorder is in use.
+        unfinished = collectives_unfinished() if self._sent_beat and begun == self._sent_beat.collectives else None
+        # Of a tensor of the CPU such a method waits for nobody.
+        waits_for_gpu = where.syncs and torch.cuda.is_initialized()
+        beat = Beat.of(
+            self.progress,
+            begun,
+            unfinished=unfinished or 0,
+            inside=where.inside or (waits_for_gpu if unfinished is None else unfinished > 0),
+            place=where.place,
+            debugging=where.debugging,
+        )
         self.send({"beat": vars(beat) if beat != self._sent_beat else None})
         self._sent_beat = beat
 
@@ -126,7 +156,7 @@ class Reporter:
         while kind not in self._said or (self.verdict is not None and kind != "verdict"):
             if self.verdict is not None:
                 raise from_dict(self.verdict, int(self.verdict["exit_code"]))
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or not self._thread.is_alive():
                 raise TimeoutError(f"the agent did not say {kind}")
             self._agent_spoke.wait(0.2)  # short, since Python handles no signal while it waits
             self._agent_spoke.clear()
@@ -142,13 +172,25 @@ class Reporter:
         self._channel.close()
 
     def _run(self) -> None:
+        while True:
+            try:
+                self._speak()
+                return
+            except (OSError, ValueError):  # the program may have closed descriptors that are not its own
+                try:
+                    self._channel.getpeername()
+                except OSError:
+                    return
+                time.sleep(LOOK_EVERY)
+
+    def _speak(self) -> None:
         next_beat = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
                 if selector.select(LOOK_WHILE_SAVING if self._ending else LOOK_EVERY) and not self._read():
                     break
-                if self._ending and not (self.progress.saving or self.unwinding):  # so that nothing would be lost
+                if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
                     self._ending = False
                     self.send({"may_end": True})
                 now = time.monotonic()
@@ -197,6 +239,8 @@ class Whereabouts(NamedTuple):
 
     inside: bool = False
     """Whether it waits in a collective, or is in a backward pass of torch, which may contain one."""
+    syncs: bool = False
+    """Whether it is in a method that may wait for its GPU, and so for the collectives that are not completed."""
     place: str = ""
     """``file.py:12 in function`` of the innermost frame that is not a library's; "" without such a frame."""
     debugging: bool = False
@@ -213,20 +257,47 @@ def whereabouts(thread: int) -> Whereabouts:
         if (_file(frame), frame.f_code.co_name) in _PROMPTS:
             below = itertools.dropwhile(lambda frame: _file(frame) in _DEBUGGERS, frames[depth:])
             return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
-    in_torch = any(part in innermost.f_code.co_filename for part in _IN_TORCH)
-    return Whereabouts(in_torch or _waits(innermost.f_code, innermost.f_lasti), _own_line(frames))
+    in_torch = innermost.f_code.co_filename.startswith(_IN_TORCH)
+    called = _method_called(innermost.f_code, innermost.f_lasti)
+    return Whereabouts(in_torch or called == "wait", called in _SYNCS, _own_line(frames))
 
 
 def _own_line(frames: Sequence[FrameType]) -> str:
-    """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame."""
+    """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame; "" if that is
+    where the program is started."""
     own = next((frame for frame in frames if not _is_library(frame)), frames[-1])
-    return _line(own, own.f_lineno)
+    starts_it = own.f_code.co_filename.startswith(("<frozen ", _OWN))
+    return "" if starts_it else _line(own, own.f_lineno)
 
 
 def raised_at(error: BaseException) -> str:
     """Return the line of the user's program that raised it, as in ``whereabouts``."""
     own = [_line(*called) for called in traceback.walk_tb(error.__traceback__) if not _is_library(called[0])]
     return own[-1] if own else ""
+
+
+def writes_a_file() -> bool:
+    """Return whether a thread of the program is in ``torch.save``, or in safetensors' ``save_file``."""
+    frames = (frame for innermost in innermost_frames() for frame, _ in traceback.walk_stack(innermost))
+    return any(frame.f_code.co_name in _SAVE and frame.f_code.co_filename.endswith(_SAVING) for frame in frames)
+
+
+def own_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception, and of what it was raised from, with the frames of the user's program and
+    the innermost one; without such frames all of it."""
+    shown = traceback.TracebackException.from_exception(error, compact=True)
+    left_out, pending = 0, [(shown, error)]
+    while pending:
+        one, raised = pending.pop()
+        of_raised = ((one.__cause__, raised.__cause__), (one.__context__, raised.__context__))
+        pending += [(other, of) for other, of in of_raised if other is not None and of is not None]
+        is_own = [not _is_library(frame) for frame, _ in traceback.walk_tb(raised.__traceback__)]
+        own = [frame for frame, kept in zip(one.stack[:-1], is_own, strict=False) if kept]
+        if any(is_own):
+            left_out += len(one.stack) - len(own) - 1
+            one.stack = traceback.StackSummary.from_list([*own, one.stack[-1]])
+    text = "".join(shown.format()).rstrip()
+    return f"{text}\n({counted(left_out, 'frame')} of libraries left out)" if left_out else text
 
 
 def _file(frame: FrameType) -> str:
@@ -237,23 +308,41 @@ def _line(frame: FrameType, number: int) -> str:
     return f"{_file(frame)}:{number} in {frame.f_code.co_name}"
 
 
-@functools.lru_cache(maxsize=64)
-def _waits(code: CodeType, instruction: int) -> bool:
-    """Return whether a method ``wait`` is called there; one in C is that of a collective begun with async_op."""
-    if "wait" not in code.co_names:
-        return False
-    called = ""
+def _method_called(code: CodeType, instruction: int) -> str:
+    """Return which method is called there; "" if it is none in which a thread may wait for others."""
+    return _calls(code).get(instruction, "")
+
+
+@functools.lru_cache(maxsize=256)
+def _calls(code: CodeType) -> dict[int, str]:
+    """Return offset of a call -> the method that is called; empty for code without a method that may wait."""
+    if not {"wait", *_SYNCS}.intersection(code.co_names):
+        return {}
+    calls: dict[int, str] = {}
+    loaded: dict[tuple[int | None, ...], str] = {}
     for step in dis.get_instructions(code):
-        if step.offset >= instruction:
-            break
-        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "CALL")):
-            called = "" if step.opname.startswith("CALL") else step.argval
-    return called == "wait"
+        # ``x.to`` and the call of it begin at one place in the file, and what the call is given begins elsewhere.
+        # Before Python 3.11 there are no places: then what was loaded last counts.
+        place = getattr(step, "positions", None)
+        begins = (place.lineno, place.col_offset) if place is not None else ()
+        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            loaded[begins] = step.argval
+        elif step.opname.startswith(("CALL", "PRECALL")):
+            calls[step.offset] = loaded.get(begins, "") if begins else loaded.pop(begins, "")
+    return calls
 
 
 def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return "site-packages" in name or any(part in name for part in _LIBRARIES)
+    file = frame.f_code.co_filename
+    if frame.f_globals.get("__name__") == "__main__" and not file.startswith(_OWN):
+        return False  # also a module of a library, which python -m or its command runs
+    return is_library(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(file: str) -> bool:
+    """Return whether a file is a library's, Python's or this package's own, and not the user's program."""
+    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, _OWN, _PYTHON))
 
 
 def flush_briefly() -> None:

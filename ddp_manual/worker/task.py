@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import statistics
 import sys
@@ -18,9 +17,10 @@ import torch.distributed as dist
 
 from ddp_manual import signals, terminal
 from ddp_manual.errors import Stopped
-from ddp_manual.messages import Steps
+from ddp_manual.messages import Steps, first_command_and
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import check_own_code, train_as_agreed
+from ddp_manual.wire import all_escaped
 from ddp_manual.worker.device import keep_freed_memory
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import import_dynamo
@@ -62,7 +62,7 @@ def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
     """Join the process group, train (or measure, for ``ddp-manual check``), leave, and send the result to the agent.
 
     Args:
-        start: the agent's first message: ``config`` if the rank is to train, and how to ``go_on`` after a signal.
+        start: the agent's first message: ``config`` if the rank is to train, and how to go on if ``launched``.
 
     Raises:
         BaseException: what ends the rank; the caller tells the agent.
@@ -75,8 +75,8 @@ def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
             if config is None:
                 result = measure(world, rank.steps)
             else:
-                command = start["go_on"].replace("{run_dir}", shlex.quote(str(world.run_dir)))
-                result = train_as_agreed(world, config, f"go on, with any number of ranks:\n{command}")
+                how = start["launched"] or first_command_and(str(world.run_dir))
+                result = train_as_agreed(world, config, f"go on: {how}")
         except Stopped as error:  # all ranks have stopped after the same step, and leave in order
             stopped = error
     for stream in (sys.stdout, sys.stderr):
@@ -98,7 +98,7 @@ def measure(world: World, steps: Steps) -> dict[str, Any]:
     with steps.step("round trips"):
         round_trips = _round_trips(world)
     seen = steps.as_dicts()
-    ranks = world.gather({"rank": world.rank, "host": world.host, "steps": seen})
+    ranks = all_escaped(world.gather({"rank": world.rank, "host": world.host, "steps": seen}))
     if world.rank != 0:
         return {"steps": seen}
     measured = {"barrier_seconds": barrier, "all_reduce": all_reduces, "round_trips": round_trips}

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Store
 
 from ddp_manual import signals, terminal
-from ddp_manual.errors import BadOption, DataMissing, DdpManualError, from_dict
+from ddp_manual.errors import BadOption, DataMissing, DdpManualError, escaped, from_dict
 from ddp_manual.messages import ENDED, Place, Progress
+from ddp_manual.run_folder import own_run_dir
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import Waiting
+from ddp_manual.training.ddp import gather_messages
+from ddp_manual.wire import decode
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -39,10 +41,14 @@ class World(Place):
     rendezvous_seconds: float
     """Seconds from the start of the agent to the end of the first collective; 0 in a run without other ranks."""
     progress: Progress
-    """What this rank is doing, which ``ddp-manual status`` shows; the body may keep it up to date."""
+    """What this rank is doing, which ``ddp-manual status`` shows; the body keeps it up to date with
+    ``world.progress(step=120, epoch=2)``."""
     run_dir: Path | None
     """The folder of the run, the same on every rank; on disk only on rank 0's host, unless the hosts share it. None
-    if the run keeps no files, or the ranks have not agreed on a folder."""
+    if the run keeps no files, or the ranks have not agreed on a folder. On other ranks it is what rank 0 has
+    named, which may not be what they were given."""
+    run_dir_is_own: bool = True
+    """Whether this rank writes its failure there: rank 0, and a rank whose own option or default it is."""
     run_dir_of_join: Path | None
     """The folder that rank 0 gave to ``join``."""
     _store: Store | None = field(repr=False)
@@ -72,16 +78,21 @@ class World(Place):
         """
         self._closing.callback(action)
 
-    def take_folder(self, run_dir: str) -> None:
-        """Make this folder the ``run_dir``, where the failure of a rank is also written."""
-        self.run_dir = Path(run_dir)
-        self._tell({"run_dir": run_dir})
+    def take_folder(self, named: str, *, own: str, chosen: bool) -> None:
+        """Make the folder that rank 0 has named the ``run_dir``; this rank writes there only if it is its ``own``.
+
+        Args:
+            chosen: whether the user has named ``own``.
+        """
+        mine = own_run_dir(named, own)
+        self.run_dir, self.run_dir_is_own = Path(mine or named), mine is not None
+        self._tell({"run_dir": str(self.run_dir), "own": self.run_dir_is_own, "chosen": chosen})
 
     def roster(self) -> list[Mapping[str, Any]]:
         """Describe all ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, UUID."""
         if self._store is None or self.rank == 0:
             return list(self._roster)
-        found: list[Mapping[str, Any]] = json.loads(self._store.get("ddp_manual/roster"))
+        found: list[Mapping[str, Any]] = decode(self._store.get("ddp_manual/roster").decode())
         return found
 
     def gather(self, message: Any) -> list[Any]:
@@ -92,16 +103,7 @@ class World(Place):
         """
         if self._store is None:
             return [json.loads(json.dumps(message))]
-        # A bytearray, since torch warns about memory that cannot be written to.
-        own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(own)], device=self.device))
-        padded = own.new_zeros(max(int(length) for length in lengths))
-        padded[: len(own)] = own
-        received = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(received, padded)
-        pairs = zip(received, lengths, strict=True)
-        return [json.loads(buffer[: int(length)].cpu().numpy().tobytes()) for buffer, length in pairs]
+        return gather_messages(message, self.device)
 
     def once_per_host(self, job: str, action: Callable[[], None], *, timeout: float) -> None:
         """Call ``action`` on the first rank of each host, while the other ranks of that host wait for it.
@@ -139,9 +141,9 @@ class World(Place):
                     why=f"rank {self.rank} waited for it, so that one rank per host writes the files",
                     next=f"look at the output of that rank, or {job} beforehand",
                 )
-            waiting.about(f"waiting for {leader} to {terminal.escaped(job)}")
+            waiting.about(f"waiting for {leader} to {escaped(job)}")
             time.sleep(0.02)
-        if (failed := json.loads(self._store.get(key))) is not None:
+        if (failed := decode(self._store.get(key).decode())) is not None:
             raise from_dict(failed)
 
     @contextmanager

@@ -1,0 +1,465 @@
+"""Whether all ranks call the same collectives: what an agent knows of its own worker's, and their comparison on rank 0.
+
+An agent reads its worker's records (``ddp_manual.collectives``) and sends the chains of some numbers with each
+heartbeat. Where chains of the same number differ, rank 0 asks the agents for more, finds the first number at which the
+ranks differ, and what each of them called there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import operator
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ddp_manual import collectives
+from ddp_manual.errors import CollectiveMismatch
+from ddp_manual.terminal import MOST_RANGES, as_ranges
+from ddp_manual.wire import printable
+
+# A heartbeat has the chains of a group's last numbers, and of the last multiples of these: ranks whose heartbeats come
+# at different times have some of them in common.
+LAST = 16
+MULTIPLES = (64, 1024, 16384)
+LAST_MULTIPLES = 4
+# Groups in a heartbeat: those in which the last collectives were begun.
+MOST_GROUPS = 16
+# Numbers that an agent replies with, for up to this many ranks that are asked; for more of them fewer. Each of its
+# groups has the same share.
+MANY_RANKS = 64
+MOST_CHAINS = 2048
+FEWER_CHAINS = 256
+# Numbers that rank 0 keeps to compare others with: of a group, and of all groups; and how many groups.
+MOST_KEPT = 4096
+MOST_KEPT_OF_ALL = 1 << 18
+MOST_GROUPS_KEPT = 4096
+# Groups of its worker that an agent knows. A script that opens others for each epoch never closes them.
+MOST_GROUPS_READ = 512
+# Seconds after which a rank that begins no collective is taken to wait; between two looks at such ranks; and at most
+# between two looks at the same, since a rank that saves a checkpoint lags behind the others for long.
+WAITS_AFTER = 0.8
+LOOK_AGAIN_AFTER = 5.0
+LOOK_AGAIN_WITHIN = 60.0
+# Sides of a difference that are shown.
+MOST_SIDES = 4
+
+# What a reply that says something else than expected raises when it is read.
+UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
+
+Ask = Callable[[Iterable[int], Mapping[str, Any]], Awaitable[Mapping[int, Any]]]
+"""Asks the agents of these ranks, and returns the replies that come in time."""
+
+
+class _Group:
+    """A process group in which this agent's worker has begun collectives."""
+
+    def __init__(self, key: str, ranks: Sequence[int], description: str, device: str) -> None:
+        self.key = key
+        # All its ranks would be N numbers from each of N ranks: 64 KB each for 16,384.
+        self.name = group_name(ranks, description, device)
+        self.begun = 0
+        """How many collectives the worker had begun with the last of this group."""
+        self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
+        self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
+
+    def take(self, key: collectives.Key) -> None:
+        self.begun = key.begun
+        for step, chains in self._chains:
+            if key.number % step == 0:
+                chains.append((key.number, key.chain))
+
+    def for_beat(self) -> list[int]:
+        """Return number, chain, number, chain, ..., the last number first."""
+        latest = self._chains[0][1]
+        found = dict(pair for _, chains in self._chains for pair in chains)
+        return [part for number in sorted(found, reverse=True) for part in (number, found[number])] if latest else []
+
+
+class Records:
+    """What an agent reads of the collectives of its worker, also after the worker's death."""
+
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
+        self._groups: dict[int, _Group] = {}
+        self._left_out = 0
+        """The last of the groups that are no longer known; the worker numbers them."""
+        self._read = 0
+
+    def open(self, pid: int, descriptor: int) -> None:
+        """Open the memory that a worker has, by the number of its descriptor there.
+
+        Raises:
+            OSError, ValueError: the worker has ended already, or this system does not allow it.
+        """
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
+            self._memory = memoryview(mmap.mmap(file.fileno(), collectives.MEMORY_SIZE, prot=mmap.PROT_READ))
+        self._groups, self._left_out, self._read = {}, 0, 0
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        if len(self._groups) >= MOST_GROUPS_READ:
+            identity = min(self._groups, key=lambda one: self._groups[one].begun)
+            self._left_out = max(self._left_out, identity)
+            del self._groups[identity]
+        self._groups[group["identity"]] = _Group(group["key"], group["ranks"], group["description"], group["device"])
+
+    def read(self) -> None:
+        """Take the records that are new."""
+        for key in collectives.read(self._memory, self._read) if self._memory is not None else ():
+            group = self._groups.get(key.group)
+            if group is not None:
+                group.take(key)
+            elif key.group > self._left_out:  # its message is on the way
+                break
+            self._read = key.begun
+
+    def for_beat(self) -> dict[str, list[int]]:
+        """Return key of a group -> number, chain, number, chain, ... of its last collectives."""
+        self.read()
+        latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
+        return {group.key: group.for_beat() for group in latest if group.begun}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to rank 0: with the last ``chains`` of each group, or the ``calls`` of one group at some numbers."""
+        memory = self._memory
+        if memory is None:
+            return {"calls": [], "groups": {}, "last": None}
+        self.read()
+        found = [key for key in collectives.read(memory) if key.group in self._groups]
+        if "calls" in request:
+            wanted = {int(number) for number in request["calls"]}
+            return {
+                "calls": [
+                    [key.number, key.begun, *said]
+                    for key in found
+                    if key.number in wanted and self._groups[key.group].key == request["group"]
+                    if (said := collectives.read_call(memory, key.begun)) is not None
+                ]
+            }
+        groups: dict[str, Any] = {}
+        most = max(LAST, int(request["chains"]) // max(1, len({key.group for key in found})))
+        for key in reversed(found):
+            group = self._groups[key.group]
+            of_group = groups.setdefault(
+                group.key,
+                {"name": group.name, "chains": []},
+            )
+            if len(of_group["chains"]) < 2 * most:
+                of_group["chains"] += [key.number, key.chain]
+        last = collectives.read_call(memory, found[-1].begun) if found else None
+        return {
+            "groups": groups,
+            "last": [self._groups[found[-1].group].key, found[-1].number, *last] if last is not None else None,
+        }
+
+
+class Last(NamedTuple):
+    """The last collective that a rank has begun."""
+
+    group: str
+    number: int
+    call: collectives.Call
+
+    def in_words(self, names: Mapping[str, str]) -> str:
+        return f"the {ordinal(self.number)} of {names[self.group]}, {at(self.call)}"
+
+
+class Difference(NamedTuple):
+    """The first collective of a group that ranks did not call alike."""
+
+    error: CollectiveMismatch
+    rank: int
+    """One of those that differ from most ranks."""
+
+
+class _Heard:
+    """What rank 0 has heard of a group."""
+
+    def __init__(self) -> None:
+        self.chains: dict[int, tuple[int, int]] = {}
+        """Number -> its chain, and the rank that has sent it first."""
+        self.last: dict[int, tuple[int, float]] = {}
+        """Rank -> the last number that it has sent, and since when it is that."""
+
+
+class _Reply(NamedTuple):
+    """What the agent of a rank replies of its groups."""
+
+    names: dict[str, str]
+    chains: dict[str, dict[int, int]]
+    """Group -> number -> chain."""
+    last: Last | None
+
+    @classmethod
+    def read(cls, reply: Mapping[str, Any]) -> _Reply:
+        """Read what the network brought.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: it is no such reply.
+        """
+        names: dict[str, str] = {}
+        chains: dict[str, dict[int, int]] = {}
+        for group, of_group in reply["groups"].items():
+            names[group] = printable(of_group["name"])
+            sent = [*map(operator.index, of_group["chains"])]
+            chains[group] = dict(zip(sent[::2], sent[1::2], strict=True))
+        last = None
+        if reply["last"] is not None and reply["last"][0] in names:
+            group, number, *call = reply["last"]
+            last = Last(group, operator.index(number), _call(call))
+        return cls(names, chains, last)
+
+
+def _call(texts: Sequence[str]) -> collectives.Call:
+    return collectives.Call(*map(printable, texts))
+
+
+def _calls(reply: Mapping[str, Any]) -> dict[int, tuple[int, collectives.Call]]:
+    """Return number -> how many collectives the rank had begun with it, and what it called; {} if it is unreadable."""
+    with suppress(*UNREADABLE):
+        return {operator.index(number): (operator.index(begun), _call(call)) for number, begun, *call in reply["calls"]}
+    return {}
+
+
+class Comparison:
+    """What rank 0 knows of the collectives of all ranks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Heard] = {}
+        """Those that were heard last are the last."""
+        self._looked = -LOOK_AGAIN_AFTER
+        self._next_looks: dict[tuple[str, int], tuple[float, float]] = {}
+        """Group, number of ranks that wait in it -> when to look at them next, and how long after that again."""
+        self._differ: tuple[str, int, int, int] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any rank has sent something to compare."""
+        return bool(self._groups)
+
+    def hear(self, rank: int, calls: Mapping[str, Sequence[int]], now: float) -> bool:
+        """Take what a heartbeat says; return whether a rank has made other calls than another, as far as is known."""
+        for group, sent in calls.items():
+            heard = self._groups.get(group)
+            before = 0 if heard is None else heard.last.get(rank, (0, now))[0]
+            if not sent or sent[0] == before:
+                continue
+            self._groups[group] = heard = self._groups.pop(group, None) or _Heard()
+            for number, chain in zip(sent[::2], sent[1::2], strict=False):
+                if number <= before:
+                    break
+                other = heard.chains.setdefault(number, (chain, rank))
+                if other[0] != chain and self._differ is None:
+                    self._differ = group, number, rank, other[1]
+            heard.last[rank] = sent[0], now
+            most = min(MOST_KEPT, MOST_KEPT_OF_ALL // len(self._groups))
+            if len(heard.chains) > most:
+                for number in sorted(heard.chains)[: -most // 2]:
+                    del heard.chains[number]
+            if len(self._groups) > MOST_GROUPS_KEPT:
+                del self._groups[next(iter(self._groups))]
+        return self._differ is not None
+
+    def lagging(self, now: float) -> tuple[int, int] | None:
+        """Return a rank that waits so far behind another one in a group that their heartbeats have no number in common,
+        and that other rank, if it is time to look at them."""
+        if now - self._looked < LOOK_AGAIN_AFTER:
+            return None
+        found: dict[tuple[str, int], tuple[int, int]] = {}
+        for group, heard in self._groups.items():
+            most, ahead = max((number, rank) for rank, (number, _) in heard.last.items())
+            for rank, (number, since) in heard.last.items():
+                if most - number >= LAST and now - since > WAITS_AFTER:
+                    found.setdefault((group, number), (rank, ahead))
+        self._next_looks = {lag: self._next_looks.get(lag, (now, LOOK_AGAIN_AFTER)) for lag in found}
+        lag = min(found, key=lambda one: self._next_looks[one], default=None)
+        if lag is None or self._next_looks[lag][0] > now:
+            return None
+        self._looked, (_, after) = now, self._next_looks[lag]
+        self._next_looks[lag] = now + after, min(2 * after, LOOK_AGAIN_WITHIN)
+        return found[lag]
+
+    async def look(self, ask: Ask, ranks: Sequence[int], start_again: str) -> tuple[Difference | None, dict[int, str]]:
+        """Ask ranks for their records; a rank whose reply cannot be read counts as absent.
+
+        Returns:
+            The first difference, None if there is none; rank -> its last collective, in words.
+        """
+        replies: dict[int, _Reply] = {}
+        for rank, reply in (await ask(ranks, {"chains": most_chains(len(ranks))})).items():
+            with suppress(*UNREADABLE):
+                replies[rank] = _Reply.read(reply)
+        names: dict[str, str] = {}
+        chains: dict[str, dict[int, dict[int, int]]] = {}
+        for rank, said in replies.items():
+            names = {**said.names, **names}
+            for group, of_rank in said.chains.items():
+                chains.setdefault(group, {})[rank] = of_rank
+        last = {rank: said.last.in_words(names) for rank, said in replies.items() if said.last is not None}
+        last.update(self._last_of_absent(set(ranks) - replies.keys(), names))
+        found = [await self._difference(ask, group, of_ranks, names[group]) for group, of_ranks in chains.items()]
+        first = min((one for one in found if one is not None), key=lambda one: one[0], default=None)
+        if first is None and self._differ is None:
+            return None, last
+        difference = first[1] if first is not None else self._unseen(names)
+        difference.error.next += f"\nthen {start_again}"
+        return difference, last
+
+    def _last_of_absent(self, ranks: Iterable[int], names: Mapping[str, str]) -> dict[int, str]:
+        """Return the last collectives of ranks that do not reply, perhaps since their agents have left."""
+        found: dict[int, str] = {}
+        for rank in sorted(ranks):
+            began = [
+                (group in names, heard.last[rank][0], group)
+                for group, heard in self._groups.items()
+                if rank in heard.last
+            ]
+            if began:
+                named, number, group = max(began, key=lambda one: one[0])
+                found[rank] = f"the {ordinal(number)} of {names[group] if named else 'another group'}"
+        return found
+
+    async def _difference(
+        self, ask: Ask, group: str, chains: Mapping[int, Mapping[int, int]], name: str
+    ) -> tuple[int, Difference] | None:
+        """Return the first difference in a group, behind how many collectives its first rank had begun before."""
+        first = first_difference(chains)
+        if first is None:
+            return None
+        replies = await ask(chains, {"group": group, "calls": [first - 1, first]})
+        calls = {rank: _calls(reply) for rank, reply in replies.items()}
+        at_first = {rank: of_rank[first][1] for rank, of_rank in calls.items() if first in of_rank}
+        before = next((of_rank[first - 1][1] for of_rank in calls.values() if first - 1 in of_rank), None)
+        if len(sides := sides_of(at_first, {rank: chains[rank].get(first) for rank in at_first})) < 2:
+            return None
+        return min(of_rank[first][0] for of_rank in calls.values() if first in of_rank), Difference(
+            mismatch(sides, first, name, before), sides[0].ranks[0]
+        )
+
+    def _unseen(self, names: Mapping[str, str]) -> Difference:
+        """Return a difference that is known from heartbeats only: the records of it were overwritten."""
+        assert self._differ is not None
+        group, number, rank, other = self._differ
+        name = names.get(group, "a process group")
+        error = CollectiveMismatch(
+            f"rank {rank} and rank {other} called different collectives, at or before the {ordinal(number)} of {name}",
+            why=f"{WHY}\nwhich of them differed is not known any more: the records of it are overwritten",
+            next=OTHER_CALL,
+        )
+        return Difference(error, rank)
+
+
+class Side(NamedTuple):
+    """Ranks that called the same, on the same line."""
+
+    ranks: list[int]
+    call: collectives.Call
+
+
+def sides_of(calls: Mapping[int, collectives.Call], chains: Mapping[int, int | None]) -> list[Side]:
+    """Return who called what, the fewest ranks first; one side or none if all called what goes together."""
+    if len(set(chains.values())) < 2:
+        return []
+    sides: dict[collectives.Call, list[int]] = {}
+    for rank in sorted(calls):
+        sides.setdefault(calls[rank], []).append(rank)
+    votes = Counter(chains.values())
+    return sorted(
+        (Side(ranks, call) for call, ranks in sides.items()),
+        key=lambda side: (votes[chains[side.ranks[0]]], len(side.ranks), side.ranks),
+    )
+
+
+def most_chains(ranks: int) -> int:
+    """Return how many numbers each of so many ranks is asked for."""
+    return MOST_CHAINS if ranks <= MANY_RANKS else FEWER_CHAINS
+
+
+def first_difference(chains: Mapping[int, Mapping[int, int]]) -> int | None:
+    """Return the first number at which the chains of ranks differ.
+
+    Args:
+        chains: rank -> number -> chain, as far as they are known.
+    """
+    seen: dict[int, int] = {}
+    differ = [
+        number
+        for of_rank in chains.values()
+        for number, chain in of_rank.items()
+        if seen.setdefault(number, chain) != chain
+    ]
+    return min(differ, default=None)
+
+
+WHY = (
+    "all ranks of a group must call the same collectives in the same order; where they do not,\n"
+    "they wait for each other, a rank aborts, or the numbers are wrong"
+)
+OTHER_CALL = (
+    "let all ranks make the same calls in the same order: look before these lines for what is not the same on all\n"
+    "ranks, such as `if rank == 0`, an uneven number of batches, or an exception that one rank has caught"
+)
+OTHER_SIZE = (
+    "let all ranks call it with tensors of the same number of elements: drop_last=True leaves out a smaller last\n"
+    "batch, and all_gather_object takes objects that differ in length"
+)
+OTHER_DTYPE = "let all ranks call it with tensors of the same dtype, such as tensor.to(torch.float32)"
+OTHER_DETAIL = "let all ranks call it with the same reduce operation, and the same src or dst"
+
+
+def mismatch(sides: Sequence[Side], number: int, group: str, before: collectives.Call | None) -> CollectiveMismatch:
+    """Return the error that names what each side called.
+
+    Args:
+        before: what all ranks had called just before; None if that is not known.
+    """
+    calls = [side.call.call for side in sides]
+    names = {call.partition(" ")[0] for call in calls}
+    dtypes = {call.partition("[")[0] for call in calls}
+    detailed = len(set(calls)) == 1
+    said = [f"{rank_words(side.ranks)} called {at(side.call, detailed=detailed)}" for side in sides[:MOST_SIDES]]
+    said += ["..."] * (len(sides) > MOST_SIDES)
+    # Where the lines differ too, the ranks were most likely not about to make the same call.
+    if len(names) > 1 or len({side.call.line for side in sides}) > 1:
+        next = OTHER_CALL
+    elif len(dtypes) > 1:
+        next = OTHER_DTYPE
+    else:
+        next = OTHER_DETAIL if detailed else OTHER_SIZE
+    why = [WHY]
+    if before is not None:
+        why.append(f"the last one alike was the {ordinal(number - 1)}: {at(before)}")
+    return CollectiveMismatch(f"{', '.join(said)}, as the {ordinal(number)} of {group}", why="\n".join(why), next=next)
+
+
+def at(call: collectives.Call, *, detailed: bool = False) -> str:
+    """Return ``all_reduce float32[4] at train.py:91``, with ``(max)`` or ``(from rank 0)`` if asked for."""
+    detail = f" ({call.detail})" if detailed and call.detail else ""
+    return f"{call.call}{detail} at {call.line or 'no line of Python'}"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 2``, ``ranks 0 and 1`` or ``ranks 0, 2 and 4-7``; of more than MOST_RANGES ``ranks 0, 2, ...``"""
+    words = [
+        word
+        for first, last in as_ranges(sorted(ranks))
+        for word in ([str(first), str(last)][: last - first + 1] if last - first < 2 else [f"{first}-{last}"])
+    ]
+    if len(words) > MOST_RANGES:
+        return f"ranks {', '.join(words[:MOST_RANGES])}, ..."
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {' and '.join(filter(None, [', '.join(words[:-1]), words[-1]]))}"
+
+
+def group_name(ranks: Sequence[int], description: str, device: str = "") -> str:
+    """Return ``the default group``, ``the default group on cuda``, or ``the group of ranks 0 and 2 (dp)``."""
+    of_backend = f" on {device}" if device else ""
+    if description == "default_pg":
+        return f"the default group{of_backend}"
+    described = f" ({description})" if description not in ("", "undefined") else ""
+    return f"the group of {rank_words(ranks)}{described}{of_backend}"
+
+
+def ordinal(number: int) -> str:
+    """Return ``1st``, ``2nd``, ``3rd``, ``137th``."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"

@@ -1,0 +1,162 @@
+"""Workers of ``launch``: forks of a process that has imported torch, or new processes; their output is copied line by
+line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TextIO
+
+from ddp_manual import launchers
+from ddp_manual.agent.worker_process import (
+    LOOK_EVERY,
+    PROGRAM,
+    Worker,
+    check_torch_is_installed,
+    start_process,
+    words_for,
+)
+from ddp_manual.errors import DdpManualError
+from ddp_manual.launchers import start_python
+from ddp_manual.program import Program
+from ddp_manual.terminal import RankOutput
+from ddp_manual.wire import LONGEST_LINE
+
+
+async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
+    """Copy what the worker writes to this pipe, line by line, until its end."""
+    reader = asyncio.StreamReader(limit=1 << 20)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
+    rest = b""
+    while piece := await reader.read(1 << 16):
+        # A progress bar rewrites its line with \r: each state of it counts as a line.
+        *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        if lines:
+            await asyncio.wrap_future(output.write(b"\n".join(lines) + b"\n", sink))
+    if rest:
+        await asyncio.wrap_future(output.write(rest + b"\n", sink))
+
+
+class Forker:
+    """The process that imports torch, and then forks each worker: see ``worker/__main__.py``.
+
+    Args:
+        program: what the workers run; by default our own training.
+        modules: what it imports besides, before the first fork.
+    """
+
+    def __init__(self, nproc: int, program: Program | None = None, modules: Sequence[str] = ()) -> None:
+        self._nproc, self._program = nproc, program
+        self._words = [f"ranks={nproc}", *words_for(program), f"import={','.join(modules)}"]
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs, launchers.clean_variables(self._nproc):
+            self._process = start_python(
+                PROGRAM, [theirs.fileno()], self._words, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def start_again(self) -> None:
+        """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""
+        if self._process.poll() is not None:
+            self.close()
+            self._start()
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def start(self, rank: int, world_size: int, output: RankOutput) -> Worker:
+        """Ask for a worker; it exists once the forker has torch."""
+        check_torch_is_installed()
+        channel, theirs = socket.socketpair()
+        (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
+        with theirs, suppress(BrokenPipeError):  # the forker has just ended; the worker's channel shows that too
+            socket.send_fds(self._control, [b"."], [theirs.fileno(), *their_pipes])
+        for descriptor in their_pipes:
+            os.close(descriptor)
+        return ForkedWorker(self._process, channel, faults, copies(ours, output), self._program)
+
+
+class ProcessStarter:
+    """Starts each worker as a process of its own, for programs that must not be forked."""
+
+    def __init__(self, nproc: int, program: Program | None) -> None:
+        self._nproc, self._program = nproc, program
+
+    def start_again(self) -> None:
+        """Do nothing: no worker depends on this."""
+
+    def close(self) -> None:
+        """Do nothing: the agents end their workers."""
+
+    def start(self, rank: int, world_size: int, output: RankOutput) -> Worker:
+        (out, err), theirs = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True)
+        with launchers.clean_variables(self._nproc):
+            streams = {"stdin": subprocess.DEVNULL, "stdout": theirs[0], "stderr": theirs[1]}
+            worker = start_process(rank, world_size, self._program, start_new_session=True, **streams)
+        for descriptor in theirs:
+            os.close(descriptor)
+        worker.copies = copies((out, err), output)
+        return worker
+
+
+def copies(pipes: Sequence[int], output: RankOutput) -> list[asyncio.Future[None]]:
+    """Copy stdout and stderr of a worker; each future is done when everything is read that the worker has written."""
+    sinks = zip(pipes, (sys.stdout, sys.stderr), strict=True)
+    return [asyncio.ensure_future(copy(pipe, output, sink)) for pipe, sink in sinks]
+
+
+class ForkedWorker(Worker):
+    """A worker that exists only once its forker has torch, and says so itself.
+
+    Args:
+        forker: the process that forks it; it ends if it cannot import torch.
+    """
+
+    def __init__(
+        self,
+        forker: subprocess.Popen[bytes],
+        channel: socket.socket,
+        faults: int,
+        copies: Sequence[asyncio.Future[None]],
+        program: Program | None,
+    ) -> None:
+        super().__init__(forker.pid, channel, faults, program=program)
+        self._forker = forker
+        self.copies = copies
+
+    async def _watch(self, gone: Callable[[], None]) -> None:
+        while not self.said and not self.is_gone:
+            await asyncio.sleep(0.01)
+        if self.said:
+            await super()._watch(gone)
+            return
+        await asyncio.sleep(LOOK_EVERY)  # perhaps only its child has ended, or the forker is about to end
+        self.status = self._forker.poll()
+        self.ended = True
+        gone()
+
+    def signal(self, number: int) -> None:
+        if self.said:  # before that its pid is the forker's
+            super().signal(number)
+
+    async def silence(self) -> None:
+        if self.said:
+            await super().silence()
+
+    async def end(self, error: DdpManualError | None, *, own: bool) -> None:
+        if self.said:
+            await super().end(error, own=own)
+        else:  # once it is forked it finds the channel closed, and ends
+            self.close()

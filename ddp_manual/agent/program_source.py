@@ -1,0 +1,391 @@
+"""What ranks of a user's own program must have in common, found without running any of it: the digests of its files and
+the versions of its packages; and whether the program is there at all."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import os
+import re
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, PackageNotFoundError, version
+from pathlib import Path
+
+from ddp_manual.agent.program_arguments import digest
+from ddp_manual.errors import BadOption
+from ddp_manual.program import EXECUTABLE, MODULE, Program
+from ddp_manual.wire import printable
+
+# A program whose local modules are more is compared by the first of them that its imports lead to.
+MOST_FILES = 2000
+# A hello has 64 KiB. The files of larger programs are combined, folder by folder; of more packages, the first are sent.
+MOST_PARTS = 100
+ALL_FILES = "local modules"
+# Statements are cut out, and only they are parsed: ast takes 0.6 s for a megabyte of source, and this takes 0.07 s. It
+# also finds the imports of a file that has a syntax error. In a text, "import x" leads to a file more at most. What
+# matches a parenthesis cannot fail behind it, whether it is closed or not: trying again would take minutes.
+IMPORT = re.compile(
+    r"(?:^|[:;])[ \t]*((?:from[ \t]+[.\w]+[ \t]+)?import\b(?:[ \t]*"
+    r"\((?:[^()#:;\n]|#[^\n]*|\n(?![ \t]*(?:from|import)\b))*\)?|(?:[^\\\n;#]|\\\r?\n)*))",
+    re.MULTILINE,
+)
+STDLIB = Path(os.__file__).parent
+INSTALLED = {"site-packages", "dist-packages"}
+OURS = "ddp_manual"
+# What ``launch`` imports before it forks: torchvision takes each rank 0.3 s of a core otherwise. A fork of another
+# package may be worth less than an import: threads that it starts are not forked. torch._inductor starts processes, and
+# TensorBoard may import TensorFlow.
+FORKABLE = re.compile(r"(torch|torchvision|numpy)(\.(?!_|tensorboard\b)\w+)*")
+
+
+@dataclass(frozen=True)
+class ProgramSource:
+    """The source of a program, as ranks compare it."""
+
+    code: Mapping[str, str] = field(default_factory=dict)
+    """File, as a path below the program's folder, or a folder of many -> digest."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distribution -> version, for the packages that its modules import at the top."""
+
+
+@dataclass(frozen=True)
+class _Module:
+    path: Path
+    name: str
+    """The path below the folder in which Python finds it."""
+    package: str = ""
+    """The package that its relative imports begin at."""
+
+
+@functools.lru_cache(maxsize=8)
+def source_once(program: Program) -> ProgramSource:
+    """Return what ``source_of`` does, for all ranks of ``launch`` at once."""
+    return source_of(program)
+
+
+def source_of(program: Program) -> ProgramSource:
+    """Return the digests of a program's script and local modules, and the versions of its packages."""
+    if program.kind == EXECUTABLE:
+        return ProgramSource(_executable(program.name))
+    try:
+        main, folders = _main_module(program)
+    except BadOption:  # the worker's Python says it in its own words
+        return ProgramSource()
+    finder = _Finder(folders)
+    files, tops = finder.follow(main)
+    return ProgramSource(_combined(files), _versions(tops))
+
+
+def forkable_imports(program: Program) -> list[str]:
+    """Return what a program imports of torch, torchvision and numpy at the top of its main file: modules, or names in
+    modules."""
+    try:
+        main, _ = _main_module(program)
+        text = main.path.read_text("utf-8-sig", "replace")
+    except (BadOption, OSError):
+        return []
+    return sorted({name for name, is_top, _ in _imported(text, main.package) if is_top and FORKABLE.fullmatch(name)})
+
+
+def check_program(program: Program) -> None:
+    """Check that Python, or the shell, would find the program.
+
+    Raises:
+        BadOption: there is no such script, module or executable, or this user may not read or run it.
+    """
+    if program.kind == EXECUTABLE:
+        if shutil.which(program.name) is None:
+            raise _no_executable(program.name)
+        return
+    main, _ = _main_module(program)
+    try:
+        with main.path.open("rb"):
+            pass
+    except OSError as error:
+        raise BadOption(
+            f"{program.name} cannot be read",
+            why=f"{error.strerror}: {error.filename}",
+            next="give a file that this user may read",
+        ) from None
+
+
+def _no_executable(name: str) -> BadOption:
+    if os.sep in name:
+        there = os.path.exists(name)
+        return BadOption(
+            f"{name} cannot be executed" if there else f"{name} does not exist",
+            why=f"looked for {os.path.abspath(name)}, because of --no_python",
+            next=f"chmod +x {name}\nor, if it is a Python script, leave --no_python out"
+            if there
+            else "correct the path of the executable after --no_python",
+        )
+    return BadOption(
+        f"there is no executable {name}",
+        why="looked for it in the folders of PATH, because of --no_python",
+        next=f"give its path, such as ./{name}, or leave --no_python out if it is a Python script",
+    )
+
+
+# -- the main file ----------------------------------------------------------------------------------------------------
+
+
+def _main_module(program: Program) -> tuple[_Module, list[Path]]:
+    """Return the file that Python runs as ``__main__``, and the folders in which it looks for local modules.
+
+    Raises:
+        BadOption: there is none.
+    """
+    return _module_file(program.name) if program.kind == MODULE else _script_file(program.name)
+
+
+def _script_file(name: str) -> tuple[_Module, list[Path]]:
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise BadOption(
+                f"{name} is a folder without a __main__.py",
+                why=f"looked for {path.absolute() / '__main__.py'}, which Python would run",
+                next=f"name the script in it: {name.rstrip(os.sep)}/{_some_script(path)}",
+            )
+        path = path / "__main__.py"
+    elif not path.exists():
+        raise BadOption(
+            f"{name} does not exist",
+            why=f"looked for {path.absolute()}",
+            next=f"leave {name} out: what follows is run by the Python of this command"
+            if re.fullmatch(r"python[0-9.]*", path.name)
+            else _meant(path) or "correct the path of the script, or name a module with -m",
+        )
+    typed, path = path.name, path.resolve()  # Python looks for modules beside the file that a link leads to
+    top, package = path.parent, ""
+    while (top / "__init__.py").is_file() and top != top.parent:
+        top, package = top.parent, f"{top.name}.{package}".rstrip(".")
+    # Of a script in a package that was started with -m, which calls ddp_manual.join, only its path is known here.
+    return _Module(path, typed, package), [path.parent, *([top] if package else [])]
+
+
+def _some_script(folder: Path) -> str:
+    scripts = sorted(path.name for path in folder.glob("*.py"))
+    return scripts[0] if len(scripts) == 1 else "SCRIPT.py"
+
+
+def _meant(path: Path) -> str:
+    """Ask for a script with a similar name; "" if there is none."""
+    names = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _module_file(name: str) -> tuple[_Module, list[Path]]:
+    here = Path.cwd()
+    if name.endswith(".py"):
+        raise BadOption(
+            f"-m {name} is the name of a file",
+            why="-m takes the name of a module, as with python -m",
+            next=f"-m {name.removesuffix('.py').replace(os.sep, '.')}, or the file without -m: {name}",
+        )
+    finder = _Finder([here])
+    found = finder.find(name)
+    if found is not None and found.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        found = finder.find(name)
+        if found is None:
+            package = name.removesuffix(".__main__")
+            raise BadOption(
+                f"the package {package} has no __main__.py",
+                why=f"python -m {package} would run {package}/__main__.py",
+                next=f"name a module of it: -m {package}.MODULE",
+            )
+    if found is None or not found.has_location or found.origin is None:
+        raise BadOption(
+            f"there is no module {name}",
+            why=f"looked for it in {here} and where Python keeps its packages",
+            next="start in the folder that has it, correct its name, or install it in this environment",
+        )
+    return finder.module(name, found), [here]
+
+
+def _executable(name: str) -> dict[str, str]:
+    """Return a digest of an executable that is a script. A binary may be another one on each kind of host."""
+    path = shutil.which(name)
+    if path is None:
+        return {}
+    text = b""
+    try:
+        with open(path, "rb") as file:
+            if (start := file.read(2)) == b"#!":
+                text = start + file.read()
+    except OSError:  # one may run what one may not read
+        pass
+    return {printable(os.path.basename(name)): digest(text)}
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+
+class _Finder:
+    """Finds modules as Python would, without importing any, and follows the imports of those that are local."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._local = [str(folder) for folder in folders]
+        # The first is the folder of the program that runs here, not of the user's.
+        self._others = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
+        self.find = functools.cache(self._find)
+
+    def _find(self, name: str) -> ModuleSpec | None:
+        """Return where a module is; None if there is none, or it is built into Python."""
+        parent, _, last = name.rpartition(".")
+        if parent:
+            package = self.find(parent)
+            folders = package.submodule_search_locations if package is not None else None
+            # The whole name of a package without an __init__.py would be looked up among the modules loaded here.
+            return PathFinder.find_spec(last, list(folders)) if folders else None
+        return PathFinder.find_spec(name, [*self._local, *self._others])
+
+    def follow(self, main: _Module) -> tuple[dict[str, str], dict[str, Path]]:
+        """Return the digest of each local file that the program's imports lead to, and the file of each package that
+        they name at the top of a file."""
+        digests: dict[str, str] = {}
+        tops: dict[str, Path] = {}
+        seen = {main.path}
+        waiting = deque([main])
+
+        @functools.cache
+        def take(name: str, is_top: bool) -> None:
+            for part in _with_parents(name):
+                found = self.find(part)
+                if found is None and is_top and _is_installed(part):  # in a way that only its own finder knows
+                    tops.setdefault(part, Path())
+                path = Path(found.origin or "") if found is not None else Path()
+                if found is None or part == OURS or (STDLIB in path.parents and not INSTALLED & set(path.parts)):
+                    return
+                if INSTALLED & set(path.parts):
+                    if is_top:
+                        tops.setdefault(part.partition(".")[0], path)
+                    return
+                if found.has_location and path not in seen:
+                    seen.add(path)
+                    waiting.append(self.module(part, found))
+
+        if INSTALLED & set(main.path.parts):
+            tops[main.package.partition(".")[0] or main.path.stem] = main.path
+        elif main.package:
+            take(main.package, is_top=False)  # Python imports the packages that a module is in before the module
+        while waiting and len(digests) < MOST_FILES:
+            module = waiting.popleft()
+            try:
+                content = module.path.read_bytes()
+            except OSError:
+                digests[module.name] = "unreadable"
+                continue
+            digests[module.name] = digest(content)
+            if module.path.suffix == ".py" and not INSTALLED & set(module.path.parts):
+                for name, is_top, is_module in _imported(content.decode("utf-8-sig", "replace"), module.package):
+                    take(name, is_top and is_module)
+        return digests, tops
+
+    def module(self, name: str, found: ModuleSpec) -> _Module:
+        """Name the file of a module by its path below the folder in which its outermost package is."""
+        path = Path(found.origin or "")
+        is_package = found.submodule_search_locations is not None
+        package = name if is_package else name.rpartition(".")[0]
+        depth = len(package.split(".")) if package else 0
+        return _Module(path, "/".join(path.parts[-depth - 1 :]), package)
+
+
+def _imported(text: str, package: str) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the names that a file imports, whether the statement is at the top, where nothing can prevent it, and
+    whether the name is a module's for sure."""
+    for match in IMPORT.finditer(text):
+        is_top = match.start(1) == 0 or text[match.start(1) - 1] == "\n"
+        for name, is_module in _names_in(match[1], package):
+            yield name, is_top, is_module
+
+
+@functools.lru_cache(maxsize=4096)  # the files of a program begin alike
+def _names_in(statement: str, package: str) -> tuple[tuple[str, bool], ...]:
+    """Return the names that a statement imports, and whether each is a module for sure."""
+    try:
+        (parsed,) = ast.parse(statement).body
+    except (SyntaxError, ValueError):  # prose, or Python of another version
+        return ()
+    if isinstance(parsed, ast.Import):
+        return tuple((alias.name, True) for alias in parsed.names)
+    assert isinstance(parsed, ast.ImportFrom)
+    parts = package.split(".") if package and parsed.level else []
+    parts = [*parts[: len(parts) + 1 - parsed.level], *filter(None, [parsed.module])]
+    inside = [(".".join([*parts, alias.name]), False) for alias in parsed.names if alias.name != "*"]
+    return ((".".join(parts), True), *inside) if parts else tuple(inside)
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def _combined(files: Mapping[str, str]) -> dict[str, str]:
+    """Return at most ``MOST_PARTS`` digests: of each file, otherwise of folders, the deepest of them first."""
+    depth = max((name.count("/") for name in files), default=0) + 1
+    parts: dict[str, list[str]] = {}
+    while depth >= 0:
+        parts = {}
+        for name in sorted(files):
+            above = name.split("/")[:depth]
+            parts.setdefault(printable("/".join(above) or ALL_FILES), []).append(f"{name} {files[name]}")
+        if len(parts) <= MOST_PARTS:
+            break
+        depth -= 1
+    return {
+        part: files[names[0].rpartition(" ")[0]] if len(names) == 1 else digest("\n".join(names).encode())
+        for part, names in parts.items()
+    }
+
+
+def _is_installed(name: str) -> bool:
+    if name in sys.stdlib_module_names or name == OURS:
+        return False
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def _versions(tops: Mapping[str, Path]) -> dict[str, str]:
+    """Return the distribution and version of each package that is imported, given a file of it."""
+    found: dict[str, str] = {}
+    unknown: dict[str, Path] = {}
+    for name, path in tops.items():
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            unknown[name] = path
+    for distribution in _distributions_with(list(unknown.values())):
+        found[distribution.metadata["Name"]] = distribution.version
+    found.pop("torch", None)  # which is compared in any case
+    return {printable(name): printable(found[name]) for name in sorted(found)[:MOST_PARTS]}
+
+
+def _distributions_with(files: Sequence[Path]) -> Iterator[Distribution]:
+    """Yield the distributions that have installed these files.
+
+    packages_distributions() takes 230 ms where 224 packages are installed, and this takes 10 ms.
+    """
+    wanted = {folder: [file for file in files if folder in file.parents] for folder in map(Path, sys.path)}
+    for folder, inside in wanted.items():
+        lines = [f"\n{file.relative_to(folder).as_posix()},".encode() for file in inside]
+        for info in folder.glob("*.dist-info") if lines else ():
+            try:
+                record = b"\n" + (info / "RECORD").read_bytes()
+            except OSError:
+                continue
+            if any(line in record for line in lines):
+                yield Distribution.at(info)

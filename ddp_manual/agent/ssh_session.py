@@ -1,0 +1,327 @@
+"""The ssh session of one host of ``launch --hosts``: how it is started, what it says, and why it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import getopt
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import ddp_manual
+from ddp_manual.agent import local
+from ddp_manual.agent.hosted import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
+from ddp_manual.errors import BadOption, from_dict, signal_name
+from ddp_manual.host_list import LOCAL, Host
+from ddp_manual.wire import decode, encode
+
+# A cut network ends ssh after 5 s. No shared connection is used nor begun: these intervals do not apply to it, its
+# process keeps the pipes of a session that was killed, and it would outlive the run.
+SSH_OPTIONS = (
+    "BatchMode=yes",
+    "ConnectTimeout=7",
+    "ControlMaster=no",
+    "ControlPath=none",
+    "ServerAliveInterval=1",
+    f"ServerAliveCountMax={SILENT_AFTER - 1:.0f}",
+)
+# Seconds for Python to start on a host and find the script's modules.
+READY_WITHIN = 60.0
+NO_FOLDER = 77
+# The options of ssh, as getopt has them.
+OF_SSH = "1246AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
+# Those that ssh-copy-id has too, and those for which it has another one.
+OF_COPY_ID = ("-i", "-p", "-F", "-o")
+SETTINGS = {"-J": "ProxyJump", "-l": "User"}
+
+# What ssh says -> what that means, and what to do; {ssh} and {copy_id} are how to type them, {host} the host's name,
+# {config} ssh's configuration file, {removal} the command that ssh itself names.
+SSH_SAYS = (
+    ("Could not resolve hostname", "its name has no address", "correct the name, or give its HostName in {config}"),
+    (
+        "Connection refused",
+        "it answers, but no sshd listens there",
+        "start sshd there, or give its Port in {config}",
+    ),
+    ("timed out", "it does not answer", "see whether it is on, and whether a firewall drops its ssh port"),
+    ("not responding", "it does not answer any more", "see whether it is on, and whether the network leads to it"),
+    (
+        "closed by remote host",
+        "its sshd has ended the connection",
+        "see whether it goes down, or who ended its sshd",
+    ),
+    ("No route to host", "it does not answer", "see whether it is on, and whether the network leads to it"),
+    (
+        "IDENTIFICATION HAS CHANGED",
+        "it has another host key than before",
+        "if it was installed again: {removal}\nthen accept its new key: {ssh} {host} true",
+    ),
+    ("Host key verification failed", "its host key is not known", "accept its key: {ssh} {host} true"),
+    ("Permission denied", "it does not accept your key", "{copy_id} {host}\nor, for a key with a passphrase: ssh-add"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """How to reach the hosts, and what they have."""
+
+    ssh: Sequence[str] | None
+    """The ssh command; None: ``ssh``, and a child process on this machine for localhost."""
+    folder: str
+    python: str
+
+    @classmethod
+    def of(cls, ssh: str | None, folder: str | None, python: str | None) -> Remote:
+        """Return what was typed; folder and Python are by default the same as here.
+
+        Raises:
+            BadOption: the folder is below the home of a user who is named.
+        """
+        if folder is not None and re.match("~[^/]", folder):
+            raise BadOption(
+                f"--remote_dir {folder} cannot be found",
+                why="only ~ and ~/ are known on each host, as the home of the user that ssh logs in as",
+                next="give the whole path",
+            )
+        return cls(
+            ssh=shlex.split(ssh) if ssh else None, folder=folder or str(Path.cwd()), python=python or sys.executable
+        )
+
+    def command(self, host: str) -> list[str]:
+        """Return the command that starts ``agent/hosted.py`` on a host."""
+        at_home = self.folder == "~" or self.folder.startswith("~/")
+        folder = '"$HOME"' + shlex.quote(self.folder[1:]) if at_home else shlex.quote(self.folder)
+        script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {shlex.quote(self.python)} -m ddp_manual hosted"
+        if self.ssh is None and host in LOCAL:
+            return ["sh", "-c", f"unset SSH_CONNECTION; {script}"]  # it is of another login
+        options = [word for option in SSH_OPTIONS for word in ("-o", option)]
+        return [*(self.ssh or ["ssh"]), *options, "-T", "-x", "--", host, f"sh -c {shlex.quote(script)}"]
+
+    def words(self, host: str) -> dict[str, str]:
+        """Return what to type to reach a host, by the names in ``SSH_SAYS``, and ``copy`` for this folder."""
+        program, *options = self.ssh or ["ssh"]
+        ssh = shlex.join([program, *options])
+        by = f"-e {shlex.quote(ssh)} " if options else ""
+        user, at, address = host.rpartition("@")
+        to = f"{user}{at}[{address}]" if ":" in address else host
+        # From the home, where a path begins that does not begin with a slash.
+        folder = self.folder.removeprefix("~").removeprefix("/") or "." if self.folder[:1] == "~" else self.folder
+        config = options[options.index("-F") + 1 :][:1] if "-F" in options else []
+        return {
+            "ssh": ssh,
+            "host": shlex.quote(host),
+            "config": shlex.join(config) or "~/.ssh/config",
+            "copy_id": shlex.join(["ssh-copy-id", *_for_copy_id(options)]),
+            "copy": f"rsync -a {by}./ {shlex.quote(f'{to}:{folder}/')}",
+        }
+
+
+def _for_copy_id(options: Sequence[str]) -> list[str]:
+    """Return what ssh-copy-id knows of options of ssh."""
+    try:
+        given, _ = getopt.getopt(list(options), OF_SSH)
+    except getopt.GetoptError:  # of another program than ssh
+        return []
+    kept = [(name, value) for name, value in given if name in OF_COPY_ID]
+    kept += [("-o", f"{SETTINGS[name]}={value}") for name, value in given if name in SETTINGS]
+    return [word for pair in kept for word in pair]
+
+
+def why_not(host: str, remote: Remote, code: int | None, said: str) -> tuple[str, str]:
+    """Return why a session has ended, and what to do.
+
+    Args:
+        code: the session's exit code.
+        said: what it has written to stderr.
+    """
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing was said")
+    words = remote.words(host)
+    log_in = f"{words['ssh']} {words['host']}"
+    if code == 255:
+        removal = re.search(r"ssh-keygen -f .*", said)
+        words["removal"] = removal[0].strip() if removal else f"ssh-keygen -R {shlex.quote(host.rpartition('@')[2])}"
+        for says, cause, remedy in SSH_SAYS:
+            if says in said:
+                return f"{cause}: {last}", remedy.format(**words)
+        return f"ssh has ended: {last}", f"see what ssh says: {log_in} true"
+    if code == NO_FOLDER:
+        return f"it has no folder {remote.folder}", f"{words['copy']}\nor give --remote_dir"
+    if code in (126, 127):
+        return f"it has no Python at {remote.python}", "give --remote_python, such as --remote_python /usr/bin/python3"
+    if "No module named ddp_manual" in said:
+        return (
+            f"{remote.python} there has no ddp_manual",
+            f"install this package there (pip install .), version {ddp_manual.__version__}",
+        )
+    if "No such command" in said:
+        return "its ddp_manual is too old", f"install version {ddp_manual.__version__} there"
+    if code is not None and (code > 128 or code < 0):  # below 0 without a shell or ssh in between
+        name = signal_name(code - 128 if code > 0 else -code)
+        return f"its agents were ended by {name}", f"see who has sent it, or whether memory ran out: {log_in} dmesg"
+    return f"its Python has ended with exit code {code}: {last}", f"log in, and try it there: {log_in}"
+
+
+class NotReady(Exception):
+    """A host cannot run its ranks: the cause, and what to do."""
+
+
+class Session:
+    """The session of one host."""
+
+    def __init__(self, host: Host, remote: Remote, ranks: range, writer: ThreadPoolExecutor) -> None:
+        self.host, self.remote, self.ranks = host, remote, ranks
+        self._writer = writer
+        self.messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.hello: dict[str, Any] = {}
+        self.ready: dict[str, Any] = {}
+        self.said = ""
+        """What ssh and the host have written to stderr; the lines of ranks are left out."""
+        self.process: asyncio.subprocess.Process | None = None
+        self._silent_for = 0.0
+        """Seconds, counted in signs of life of this side: the time in which this process was stopped does not count."""
+        self._showing = 0
+        """How many streams wait for the terminal, which may be held; nothing is read from them meanwhile."""
+        self._was_silent = False
+
+    async def prepare(self, order: Mapping[str, Any], code: Mapping[str, str], *, may_differ: bool) -> None:
+        """Start the session and wait until the host is ready.
+
+        Raises:
+            NotReady: it is not, and will not be.
+        """
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.remote.command(self.host.name), **pipes, start_new_session=True
+            )
+        except OSError as error:
+            raise NotReady(f"ssh cannot be started: {error}", "apt-get install openssh-client") from None
+        assert self.process.stdout and self.process.stderr
+        self._copies = [
+            asyncio.create_task(self._copy(self.process.stdout, sys.stdout)),
+            asyncio.create_task(self._copy(self.process.stderr, sys.stderr)),
+        ]
+        self._ending = asyncio.create_task(self._end())
+        self.send({"order": order})
+        self.hello = (await self._hear("hello"))["hello"]
+        if self.hello["version"] != ddp_manual.__version__:
+            theirs = self.hello["version"]
+            raise NotReady(
+                f"its ddp_manual is version {theirs}, here it is {ddp_manual.__version__}",
+                f"install version {ddp_manual.__version__} there",
+            )
+        answer = await self._hear("ready", "refused")
+        if "refused" in answer:
+            raise NotReady(local.in_short(from_dict(answer["refused"])), str(answer["refused"]["next"]))
+        self.ready = answer["ready"]
+        differs = sorted(
+            name for name in {*code, *self.ready["code"]} if code.get(name) != self.ready["code"].get(name)
+        )
+        if differs and not may_differ:
+            raise NotReady(
+                f"its {', '.join(differs[:8])} is not the same as here",
+                f"copy it: {self.remote.words(self.host.name)['copy']}",
+            )
+
+    async def _hear(self, *kinds: str) -> dict[str, Any]:
+        try:
+            message = await asyncio.wait_for(self.messages.get(), READY_WITHIN)
+        except asyncio.TimeoutError:
+            raise NotReady(f"it has said nothing for {READY_WITHIN:.0f} s", "see what that host is busy with") from None
+        if message is None or not message.keys() & set(kinds):
+            raise NotReady(*self.why_ended())
+        return message
+
+    def why_ended(self) -> tuple[str, str]:
+        """Return why the session has ended, and what to do."""
+        assert self.process is not None
+        if self._was_silent:
+            return (
+                f"it does not answer any more: nothing has come for {SILENT_AFTER:.0f} s",
+                "see whether it is on, whether the network leads to it, and whether its agents are stopped (ps: T)",
+            )
+        return why_not(self.host.name, self.remote, self.process.returncode, self.said)
+
+    @property
+    def others_end_within(self) -> float:
+        """The seconds in which the other hosts are to end their ranks, since this session has ended."""
+        return END_WITHIN - (SILENT_AFTER if self._was_silent or "not responding" in self.said else 0)
+
+    async def _copy(self, stream: asyncio.StreamReader, sink: TextIO) -> None:
+        rest = b""
+        while piece := await stream.read(1 << 16):
+            self._silent_for = 0
+            *lines, rest = (rest + piece).split(b"\n")
+            shown = []
+            for line in lines:
+                # A greeting may stand before the first message in its line; a rank's lines begin with the rank.
+                before, mark, message = line.partition(MARK)
+                if sink is sys.stdout and mark and not (before and self.hello):
+                    if "alive" not in (said := decode(message.decode())):
+                        self.messages.put_nowait(said)
+                else:
+                    shown.append(line)
+            await self._show(shown, sink)
+        await self._show([rest] if rest else [], sink)
+
+    async def _show(self, lines: list[bytes], sink: TextIO) -> None:
+        text = [line.decode(errors="replace") for line in lines]
+        if sink is sys.stderr:
+            own = [line for line in text if not line.startswith("[rank ")]
+            self.said = "\n".join([self.said, *own])[-4000:]
+        if text and self.ready:  # what is said before is a greeting, or why the host is not ready
+            shown = "".join(f"[{self.host.name}] {line}\n" for line in text)
+            self._showing += 1
+            await asyncio.wrap_future(self._writer.submit(_write, shown, sink))
+            self._showing -= 1
+
+    async def _end(self) -> None:
+        assert self.process is not None
+        await self.process.wait()
+        await asyncio.wait(self._copies, timeout=1)
+        self.messages.put_nowait(None)
+
+    async def keep_alive(self) -> None:
+        """Send signs of life, and end a session that gives none for ``SILENT_AFTER`` seconds while its ranks run."""
+        while True:
+            await asyncio.sleep(ALIVE_EVERY)
+            self.send({"alive": 1})
+            if self.ready and not self._showing:
+                self._silent_for += ALIVE_EVERY
+                if self._silent_for > SILENT_AFTER:
+                    self._was_silent = True
+                    self.kill()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        stdin = self.process.stdin if self.process is not None else None
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(encode(message))
+
+    async def close(self) -> None:
+        """End the session: the end of standard input ends what is left on the host."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        # Before its first word it may still wait for the host to answer.
+        done, _ = await asyncio.wait([self._ending], timeout=END_WITHIN if self.hello else 0)
+        if not done:
+            self.kill()
+            await self._ending
+
+
+def _write(text: str, sink: TextIO) -> None:
+    with suppress(OSError, ValueError):
+        sink.write(text)
+        sink.flush()

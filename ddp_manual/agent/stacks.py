@@ -1,0 +1,40 @@
+"""The Python stacks that faulthandler writes of a worker, as errors and ``status --stacks`` show them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ddp_manual.terminal import counted
+
+# Frames that are not the user's program: those of installed packages, of Python, and of what starts the program.
+_FOLDERS = (Path(__file__).parent.parent / "worker", Path(os.__file__).parent)
+_LIBRARY = re.compile(
+    r'  File "(?:<frozen |[^"]*/(?:site|dist)-packages/|'
+    + "|".join(re.escape(f"{folder}/") for folder in _FOLDERS)
+    + ")"
+)
+# Innermost frames that are shown even of a library: they say what the thread does, or waits for.
+_INNERMOST = 3
+
+
+def readable_stack(text: str) -> str:
+    """Return what faulthandler has written, without this package's own threads, the main thread first; of libraries
+    only the innermost frames."""
+    text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
+    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
+    head = threads[0].strip()
+    own = os.path.join("ddp_manual", "worker", "reporter.py")
+    shown = [_folded(thread.strip()) for thread in threads[1:] if own not in thread]
+    # faulthandler begins with the youngest thread; the main one is the oldest.
+    return "\n".join(filter(None, [head, *reversed(shown)]))
+
+
+def _folded(thread: str) -> str:
+    """Return the stack of a thread without the frames of libraries below the innermost ones."""
+    title, *frames = thread.splitlines()
+    kept = [frame for place, frame in enumerate(frames) if place < _INNERMOST or not _LIBRARY.match(frame)]
+    left_out = len(frames) - len(kept)
+    note = [f"  ({counted(left_out, 'frame')} of libraries left out)"] if left_out else []
+    return "\n".join([title, *kept, *note])

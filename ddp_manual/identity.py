@@ -1,0 +1,330 @@
+"""Which rank, or which node, of which run the variables of a launcher say that this process is; each with its source.
+
+A launcher starts one process per rank (torchrun, srun, mpirun, an Indexed Job), or one per node (SkyPilot, dstack,
+Kubeflow's TrainJob, and srun with one task per node), which then starts the ranks of that node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ddp_manual import mpirun, slurm
+from ddp_manual.errors import BadOption
+
+Environment = Mapping[str, str]
+
+
+class Sourced(NamedTuple):
+    """The value of an option, and the variable it comes from."""
+
+    value: int | str
+    source: str
+
+    @property
+    def assignment(self) -> str:
+        return f"{self.source}={self.value}"
+
+
+Identity = dict[str, Sourced]
+"""Option -> its value and source; an option that no variable tells is missing."""
+
+# Option -> the variable that torchrun sets for it in each rank, as people and other launchers do too.
+TORCHRUN = {
+    "world_size": "WORLD_SIZE",
+    "rank": "RANK",
+    "local_rank": "LOCAL_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+# A rank that was started by torchrun, or by this package, has this one, whatever has started torchrun.
+STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+OPEN_MPI = {
+    "world_size": "OMPI_COMM_WORLD_SIZE",
+    "rank": "OMPI_COMM_WORLD_RANK",
+    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+}
+SLURM = {"world_size": "SLURM_STEP_NUM_TASKS", "rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"}
+# MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2.
+PMI = {"world_size": "PMI_SIZE", "rank": "PMI_RANK", "local_rank": "MPI_LOCALRANKID"}
+# What else starts ranks over PMIx, which tells each its number only: prterun, and srun --mpi=pmix.
+PMIX = {"rank": "PMIX_RANK"}
+# An Indexed Job of Kubernetes; nothing in a pod says how many there are, and so its manifest has to.
+KUBERNETES = {"world_size": "WORLD_SIZE", "rank": "JOB_COMPLETION_INDEX"}
+# Where a pod has rank 0's address from; no variable tells it.
+OWN_NAME = "this pod's name"
+
+# Of launchers that start a process per node: what says how many nodes and which, how many ranks or GPUs each has, and
+# where the first one is. A variable that holds several addresses has the first node's first.
+NODE_LAUNCHERS = (
+    {
+        "nnodes": "PET_NNODES",
+        "node_rank": "PET_NODE_RANK",
+        "nproc": "PET_NPROC_PER_NODE",
+        "master_addr": "PET_MASTER_ADDR",
+        "master_port": "PET_MASTER_PORT",
+    },
+    {
+        "nnodes": "SKYPILOT_NUM_NODES",
+        "node_rank": "SKYPILOT_NODE_RANK",
+        "nproc": "SKYPILOT_NUM_GPUS_PER_NODE",
+        "master_addr": "SKYPILOT_NODE_IPS",
+    },
+    {
+        "nnodes": "DSTACK_NODES_NUM",
+        "node_rank": "DSTACK_NODE_RANK",
+        "nproc": "DSTACK_GPUS_PER_NODE",
+        "master_addr": "DSTACK_MASTER_NODE_IP",
+    },
+)
+NUMBERS = ("world_size", "rank", "local_rank", "master_port", "nnodes", "node_rank")
+
+# Below the ports that Linux gives to connections of its own, 32768 and up.
+FIRST_JOB_PORT, JOB_PORTS = 16384, 16384
+
+
+def of_rank(environment: Environment) -> Identity:
+    """Return what the variables say of the rank that this process is; empty if no launcher has started it.
+
+    Raises:
+        BadOption: a variable should hold a number and does not, two launchers disagree, or the launcher has started
+            one process for several ranks.
+    """
+    plain = of_plain_variables(environment)
+    if STARTED_BY_TORCHRUN in environment and "rank" in plain:
+        return plain
+    # mpirun may itself run in a task of Slurm, which sets PMI's variables, or in a pod.
+    by_mpirun = _of_mpirun(environment)
+    inner = by_mpirun or _of_slurm_task(environment)
+    others = [_read(PMIX, environment)]
+    if not (by_mpirun and slurm.NODES in environment):
+        others.insert(0, _read(PMI, environment))
+    if not by_mpirun:
+        others.append(of_pod(environment))
+    launched = [found for found in (inner, *others) if "rank" in found]
+    if not launched and (found := _of_only_rank_of_node(environment)):
+        launched = [found]
+    _check_agreement([*launched, plain])
+    return {**(launched[0] if launched else {}), **plain}
+
+
+def of_plain_variables(environment: Environment) -> Identity:
+    """Return what the variables say that torchrun sets, and people."""
+    return _read(TORCHRUN, environment)
+
+
+def of_node(environment: Environment) -> Identity:
+    """Return nnodes, node_rank, nproc, master_addr and master_port, as far as variables tell them; empty if no launcher
+    has started this process for a whole node.
+
+    Raises:
+        BadOption: a variable should hold a number and does not, or Slurm or mpirun runs several such processes.
+    """
+    if STARTED_BY_TORCHRUN in environment:
+        return {}
+    by_mpirun = _of_mpirun(environment)
+    if "world_size" in by_mpirun and by_mpirun["world_size"].value != 1:
+        raise BadOption(
+            f"mpirun runs launch {by_mpirun['world_size'].value} times",
+            why=f"{by_mpirun['world_size'].assignment}: each of these processes would start a run of its own",
+            next="have mpirun start each rank by itself: mpirun ... ddp-manual run ..., without launch\n"
+            "or say which node this is: --nnodes, --node_rank and --master_addr",
+        )
+    nodes = (_read(names, environment) for names in NODE_LAUNCHERS)
+    found = next((found for found in nodes if "node_rank" in found), None) or _of_slurm_node(environment)
+    if found:
+        plain = of_plain_variables(environment)
+        found |= {name: plain[name] for name in ("master_addr", "master_port") if name in plain}
+    return found
+
+
+def first_pod(index: Sourced, host: str, hosts: str) -> Sourced:
+    """Return the full name of the first pod of an Indexed Job, ``<job>-0.<service>.<domain>``, which differs from this
+    pod's own in the index only.
+
+    Args:
+        host: this pod's host name, ``<job>-<index>``.
+        hosts: its /etc/hosts, where Kubernetes writes the full name of a pod whose ``subdomain`` names a Service.
+
+    Raises:
+        BadOption: this pod has another host name, or no full name.
+    """
+    names = next((names for line in hosts.splitlines() if host in (names := line.partition("#")[0].split()[1:])), [])
+    full = next((name for name in [host, *names] if "." in name), host)
+    short, _, domain = full.partition(".")
+    job, _, number = short.rpartition("-")
+    if number != str(index.value):
+        why = f"its host name {host} does not end with -{index.value}, as where hostNetwork is true"
+        add = "MASTER_ADDR to the variables: the address of the pod with index 0"
+    elif not domain:
+        why = f"{host} has no full name in /etc/hosts: the pod template has no subdomain"
+        add = "to the pod template subdomain: the name of a headless Service for the pods of the Job"
+    else:
+        return Sourced(f"{job}-0.{domain}", OWN_NAME)
+    raise BadOption(
+        f"this pod cannot know rank 0's address ({index.assignment})",
+        why=why,
+        next=f"add in the manifest {add}",
+    )
+
+
+def check_not_a_batch_shell(environment: Environment) -> None:
+    """Raise BadOption in the shell of a Slurm job of several tasks: only srun starts these."""
+    # A job that asks for nodes only, as many arrays do, has no SLURM_NTASKS: srun then starts a task on each of them.
+    variable = "SLURM_NTASKS" if "SLURM_NTASKS" in environment else "SLURM_JOB_NUM_NODES"
+    tasks = environment.get(variable, "")
+    if "SLURM_JOB_ID" in environment and not slurm.is_task(environment) and tasks.isdigit() and int(tasks) > 1:
+        raise BadOption(
+            f"this is the shell of Slurm's job {environment['SLURM_JOB_ID']}, and none of its {tasks} tasks",
+            why=f"{variable}={tasks}, but srun has not started this process: it would be a run of one rank",
+            next="put srun in front of the command, without --world_size and --rank\n"
+            "or, for one rank only: --world_size 1 --rank 0",
+        )
+
+
+def check_rank_0_is_found(environment: Environment) -> None:
+    """Raise BadOption if the ranks are on several hosts and, without --master_addr, could not find rank 0."""
+    if not environment.get("MASTER_ADDR"):
+        search = (mpirun if _of_mpirun(environment) else slurm).search_for_rank_0(environment)
+        if search:
+            search.check()
+
+
+def nobody_says_of_how_many(rank: Sourced) -> BadOption:
+    """Return the error for a rank whose launcher has not told it the world size, and nor has anyone else."""
+    pod = rank.source == KUBERNETES["rank"]
+    names = next((names for names in (TORCHRUN, OPEN_MPI, SLURM, PMI) if names["rank"] == rank.source), {})
+    size = names.get("world_size")
+    return BadOption(
+        f"{rank.assignment} says which rank this is, and nothing says of how many",
+        why="this pod belongs to an Indexed Job of Kubernetes, which tells a pod its index only"
+        if pod
+        else f"no --world_size was given, and {size} is not set"
+        if size
+        else f"no --world_size was given, and what sets {rank.source} sets no variable for it",
+        next=("set WORLD_SIZE in the manifest to the Job's completions" if pod else "give --world_size")
+        + "\nor, if each process trains by itself: --world_size 1 --rank 0",
+    )
+
+
+def job_port(job: int, step: int) -> int:
+    """Return the port at which the ranks of a step of a batch job meet, which others hardly share."""
+    return FIRST_JOB_PORT + (31 * job + step) % JOB_PORTS
+
+
+def _read(names: Mapping[str, str], environment: Environment) -> Identity:
+    """Return the options whose variables are set and not empty."""
+    found: Identity = {}
+    for option, variable in names.items():
+        if text := environment.get(variable, "").strip():
+            value = _number(option, variable, text) if option in NUMBERS else text.split()[0]
+            found[option] = Sourced(value, variable)
+    return found
+
+
+def _number(option: str, variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadOption(
+            f"{variable}={text!r} is not a number",
+            why=f"no --{option} was given, so the variable {variable} was read",
+            next=f"give --{option}, or: unset {variable}",
+        ) from None
+
+
+def _of_mpirun(environment: Environment) -> Identity:
+    """Return the rank of a process that mpirun or mpiexec has started, and where its ranks meet."""
+    found = _read(OPEN_MPI, environment)
+    if not found and PMI["local_rank"] in environment:  # which srun --mpi=pmi2 does not set
+        found = _read(PMI, environment)
+    if "rank" in found and (meeting := mpirun.meeting(environment)):
+        found["master_addr"] = Sourced(meeting.host, meeting.host_source)
+        if meeting.job is not None:
+            found["master_port"] = Sourced(job_port(meeting.job, 0), meeting.job_source)
+    return found
+
+
+def _of_slurm_task(environment: Environment) -> Identity:
+    """Return the rank of a task that srun has started; empty in the shell of a batch job."""
+    if not slurm.is_task(environment):
+        return {}
+    return {**_read(SLURM, environment), **_slurm_address(environment)}
+
+
+def _slurm_address(environment: Environment) -> Identity:
+    """Return where the tasks of a step meet: on its first task's host, at a port that other jobs hardly have."""
+    job, step = (environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = job_port(int(job), int(step)) if job.isdigit() and step.isdigit() else 0
+    host = slurm.host_of_rank_0(environment)
+    return {
+        **({"master_addr": Sourced(*host)} if host else {}),
+        **({"master_port": Sourced(port, "SLURM_JOB_ID")} if port else {}),
+    }
+
+
+def _of_slurm_node(environment: Environment) -> Identity:
+    """Return the node of a task that srun has started as the only one on its node, in a step of several nodes."""
+    if not slurm.is_task(environment):
+        return {}
+    names = {"nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_PROCID"}
+    tasks = _read({"world_size": "SLURM_STEP_NUM_TASKS"}, environment)["world_size"]
+    found = _read(names, environment)
+    nodes = int(found["nnodes"].value) if "nnodes" in found else 1
+    if tasks.value == nodes:
+        return {**found, **_slurm_address(environment)} if nodes > 1 else {}
+    if nodes == 1 and "SLURM_PTY_PORT" in environment:  # a person's shell, from srun --pty
+        return {}
+    raise BadOption(
+        f"Slurm runs launch {tasks.value} times on {nodes} node{'s' if nodes > 1 else ''}",
+        why=f"{tasks.assignment}: each of these tasks would start all ranks of its node",
+        next="start it once on each node: srun --ntasks-per-node=1 ...\n"
+        "or have srun start each rank by itself: srun ddp-manual run ..., without launch\n"
+        "or, on this node only: --nnodes 1",
+    )
+
+
+def of_pod(environment: Environment) -> Identity:
+    """Return the rank of a pod of an Indexed Job, unless it was told that it is a node."""
+    is_node = any("node_rank" in _read(names, environment) for names in NODE_LAUNCHERS)
+    return {} if is_node else _read(KUBERNETES, environment)
+
+
+def _of_only_rank_of_node(environment: Environment) -> Identity:
+    """Return the rank of a process that was started as the only one of its node.
+
+    Raises:
+        BadOption: each node is to have several ranks.
+    """
+    for names in NODE_LAUNCHERS:
+        found = _read(names, environment)
+        if not {"nnodes", "node_rank"} <= found.keys():
+            continue
+        nproc = found.pop("nproc", Sourced("1", ""))
+        if nproc.value not in ("0", "1"):
+            if found["nnodes"].value == 1:  # the only process of the run, as without a launcher
+                return {}
+            raise BadOption(
+                f"one process was started on this node for {nproc.value} ranks",
+                why=f"{nproc.assignment}, {found['nnodes'].assignment}, {found['node_rank'].assignment}",
+                next="start all ranks of the node: ddp-manual launch ... in place of train or run\n"
+                "or say which rank this is: --world_size, --rank and --master_addr",
+            )
+        return {"world_size": found.pop("nnodes"), "rank": found.pop("node_rank"), **found}
+    return {}
+
+
+def _check_agreement(identities: Iterable[Identity]) -> None:
+    """Raise BadOption if two launchers have set variables for different ranks or worlds."""
+    seen: Identity = {}
+    for found in identities:
+        for option in ("world_size", "rank"):
+            if option not in found:
+                continue
+            first = seen.setdefault(option, found[option])
+            if first.value != found[option].value:
+                raise BadOption(
+                    f"{first.assignment} and {found[option].assignment} are two values for {option}",
+                    why="two launchers have set variables here, or one is left of an earlier run",
+                    next=f"give --{option}, or: unset {found[option].source}",
+                )

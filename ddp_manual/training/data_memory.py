@@ -1,0 +1,110 @@
+"""Where the images of a run are: on its device or, if they do not fit there, in host memory.
+
+Host memory holds them once for all ranks of a host, in the page cache from which the ranks map them. To pin them all
+would need a copy for each rank, and a batch has to be gathered all the same; so only the batches are pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+from torch import Tensor
+
+from ddp_manual import launchers
+from ddp_manual.errors import BadOption
+from ddp_manual.training import ddp
+from ddp_manual.training.data import Source, Split
+
+logger = logging.getLogger(__name__)
+
+# The part of a GPU's free memory that the images may take: the network and what it computes need the rest. A batch that
+# comes from host memory costs little, 3 MB for 1,000 images of 32x32.
+IMAGES_MAY_TAKE = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class SplitInHostMemory(Split):
+    """A part of a data set in host memory, whose batches go to another device.
+
+    Args:
+        target: that device.
+    """
+
+    target: torch.device = field(kw_only=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target
+
+    def batch(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        images, labels = (self._sent(tensor, samples) for tensor in (self.images, self.labels))
+        return images, labels, self._sent(samples, None)
+
+    def _sent(self, tensor: Tensor, samples: Tensor | None) -> Tensor:
+        """Send ``tensor[samples]`` to the device. The copy may go on while the next batch is gathered: torch uses the
+        pinned memory again only when it is done."""
+        count = len(tensor if samples is None else samples)
+        pin = self.target.type == "cuda"
+        buffer = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pin)
+        if samples is None:
+            buffer.copy_(tensor)
+        else:
+            torch.index_select(tensor, 0, samples, out=buffer)
+        return buffer.to(self.target, non_blocking=True)
+
+
+def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
+    """Move the parts of a data set, which are on the CPU, to a device; leave all in host memory if they do not fit."""
+    if device.type == "cpu":
+        return list(splits)
+    size, free = sum(map(size_of, splits)), torch.cuda.mem_get_info(device)[0]
+    try:
+        if fits(size, free):
+            moved = [split.to(device) for split in splits]
+            level = logging.DEBUG if ddp.rank() else logging.INFO  # what all ranks say alike, rank 0 says
+            logger.log(level, "the images (%d MB) are in the memory of %s", size >> 20, device)
+            return moved
+    except torch.OutOfMemoryError:  # another process has taken the memory meanwhile
+        pass
+    logger.info(
+        "the images (%d MB) stay in host memory, and go to %s in pinned batches: it has %d MB free, half of that for "
+        "the network",
+        *(size >> 20, device, free >> 20),
+    )
+    return in_host_memory(splits, device)
+
+
+def in_host_memory(splits: Sequence[Split], target: torch.device) -> list[Split]:
+    return [SplitInHostMemory(**vars(split), target=target) for split in splits]
+
+
+def fits(size: int, free: int) -> bool:
+    """Return whether images of ``size`` bytes are to be on a GPU that has ``free`` bytes."""
+    return size <= IMAGES_MAY_TAKE * free
+
+
+def size_of(split: Split) -> int:
+    """Return how many bytes the images and labels take."""
+    return split.images.nbytes + split.labels.nbytes
+
+
+def check_host_memory(source: Source, ranks: int) -> None:
+    """Check, once for all ``ranks`` of this host, that they can read the images of which no cache could be written.
+
+    Raises:
+        BadOption: host memory would not hold a copy for each rank.
+    """
+    size, available = sum(map(size_of, source.without_cache)), psutil.virtual_memory().available
+    if (ranks - 1) * size > available:
+        raise BadOption(
+            f"the images of {source.name} do not fit into memory once for each of the {ranks} ranks on "
+            f"{launchers.host_name()}",
+            why=f"no cache can be written, which the ranks would share; each copy takes {size >> 20} MB, "
+            f"{available >> 20} MB are free",
+            next="start the ranks as a user who may write beside the data or into a cache folder (see the warning "
+            "above), or start fewer ranks on this host",
+        )

@@ -1,0 +1,314 @@
+"""``check_replicas``: whether all ranks have the same parameters and optimizer state, as DDP takes for granted.
+
+When they agree it costs a digest, computed where the tensors are, and one all-reduce of a few numbers. Only if digests
+differ do the ranks find out what differs, where, and on which of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_manual.errors import BadOption, ReplicasDiffer
+from ddp_manual.terminal import as_ranges, counted, in_words
+from ddp_manual.training import ddp, replica_state
+from ddp_manual.training.replica_state import State, Value
+
+logger = logging.getLogger(__name__)
+
+# Values that are compared at a time: 8 MB.
+PIECE = 1 << 20
+MOST_NAMED = 5
+
+
+@torch.no_grad()
+def check_replicas(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    tolerance: float | None = None,
+    step: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compare parameters, buffers and optimizer state of all ranks; a collective, to call between two steps.
+
+    NaN equals NaN, and 0.0 equals -0.0. Sharded tensors (FSDP, DTensor, ZeroRedundancyOptimizer) are no replicas, and
+    are left out, with a warning; so are running statistics of normalisation, and buffers that DDP copies from rank 0
+    before each forward pass. Without a process group, or alone in it, a rank has nothing to compare.
+
+    Args:
+        model: with or without its DDP wrapper.
+        optimizer: its state may not exist yet.
+        tolerance: by how much floating-point values may differ, as a part of the largest one of their tensor; 0 is bit
+            for bit. None: 0 on CPUs; if any rank computes on a GPU, the square root of the dtype's ``eps`` (3.5e-4 for
+            float32), because GPUs of several kinds round differently, and rounding adds up over the steps.
+        step: how many steps are done, for the message.
+        group: the ranks to compare. None: those of the DDP wrapper, otherwise all.
+
+    Raises:
+        ReplicasDiffer: on every rank alike; names the first value that differs. Also if ranks have other parameters.
+        BadOption: a tensor is sparse, quantized, on the meta device or not initialized; on every rank alike. Or the
+            tolerance is no number of at least 0.
+    """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise BadOption(
+            f"check_replicas cannot take the tolerance {tolerance}",
+            why="it is a part of a tensor's largest value",
+            next="give a number such as 1e-6, or 0 to compare bit for bit",
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
+        return
+    state = replica_state.collect(model, optimizer)
+    if state.left_out and dist.get_rank(group) == 0:
+        _say_left_out(", ".join(state.left_out[:MOST_NAMED]), len(state.left_out), len(state.values))
+    _Comparison(state, group, "" if step is None else f", after step {step}").run(tolerance)
+
+
+@functools.cache
+def _say_left_out(named: str, count: int, compared: int) -> None:
+    more = f" and {count - MOST_NAMED} more" * (count > MOST_NAMED)
+    logger.warning("check_replicas compares %d values, without what is sharded: %s%s", compared, named, more)
+
+
+class _Comparison:
+    """One comparison of ``state`` over the ranks of a group.
+
+    Args:
+        when: goes behind what differs, such as ", after step 400".
+    """
+
+    def __init__(self, state: State, group: dist.ProcessGroup | None, when: str) -> None:
+        self.state, self.group, self.when = state, group, when
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.own = dist.get_rank(group)
+        # The same on every rank, wherever its model is.
+        kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+        self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+    def run(self, tolerance: float | None) -> None:
+        """Compare; raise what ``check_replicas`` says."""
+        state = self.state
+        structure = replica_state.digest_of_text(json.dumps(state.structure()))
+        values = 0 if state.refused else replica_state.digest(state.values)
+        on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in state.values)
+        # The bits of a float64 that is not negative are in its order.
+        wanted = -1 if tolerance is None else struct.unpack("<q", struct.pack("<d", tolerance + 0.0))[0]
+        # All are equal if the largest is the smallest; ~x is largest where x is smallest.
+        own = [structure, ~structure, values, ~values, int(bool(state.refused)), int(on_gpu), wanted]
+        shared = torch.tensor(own, dtype=torch.int64, device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
+        structure, least_structure, values, least_values, refused, on_gpu, wanted = ddp.to_host(shared).tolist()
+        if refused:
+            self._raise_refused()
+        if structure != ~least_structure:
+            self._raise_other_structure(own[0])
+        if values != ~least_values:
+            given = None if wanted < 0 else struct.unpack("<d", struct.pack("<q", wanted))[0]
+            self._find_difference(given, on_gpu=bool(on_gpu))
+
+    def _find_difference(self, tolerance: float | None, *, on_gpu: bool) -> None:
+        """Compare value by value, in order; return if all that differs are bits of values that count as equal."""
+        own = torch.tensor([replica_state.digest([value]) for value in self.state.values], device=self.device)
+        ranks = torch.stack(self._all_gather(own)).cpu()
+        differing = (ranks != ranks[0]).any(dim=0).nonzero().flatten().tolist()
+        for index in differing:
+            value = self.state.values[index]
+            reference = _majority(ranks[:, index].tolist())[0]
+            if value.tensor is None:
+                self._compare_numbers(value, reference)
+            else:
+                allowed = tolerance if tolerance is not None else on_gpu * default_tolerance(value.tensor)
+                self._compare_tensors(value, reference, allowed, [self.state.values[other] for other in differing])
+
+    def _compare_numbers(self, value: Value, reference: int) -> None:
+        found = ddp.gather_messages(value.number, self.device, self.group)
+        odd = [rank for rank, number in enumerate(found) if number != found[reference]]
+        if odd:
+            self._raise(
+                f"{self._differ(odd, found, reference)} in {value.name}{self.when}",
+                [f"{value.name} is {found[rank]} on {self._named([rank])}" for rank in (reference, *odd[:MOST_NAMED])],
+            )
+
+    def _compare_tensors(self, value: Value, reference: int, allowed: float, differing: Sequence[Value]) -> None:
+        """Raise ReplicasDiffer if a rank has other values than ``reference``; broadcasts the tensor of that rank.
+
+        Args:
+            allowed: by how much values may differ, as a part of the largest one.
+            differing: all values of which some bits differ.
+        """
+        tensor = value.tensor
+        assert tensor is not None
+        limit = self._limit(tensor, reference, allowed)
+        count, largest, first = 0, 0.0, (0.0, 0.0, 0.0)
+        for start, piece in enumerate(replica_state.comparable(tensor, PIECE)):
+            mine = piece.to(self.device)
+            theirs = mine.clone()
+            dist.broadcast(theirs, src=self.ranks[reference], group=self.group)
+            both_nan = (mine != mine) & (theirs != theirs)
+            distance = (mine.double() - theirs.double()).abs()
+            other = (mine != theirs) & ~both_nan
+            if limit:
+                other &= ~(distance <= limit)
+            if not other.any():
+                continue
+            if not count:
+                place = int(other.nonzero()[0])
+                first = (float(start * PIECE + place), float(mine[place]), float(theirs[place]))
+            count += int(other.sum())
+            largest = max(largest, float(distance[other].nan_to_num(math.inf).max()))
+        own = torch.tensor([count, largest, *first], dtype=torch.float64, device=self.device)
+        found = torch.stack(self._all_gather(own)).tolist()
+        if not (odd := [rank for rank, (count, *_) in enumerate(found) if count]):
+            return
+        size = tensor.numel() * (2 if tensor.is_complex() else 1)
+        most, largest = (int(max(found[rank][0] for rank in odd)), max(found[rank][1] for rank in odd))
+        up_to = "up to " * (len({found[rank][0] for rank in odd}) > 1)
+        lines = [
+            f"{self._named([rank])}: {count:.0f} of {counted(size, 'value')}, the first{_place(tensor, int(place))}: "
+            f"{mine:.9g}, on {self._named([reference])} {theirs:.9g}"
+            for rank in odd[:MOST_NAMED]
+            for count, _, place, mine, theirs in [found[rank]]
+        ]
+        if len(differing) > 1:
+            names = [other.name for other in differing if other is not value]
+            lines.append(
+                f"{len(differing)} of {len(self.state.values)} tensors and numbers have other bits, also "
+                + ", ".join(names[:MOST_NAMED])
+                + ", ..." * (len(names) > MOST_NAMED)
+            )
+        compared = f"within {allowed:.2g} of its largest value" if limit else "bit for bit"
+        self._raise(
+            f"{self._differ(odd, found, reference)} in {value.name}{self.when}: {up_to}{most} of "
+            f"{counted(size, 'value')}, "
+            + (f"largest difference {largest:.3g}" if math.isfinite(largest) else "some not finite on one side only"),
+            [*lines, f"{value.name} is {replica_state.kind_of(tensor)}, compared {compared}"],
+        )
+
+    def _limit(self, tensor: Tensor, reference: int, allowed: float) -> float:
+        """Return by how much values may differ, the same on every rank: a part of the largest one on ``reference``."""
+        if not allowed or not (tensor.is_floating_point() or tensor.is_complex()):
+            return 0.0
+        largest = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.own == reference:
+            for piece in replica_state.comparable(tensor, PIECE):
+                finite = piece[piece.isfinite()].abs()
+                if len(finite):
+                    largest = torch.maximum(largest, finite.max().to(self.device))
+        dist.broadcast(largest, src=self.ranks[reference], group=self.group)
+        return allowed * float(largest)
+
+    def _raise_refused(self) -> None:
+        found = ddp.gather_messages(self.state.refused, self.device, self.group)
+        rank, refused = next((rank, text) for rank, text in enumerate(found) if text)
+        self._leave_together()
+        raise BadOption(
+            f"check_replicas cannot compare {self._named([rank])}: {refused}",
+            why="it compares dense tensors that have values",
+            next="leave the call out for this model or optimizer, or give it the module that has only dense tensors",
+        )
+
+    def _raise_other_structure(self, own: int) -> None:
+        """Raise ReplicasDiffer about ranks with other names, shapes or dtypes. The first rank of each kind sends its
+        list."""
+        kinds = torch.cat(self._all_gather(torch.tensor([own], device=self.device))).tolist()
+        leaders = {kind: kinds.index(kind) for kind in kinds}
+        leads = leaders[own] == self.own
+        lists = ddp.gather_messages(self.state.structure() if leads else None, self.device, self.group)
+        same = _majority(kinds)
+        reference = lists[same[0]]
+        odd = [rank for rank in range(len(kinds)) if rank not in same]
+        lines: list[str] = []
+        for kind in dict.fromkeys(kinds[rank] for rank in odd):
+            ranks = [rank for rank in odd if kinds[rank] == kind]
+            has, those_have = (f"{self._named(some)} {'has' if len(some) == 1 else 'have'}" for some in (ranks, same))
+            differences = _other_values(lists[leaders[kind]], reference, those_have)
+            lines += [f"{has} {text}" for text in differences[:MOST_NAMED]]
+            if len(differences) > MOST_NAMED:
+                lines.append(f"{has} {len(differences) - MOST_NAMED} more differences")
+        self._raise(
+            f"{lines[0]}{self.when}",
+            ["the ranks have other parameters, or another optimizer", *lines[1:]],
+            "build the same model and the same optimizer on every rank; where groups of ranks hold different parts of "
+            "a model,\ngive check_replicas the process group of the ranks that hold the same part",
+        )
+
+    def _raise(self, what: str, why: Sequence[str], next: str = "") -> None:
+        self._leave_together()
+        raise ReplicasDiffer(
+            what,
+            why="\n".join(why),
+            next=next
+            or "look for what one rank alone does in the steps before: a change below a line such as `if rank == 0`,\n"
+            "a backward pass of model.module or in no_sync(), a checkpoint or a seed of its own; then start all ranks "
+            "again\nhosts with CPUs of several kinds may round differently: give check_replicas a tolerance",
+        )
+
+    def _leave_together(self) -> None:
+        """Wait until every rank knows what to raise: a rank that has left breaks collectives of those that have not.
+
+        By then this rank knows it too, so that nothing is lost if even this one breaks.
+        """
+        with suppress(RuntimeError):
+            ddp.to_host(torch.cat(self._all_gather(torch.zeros(1, device=self.device))))
+
+    def _all_gather(self, own: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(own) for _ in self.ranks]
+        dist.all_gather(gathered, own, group=self.group)
+        return gathered
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return in_words(as_ranges([self.ranks[rank] for rank in ranks]))
+
+    def _differ(self, odd: Sequence[int], found: Sequence[Any], reference: int) -> str:
+        others = [rank for rank in range(len(found)) if rank not in odd]
+        return f"{self._named(odd)} {'differs' if len(odd) == 1 else 'differ'} from {self._named(others)}"
+
+
+def default_tolerance(tensor: Tensor) -> float:
+    """Return the square root of a dtype's ``eps``: half of its digits. 0 for whole numbers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    return math.sqrt(torch.finfo(tensor.dtype).eps)
+
+
+def _majority(found: Sequence[int]) -> list[int]:
+    """Return the ranks with what most of them have; of two that are as frequent, what the lower rank has."""
+    most = max(found, key=lambda one: (found.count(one), -found.index(one)))
+    return [rank for rank, one in enumerate(found) if one == most]
+
+
+def _place(tensor: Tensor, index: int) -> str:
+    """Return the place of a value as `` at [3, 7]``; "" where there is only one."""
+    places, rest = [], index // 2 if tensor.is_complex() else index
+    for size in reversed(tensor.shape):
+        places.append(rest % size)
+        rest //= size
+    return f" at {places[::-1]}" if places else ""
+
+
+def _other_values(mine: Mapping[str, str], theirs: Mapping[str, str], those_have: str) -> list[str]:
+    """Say what names, shapes and dtypes a rank has that others have not, as in "ranks 0-1 have"."""
+    differences = [f"no {name}, which {those_have}" for name in theirs if name not in mine]
+    differences += [f"{name}, which {those_have} not" for name in mine if name not in theirs]
+    differences += [
+        f"{name} as {mine[name]}, {those_have} it as {theirs[name]}"
+        for name in mine
+        if name in theirs and mine[name] != theirs[name]
+    ]
+    return differences or [f"the parameters that {those_have}, in another order"]

@@ -1,0 +1,212 @@
+"""What torch's errors about collectives mean: which rank or setting is to blame, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import traceback
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ddp_manual.errors import (
+    BackendUnavailable,
+    DdpManualError,
+    DeviceTaken,
+    OutOfMemory,
+    PeerLost,
+    PeerStalled,
+    PeerUnreachable,
+    TrainingFailed,
+    traceback_of,
+)
+from ddp_manual.worker.device import SHARED_MEMORY
+
+# Of gloo's errors, those that another rank may be the reason of; its other errors are mistakes in the call.
+_OF_GLOO = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.IGNORECASE)
+# What NCCL said last, behind torch's own words: up to torch 2.14 on a line of its own, since then on the same one.
+_LAST_WORDS = re.compile(r"\n(?:NCCL )?Last Error:[ \t]*\n?([^\n]*\S[^\n]*)", re.IGNORECASE)
+
+
+# Where Python's part of torch calls the C++ that begins collectives, or waits for them.
+_OF_COLLECTIVES = [os.path.join("torch", *parts) for parts in (("distributed", ""), ("autograd", ""), ("_ops.py",))]
+
+
+class Cause(NamedTuple):
+    """What torch's words about a failed collective mean."""
+
+    said: str
+    """A regular expression that torch's words match."""
+    kind: type[DdpManualError]
+    what: str
+    """The end of a sentence that begins with the rank."""
+    next: str
+    of_another_rank: bool = False
+    """Whether another rank may be the reason, so that it is soon known which one is gone."""
+    in_a_call: bool = False
+    """Whether the call that raised it is the reason: once the ranks have joined, it is training-failed."""
+
+
+_LOOK_FOR_THE_DEAD = "look for the rank whose process has ended (killed, out of memory?), then start all ranks again"
+_NCCL_DEBUG = "start all ranks with NCCL_DEBUG=INFO to see what it tried"
+_TRY_ANOTHER_PATH = (
+    "open all TCP ports between the hosts\nwith NCCL try NCCL_P2P_DISABLE=1 between GPUs of one host, and between "
+    f"hosts NCCL_IB_DISABLE=1,\nor {_NCCL_DEBUG}"
+)
+# The first that matches counts. NCCL names its kinds of error loosely (a lost connection may be an "internal error"),
+# so what it said last comes first.
+_CAUSES = (
+    Cause(
+        "Duplicate GPU",
+        DeviceTaken,
+        "shares its GPU with another rank",
+        "give each rank of a host a GPU of its own: leave --local_rank out, or choose different ones",
+    ),
+    Cause(
+        r"/dev/shm|shared memory segment|posix_fallocate|shm_open",
+        OutOfMemory,
+        "could not use its host's shared memory",
+        "give a container more: docker run --shm-size=1g or --ipc=host, in Kubernetes an emptyDir with medium: Memory"
+        "\nremove what killed runs have left there, /dev/shm/nccl-*\n"
+        "or do without it, which is slower: NCCL_SHM_DISABLE=1",
+    ),
+    Cause(
+        r"out of memory|Failed to CUDA [mc]alloc",
+        OutOfMemory,
+        "ran out of GPU memory",
+        "choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
+    ),
+    Cause(
+        r"no (socket|NCCL_SOCKET_IFNAME) interface found|is neither AF_INET|Unable to find (address|interface)",
+        PeerUnreachable,
+        "has no such network interface",
+        "let NCCL_SOCKET_IFNAME (with gloo GLOO_SOCKET_IFNAME) name an interface of this host, or unset it;\n"
+        "ip -br address shows them",
+    ),
+    Cause(
+        r"unhandled cuda error|Cuda failure",
+        BackendUnavailable,
+        "met an error of CUDA in NCCL",
+        f"look at the GPU and its driver: nvidia-smi, and dmesg for Xid\nor {_NCCL_DEBUG}",
+        in_a_call=True,
+    ),
+    Cause(
+        r"invalid (usage|argument)( \(|,)|ncclInvalid",
+        BackendUnavailable,
+        "called NCCL in a way that it refuses",
+        f"let all ranks make the same calls, with tensors of one size and dtype on their own GPUs\nor {_NCCL_DEBUG}",
+        in_a_call=True,
+    ),
+    Cause(
+        r"Connect to |connectFullMesh|Connection refused|No route to host|Network is unreachable",
+        PeerUnreachable,
+        "could not connect to all other ranks",
+        "open all TCP ports between the hosts, or name the interface that connects them:\n"
+        "NCCL_SOCKET_IFNAME=<interface>, with gloo GLOO_SOCKET_IFNAME=<interface>",
+        of_another_rank=True,
+    ),
+    Cause(
+        r"NET/",
+        PeerLost,
+        "lost its connection to another rank",
+        f"{_LOOK_FOR_THE_DEAD}\nif all live, NCCL's network plugin fails between the hosts: NCCL_IB_DISABLE=1 uses TCP",
+        of_another_rank=True,
+    ),
+    Cause(
+        r"Connection (was )?(closed|reset)|Broken pipe|Socket closed|remote process exited|Call to (recv|send)",
+        PeerLost,
+        "lost its connection to another rank",
+        _LOOK_FOR_THE_DEAD,
+        of_another_rank=True,
+    ),
+    Cause(
+        r"timed? ?out",
+        PeerStalled,
+        "waited for a collective until torch's time-out",
+        "look at what the other ranks were doing: one did not come to this collective, or the network between them\n"
+        f"is cut; {_NCCL_DEBUG}",
+        of_another_rank=True,
+    ),
+    Cause("", PeerLost, "cannot go on with the other ranks", f"{_LOOK_FOR_THE_DEAD}\nor {_NCCL_DEBUG}", True),
+)
+
+
+def is_broken_collective(error: BaseException | None) -> bool:
+    """Return whether torch raised this, or what the user's code made of it, maybe because another rank is gone."""
+    failed = _failed_collective(error)
+    return failed is not None and _cause(str(failed)).of_another_rank
+
+
+def was_raised_by_torch(error: BaseException | None) -> bool:
+    """Return whether code of torch raised this, or what is behind it, rather than code of the user."""
+    while error is not None:
+        called = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if called and any(part in called[-1].f_code.co_filename for part in _OF_COLLECTIVES):
+            return True
+        error = error.__cause__
+    return False
+
+
+def error_while_joining(error: BaseException, rank: int, why: str) -> DdpManualError:
+    """Return what an error means that comes before the first all-reduce has succeeded."""
+    cause = _cause(str(error))
+    if cause.kind is PeerStalled:
+        what, next = "got no answer from another rank in its first all-reduce or before", _TRY_ANOTHER_PATH
+        cause = cause._replace(kind=PeerUnreachable, what=what, next=next)
+    elif cause is _CAUSES[-1]:
+        what, next = "could not open the process group", f"with NCCL {_NCCL_DEBUG}"
+        cause = cause._replace(kind=PeerUnreachable, what=what, next=next)
+    return _as_error(cause, rank, why)
+
+
+def collective_error(error: BaseException, rank: int) -> DdpManualError | None:
+    """Return what torch's error about a collective means; None for any other error."""
+    failed = _failed_collective(error)
+    if failed is None:
+        return None
+    cause, why = _cause(str(failed)), f"a collective broke: {first_line(failed)}"
+    if cause.in_a_call:
+        return _as_error(cause._replace(kind=TrainingFailed), rank, f"{why}\n{traceback_of(error)}")
+    return _as_error(cause, rank, why)
+
+
+def _failed_collective(error: BaseException | None) -> BaseException | None:
+    """Return the error of a collective that is this exception, or behind it."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return error
+        # NCCL's are plain RuntimeErrors since torch 2.15, except for those of its watchdog.
+        if isinstance(error, RuntimeError) and ("NCCL Last Error" in str(error) or _OF_GLOO.search(str(error))):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _cause(text: str) -> Cause:
+    said = _LAST_WORDS.search(text)
+    matching = (
+        cause
+        for words in ([said[1], text] if said else [text])
+        for cause in _CAUSES[:-1]
+        if re.search(cause.said, words, re.IGNORECASE)
+    )
+    return next(matching, _CAUSES[-1])
+
+
+def _as_error(cause: Cause, rank: int, why: str) -> DdpManualError:
+    if "/dev/shm" in cause.said:
+        with suppress(OSError):
+            usage = shutil.disk_usage(SHARED_MEMORY)
+            why += f"\n{SHARED_MEMORY} has {usage.free >> 20} of {usage.total >> 20} MB free"
+    return cause.kind(f"rank {rank} {cause.what}", why=why, next=cause.next)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception that is not blank, at most 300 characters, without the names of source
+    files; of NCCL's errors also what NCCL said last."""
+    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {str(error).lstrip()}"
+    line = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
+    line = line.strip().splitlines()[0].split(". This is typically")[0].strip()[:300]
+    return f"{line}; {said[1].strip()[:300]}" if (said := _LAST_WORDS.search(text)) else line

@@ -1,0 +1,344 @@
+"""Record each collective that this process begins, in memory that it shares with its agent: see ``collectives``.
+
+Since torch 2.15 a process group calls a hook before each collective, also before those that C++ begins, such as DDP's
+in a backward pass. With an older torch the methods that Python calls are wrapped, and the others are not recorded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import math
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_manual import collectives
+from ddp_manual.worker.collective_errors import first_line
+from ddp_manual.worker.process_group import (
+    CODE_OF_COLLECTIVES,
+    calling_frame,
+    has_several_backends,
+    innermost_frame,
+    operations_of_hooks,
+    watch_process_groups,
+    wrap_collectives,
+)
+from ddp_manual.worker.reporter import is_library
+from ddp_manual.world_spec import WorldSpec
+
+# Each group has its hooks by number; torch's own hooks have small ones.
+_HOOK = 0x646470
+# Calls and lines of code that are kept in words, each: a program has fewer, unless every tensor has another size.
+_MOST_KEPT = 4096
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_OF_USER, _OF_PACKAGE, _OF_LIBRARY = range(3)
+# The functions of torch.distributed that are given a reduce operation.
+_REDUCE = frozenset(
+    ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base")
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """A collective, and what all ranks must call it with. Each has a dtype, except for a barrier."""
+
+    name: str
+    by_outputs: bool = False
+    """Whether its outputs have the size that must agree: only there have all ranks the same tensors."""
+    any_size: bool = False
+    """Whether ranks may call it with tensors of different sizes."""
+    any_dtype: bool = False
+    reduces: bool = False
+    root: str = ""
+    """What the rank that it names is to it: ``from`` or ``to``."""
+
+
+# By torch's names for hooks. Left out are those that one rank calls for itself, or that only some ranks call: send and
+# recv, splitting a group.
+_OPERATIONS = {
+    "BROADCAST": Operation("broadcast", root="from"),
+    "ALLREDUCE": Operation("all_reduce", reduces=True),
+    "REDUCE": Operation("reduce", reduces=True, root="to"),
+    "ALLGATHER": Operation("all_gather", by_outputs=True),
+    "ALLGATHER_BASE": Operation("all_gather_into_tensor"),
+    "REDUCE_SCATTER": Operation("reduce_scatter", reduces=True),
+    "REDUCE_SCATTER_BASE": Operation("reduce_scatter_tensor", reduces=True),
+    "GATHER": Operation("gather", root="to"),
+    "SCATTER": Operation("scatter", by_outputs=True, root="from"),
+    "ALLTOALL": Operation("all_to_all", any_size=True),
+    "ALLTOALL_BASE": Operation("all_to_all_single", any_size=True),
+    "BARRIER": Operation("barrier", any_size=True, any_dtype=True),
+    **{
+        name: Operation(f"{shown}, coalesced", any_size=True, any_dtype=True)
+        for name, shown in (
+            ("ALLREDUCE_COALESCED", "all_reduce"),
+            ("ALLGATHER_COALESCED", "all_gather"),
+            ("ALLGATHER_INTO_TENSOR_COALESCED", "all_gather_into_tensor"),
+            ("REDUCE_SCATTER_TENSOR_COALESCED", "reduce_scatter_tensor"),
+        )
+    },
+}
+
+
+class _Order:
+    """Collectives that must come in the same order on all ranks: those of a group, or of one of its backends."""
+
+    def __init__(self, identity: int) -> None:
+        self.identity, self.number, self.chain = identity, 0, 0
+
+
+def record_collectives(spec: WorldSpec, tell: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
+    """Record from now on the collectives of all process groups that are open, or that this process opens, unless
+    ``--collectives off`` is set.
+
+    Args:
+        tell: sends a message to this rank's agent, which learns here where the memory is.
+
+    Returns:
+        Undoes this; without it, the end of the process does.
+    """
+    recorder = Recorder(tell)
+    if spec.collectives == "check" and spec.world_size > 1:
+        recorder.start()
+    return recorder.stop
+
+
+class Recorder:
+    """Records collectives from ``start`` to ``stop``.
+
+    Args:
+        tell: sends a message to this rank's agent.
+    """
+
+    def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        self._tell = tell
+        self._begun = 0
+        self._groups: dict[Any, Callable[..., None] | None] = {}
+        """Process group -> what records its collectives; None: there is nothing to compare."""
+        self._names: dict[str, int] = {}
+        self._turn = threading.RLock()  # which a signal handler may take once more
+        self._thread = threading.get_ident()
+        self._files: dict[str, int] = {}
+        self._lines: dict[tuple[int, int], tuple[CodeType, bytes]] = {}
+        self._undo = ExitStack()
+        self._memory: memoryview | None = None
+        self._operations = operations_of_hooks(_OPERATIONS)
+
+    def start(self) -> None:
+        """Share the memory with the agent, and find all process groups, now and as they are opened."""
+        try:
+            self._descriptor = os.memfd_create("ddp_manual collectives")
+            os.ftruncate(self._descriptor, collectives.MEMORY_SIZE)
+            self._memory = memoryview(mmap.mmap(self._descriptor, collectives.MEMORY_SIZE))
+        except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
+            self._tell({"not_compared": first_line(error)})
+            return
+        self._tell({"memory": self._descriptor})
+        _recorders.append(self)
+        self._undo.callback(self._forget)
+        self._undo.callback(watch_process_groups(self._opened, self._closed))
+        if not self._operations:
+            self._undo.callback(wrap_collectives(self._called))
+
+    def stop(self) -> None:
+        """Undo ``start``. A hook that is still registered when the interpreter ends would crash the process."""
+        self._undo.close()
+
+    def _forget(self) -> None:
+        _recorders.remove(self)
+        for group in list(self._groups):
+            self._closed(group)
+        self._memory = None
+        os.close(self._descriptor)
+
+    def forget_memory(self) -> None:
+        """Record nothing more: this process is a fork of the rank."""
+        self._memory = None
+
+    def _opened(self, group: Any, name: str) -> None:
+        if group.size() == 1 or group in self._groups:
+            self._groups.setdefault(group, None)
+            return
+        record = self._recording(group, name)
+        self._groups[group] = record
+        if self._operations:
+            operations = self._operations
+
+            def before(args: Any) -> None:
+                operation = operations.get(args.name.value)
+                if operation is not None:
+                    record(operation, args.input_tensors, args.output_tensors, args.root, calling_frame())
+
+            group.register_pre_hook(_HOOK, before)
+
+    def _closed(self, group: Any) -> None:
+        if self._groups.pop(group, None) is not None and self._operations:
+            with suppress(RuntimeError):
+                group.unregister_pre_hook(_HOOK)
+
+    def _called(self, group: Any, name: str, *with_what: Any) -> None:
+        """Record a collective that Python has called, with a torch that has no hooks."""
+        if (record := self._groups.get(group)) is not None:
+            record(_OPERATIONS[name], *with_what)
+
+    def _recording(self, group: Any, name: str) -> Callable[..., None]:
+        """Return what records the collectives of a process group."""
+        common: dict[Any, tuple[bytes, bytes]] = {}
+        orders: dict[str, _Order] = {}
+        ranks: list[int] = []
+        several = False
+
+        def record(
+            operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, frame: Any
+        ) -> None:
+            nonlocal ranks, several
+            memory = self._memory
+            if memory is None:
+                return
+            try:
+                if not ranks:
+                    several = has_several_backends(group)
+                    ranks = dist.get_process_group_ranks(group)
+                # Threads may use two backends of a group at once: gloo for a checkpoint, and NCCL for the training.
+                device = _device_type(inputs, outputs, frame) if several else ""
+                order = orders.get(device)
+                if order is None:
+                    order = orders[device] = _Order(self._introduce(group, name, ranks, device))
+                reduces = _reduce_operation(frame) if operation.reduces else None
+                called = _called_with(operation, inputs, outputs, root, reduces)
+                words = common.get(called)
+                if words is None:
+                    if len(common) >= _MOST_KEPT:
+                        common.clear()
+                    words = common[called] = _in_words(operation, called, ranks)
+                line = self._line(frame)
+                with self._turn:
+                    self._begun = index = self._begun + 1
+                    order.number += 1
+                    order.chain = zlib.crc32(words[0], order.chain)
+                    collectives.write(memory, (index, order.number, order.identity, order.chain), words[1], line)
+            except Exception as error:  # the program goes on, and its agent says why nothing is compared any more
+                self._memory = None
+                self._tell({"not_compared": first_line(error)})
+
+        return record
+
+    def _introduce(self, group: Any, name: str, ranks: Sequence[int], device: str) -> int:
+        """Tell the agent of a group in which this rank begins its first collective, or its first with the backend for
+        this type of device; return the number of the group."""
+        members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}{device and '/'}{device}"
+        with self._turn:
+            again = self._names[members] = self._names.get(members, -1) + 1
+            identity = sum(self._names.values()) + len(self._names)
+        about = {"key": f"{members}/{again}", "ranks": ranks, "description": str(group.group_desc), "device": device}
+        self._tell({"group": {"identity": identity, **about}})
+        return identity
+
+    def _line(self, frame: FrameType | None) -> bytes:
+        """Return ``train.py:91`` of the user's line that has called torch, otherwise of this package's line."""
+        kinds, of_package, found = self._files, None, frame
+        while frame is not None:
+            kind = kinds.get(frame.f_code.co_filename)
+            if kind is None:
+                kind = self._kind(frame)
+            if kind == _OF_USER:
+                break
+            if kind == _OF_PACKAGE and of_package is None:
+                of_package = frame
+            found, frame = frame, frame.f_back
+        found = frame or of_package or found
+        if found is None or (frame is of_package is None and threading.get_ident() != self._thread):
+            # A thread of autograd: the program waits for it on a line of its own.
+            waiting = innermost_frame(self._thread)
+            return self._line(waiting) if waiting is not None and threading.get_ident() != self._thread else b""
+        code, at = found.f_code, found.f_lasti
+        known = self._lines.get((id(code), at))
+        if known is None:
+            if len(self._lines) >= _MOST_KEPT:
+                self._lines.clear()
+            text = f"{os.path.basename(code.co_filename)}:{found.f_lineno}".encode()[-collectives.LONGEST_LINE :]
+            known = self._lines[id(code), at] = code, text  # the code is kept, so that no other has its id
+        return known[1]
+
+    def _kind(self, frame: FrameType) -> int:
+        name = frame.f_code.co_filename
+        is_main = frame.f_globals.get("__name__") == "__main__"  # also that of a module of a library
+        kind = _OF_LIBRARY if is_library(name) and not is_main else _OF_USER
+        self._files[name] = kind = _OF_PACKAGE if name.startswith(_PACKAGE) else kind
+        return kind
+
+
+def _called_with(
+    operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, reduces: Any
+) -> tuple[Any, ...]:
+    """Return what tells one call from another: all that ``_in_words`` needs, as fast as possible."""
+    tensors = outputs if operation.by_outputs or not inputs else inputs
+    if not tensors:
+        return (operation, None, (), (), 0, root, reduces)
+    first, count = tensors[0], len(tensors)
+    return (operation, first.dtype, first.shape, tensors[-1].shape if count > 1 else (), count, root, reduces)
+
+
+def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], frame: FrameType | None) -> str:
+    """Return ``cpu``, ``cuda``, ...: of a collective's tensors, or the one that torch's barrier has chosen."""
+    for tensors in (inputs, outputs):
+        if tensors:
+            return tensors[0].device.type
+    barrier = (
+        frame is not None and frame.f_code.co_name == "barrier" and frame.f_code.co_filename == CODE_OF_COLLECTIVES
+    )
+    chosen = getattr(frame.f_locals.get("opts"), "device", None) if barrier and frame is not None else None
+    return "cpu" if chosen is None else str(chosen.type)
+
+
+def _in_words(operation: Operation, called: tuple[Any, ...], ranks: Sequence[int]) -> tuple[bytes, bytes]:
+    """Return what the ranks must have in common, and the words for it."""
+    _, dtype, first, last, count, root, reduces = called
+    dtype = "" if dtype is None or operation.any_dtype else str(dtype).removeprefix("torch.")
+    sizes = "any" if operation.any_size else f"{count} {math.prod(first)} {math.prod(last)}"
+    reduces = str(getattr(reduces, "name", "")) or ("SUM" if operation.reduces else "")
+    common = f"{operation.name} {dtype} {sizes} {root} {reduces}"
+    call = f"{operation.name} {dtype}[{', '.join(map(str, first))}]" if dtype else operation.name
+    details = [reduces.lower()] if reduces else []
+    if operation.root and 0 <= root < len(ranks):
+        details.append(f"{operation.root} rank {ranks[root]}")
+    shown = f"{call[: collectives.LONGEST_CALL - 32]}\t{', '.join(details)}"
+    return common.encode(), shown.encode(errors="replace")[: collectives.LONGEST_CALL]
+
+
+def _reduce_operation(frame: FrameType | None) -> Any:
+    """Return ReduceOp.SUM, ... of the function of torch.distributed that this frame is in; None in any other frame.
+
+    torch does not tell its hooks. C++ and compiled code sum up, nearly always.
+    """
+    if frame is None or frame.f_code.co_name not in _REDUCE or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
+        return None
+    return frame.f_locals.get("op")
+
+
+# Those that have hooks registered. A process that ends with one would crash, and so would a fork of it.
+_recorders: list[Recorder] = []
+
+
+def _stop_all() -> None:
+    for recorder in list(_recorders):
+        recorder.stop()
+
+
+def _forget_all() -> None:
+    for recorder in _recorders:
+        recorder.forget_memory()
+
+
+# When this module is imported, which is before the user's code: functions are called in reverse order.
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_forget_all)

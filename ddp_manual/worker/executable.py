@@ -1,0 +1,79 @@
+"""Become any executable as one rank: place -> variables -> exec. Nothing of torch is loaded.
+
+Its agent sees what the kernel tells: that it runs, is stopped, or has ended, and how.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ddp_manual import launchers, signals
+from ddp_manual.errors import BadOption
+from ddp_manual.messages import RUNNING, Beat, Place, Progress, Ready, last_words
+from ddp_manual.program import Program
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode
+from ddp_manual.world_spec import WorldSpec
+
+
+def main(channel: int, ignored: Iterable[int]) -> None:
+    """Replace this process by the program once all ranks have joined.
+
+    Args:
+        ignored: the signals that this process was told to ignore.
+    """
+    agent = socket.socket(fileno=channel)
+    messages = _messages(agent)
+
+    def send(message: Mapping[str, Any]) -> None:
+        agent.sendall(encode(message))
+
+    send({"born": os.getpid()})
+    start = next(message["start"] for message in messages if "start" in message)
+    spec, program = WorldSpec(**start["spec"], sources=start["sources"]), Program(**start["program"])
+    reserved, address = socket.socket(), start.get("store_address")
+    if address:  # where torch's store will be, which rank 0's program hosts itself
+        reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
+    ready = Ready(
+        pid=os.getpid(),
+        device="cpu",
+        backend="gloo",
+        gpus=[],
+        versions={},
+        options={},
+        store=[address, reserved.getsockname()[1]] if address else [],
+        chooses_device=True,
+    )
+    send({"ready": vars(ready)})
+    placed = next(message for message in messages if "place" in message)
+    place = Place(**placed["place"])
+    launchers.become_rank(spec.world_size, spec.rank, place, placed, restarts=start["restarts"], hosted=False)
+    beat = Beat.of(Progress(RUNNING), {}, inside=False, place="", debugging=False)
+    send({"beat": vars(beat)})
+    send({"notes": True, "heeds": True})
+    signals.handle_as_any_program(ignored)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would
+        signal.signal(number, signal.SIG_DFL)
+    os.set_inheritable(channel, True)  # its end would mean the end of this worker
+    try:
+        os.execvp(program.name, [program.name, *program.arguments])
+    except OSError as error:
+        failed = BadOption(
+            f"{program.name} cannot be started",
+            why=f"{error.strerror}: {program.name}",
+            next="name a program that this user may execute; a script in Python needs no --no_python",
+        )
+        send({"failed": last_words(failed)})
+
+
+def _messages(agent: socket.socket) -> Iterator[dict[str, Any]]:
+    """Return what the agent says, one message after the other; end this process when the agent is gone."""
+    reader = LineReader(LONGEST_ANSWER, local=True)
+    while data := agent.recv(1 << 16):
+        yield from reader.feed(data)
+    raise SystemExit(1)

@@ -1,0 +1,211 @@
+"""Run a user's script or module as one rank, as plain ``python`` would: ready -> place -> variables -> the program.
+
+The program opens its process groups itself. When it has ended rank 0 stays, with torch's store, until the other ranks
+have ended too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import functools
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from ddp_manual import launchers, signals
+from ddp_manual.errors import TrainingFailed
+from ddp_manual.messages import RUNNING, Place, Ready, last_words
+from ddp_manual.program import MODULE, Program
+from ddp_manual.worker import device, process_group
+from ddp_manual.worker.collectives import record_collectives
+from ddp_manual.worker.main import Rank
+from ddp_manual.worker.reporter import Reporter
+from ddp_manual.world_spec import WorldSpec
+
+
+def preload(names: Iterable[str]) -> None:
+    """Import what most programs need besides torch, and these names, before ``launch`` forks its workers; a module
+    that cannot be imported is left to the program."""
+    process_group.import_dynamo()
+    for name in filter(None, names):
+        with suppress(Exception):
+            importlib.import_module(name)
+
+
+def main(channel: int, ignored: Iterable[int]) -> None:
+    """Live as a rank until the program has ended; then the interpreter ends as after any program.
+
+    Args:
+        ignored: the signals that this process was told to ignore.
+    """
+    reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=False)
+    start = reporter.wait("start")["start"]
+    spec, program = WorldSpec(**start["spec"], sources=start["sources"]), Program(**start["program"])
+    rank = Rank(reporter, spec, start)
+    try:
+        store = _get_ready(rank, start)
+        _take_place(rank, start)
+        record_collectives(spec, reporter.send)
+        # Registered before the program registers any, so that these are called after them.
+        atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
+        atexit.register(_leave, reporter, os.getpid(), store)
+        sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
+        signals.handle_as_any_program(ignored)
+        reporter.send({"notes": True, "heeds": True})
+    except BaseException as error:
+        rank.tell(error)
+        threading.Event().wait()  # the agent ends this process
+    run(rank, program)
+
+
+def _get_ready(rank: Rank, start: Mapping[str, Any]) -> TCPStore | None:
+    """Tell the agent what there is, without beginning to use a GPU; rank 0 hosts torch's store."""
+    gpus = process_group.gpus_without_cuda()
+    backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
+    store, where = None, []
+    if address := start.get("store_address"):
+        store = process_group.open_store(address)
+        where = [address, store.port]
+    kind = "cuda" if gpus else "cpu"
+    ready = Ready(
+        pid=os.getpid(),
+        device=kind,
+        backend=backend,
+        gpus=gpus,
+        versions=device.versions(),
+        options={"device": [kind, "default"], "backend": [backend, "default"]},
+        store=where,
+        chooses_device=True,
+    )
+    rank.reporter.send({"ready": vars(ready)})
+    return store
+
+
+def _take_place(rank: Rank, start: Mapping[str, Any]) -> None:
+    """Wait until all ranks have joined, and set this rank's variables."""
+    placed = rank.reporter.wait("place")
+    place, spec = Place(**placed["place"]), rank.spec
+    launchers.become_rank(spec.world_size, spec.rank, place, placed, restarts=start["restarts"], hosted=True)
+    torch.set_num_threads(launchers.cpu_threads(place.local_world_size))
+    rank.reporter.progress.phase = RUNNING
+    rank.reporter.send_beat()
+
+
+def run(rank: Rank, program: Program) -> None:
+    """Run the program, and tell the agent how it has ended.
+
+    Raises:
+        SystemExit: with the program's exit code, if that is not 0.
+    """
+    try:
+        if program.kind == MODULE:
+            run_module(program)
+        else:
+            run_script(program)
+    except SystemExit as exit:
+        if not (exit.code is None or (isinstance(exit.code, int) and exit.code & 0xFF == 0)):
+            _fail(rank, exit)
+    except BaseException as error:
+        _fail(rank, error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # the program may have closed or replaced it
+            stream.flush()
+
+
+def _fail(rank: Rank, error: BaseException) -> NoReturn:
+    """Tell the agent, which prints the error once this process has ended."""
+    try:
+        rank.tell(error)
+    except Exception:  # the exception cannot be put into words
+        traceback.print_exc()
+        rank.reporter.send({"failed": last_words(unreadable(rank.spec.rank, error))})
+    atexit.unregister(_leave)
+    if isinstance(error, SystemExit):
+        raise error
+    sys.excepthook(type(error), error, error.__traceback__)  # the program's own, if it has set one
+    raise SystemExit(128 + signals.STOP[0] if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _leave_to_the_agent(pid: int, *exception: Any) -> None:
+    """Print an exception of a forked child only: that of this process its agent prints, after its last line."""
+    if os.getpid() != pid:
+        traceback.print_exception(*exception)
+
+
+def unreadable(rank: int, error: BaseException) -> TrainingFailed:
+    return TrainingFailed(
+        f"rank {rank} on {launchers.host_name()}: {type(error).__name__}, which cannot be put into words",
+        why="its __str__ has raised another exception",
+        next="look at the traceback above, fix the code, then start all ranks again",
+    )
+
+
+def _leave(reporter: Reporter, pid: int, store: TCPStore | None) -> None:
+    """Say at exit, after the program's threads and its own handlers, that its work is done; and keep torch's store as
+    long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
+    if os.getpid() == pid:
+        reporter.send_beat()  # the number of collectives it has begun is final
+        reporter.send({"finished": True})
+        if store is not None:
+            reporter.send({"left": True})
+            with suppress(TimeoutError):  # the program has closed the channel to the agent
+                reporter.wait("over")
+        reporter.over = True
+
+
+def run_module(program: Program) -> None:
+    """Run it as ``python -m`` does."""
+    sys.path[0] = os.getcwd()
+    spec = importlib.util.find_spec(program.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{program.name}.__main__")
+    if spec is None or spec.origin is None or not isinstance(spec.loader, InspectLoader):
+        raise ImportError(f"{program.name} is no module that can be run")
+    sys.argv[:] = [spec.origin, *program.arguments]
+    code = spec.loader.get_code(spec.name)
+    assert code is not None
+    _run_as_main(code, spec.origin, spec.loader, spec)
+
+
+def run_script(program: Program) -> None:
+    """Run it as ``python`` does."""
+    sys.argv[:] = [program.name, *program.arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(program.name))
+    if os.path.isdir(program.name) or program.name.endswith((".pyz", ".zip")):
+        del sys.path[0]  # runpy puts the folder in front
+        runpy.run_path(os.path.abspath(program.name), run_name="__main__")
+        return
+    path = os.path.join(os.getcwd(), program.name)
+    with io.open_code(path) as file:
+        source = file.read()
+    code = compile(source, path, "exec", dont_inherit=True)
+    _run_as_main(code, path, importlib.machinery.SourceFileLoader("__main__", path), None)
+
+
+def _run_as_main(code: types.CodeType, path: str, loader: Any, spec: ModuleSpec | None) -> None:
+    """Run code in a module ``__main__`` that stays, for threads and pickles that outlive the call."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins, __loader__=loader, __spec__=spec, __cached__=None)
+    if spec is not None:
+        vars(module).update(__package__=spec.parent, __cached__=spec.cached)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
