@@ -7,6 +7,7 @@ import gzip
 import math
 import os
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ddp_manual import launchers
 from tests import forking
 
 if TYPE_CHECKING:
@@ -39,22 +41,24 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 def pytest_configure(config: pytest.Config) -> None:
     """Undo that a shell ignores Ctrl-C on behalf of what it runs in the background, which every child inherits; and
-    start the server that all test processes share."""
+    start the servers that all test processes share."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux" and not hasattr(config, "workerinput"):
-        forking.start_server()
+        forking.start_servers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests on a machine without a GPU, and run the tests marked ``alone`` last: each of them first waits
-    until every other test process is done with its test."""
+    until every other test process is done with its test. The other tests see no GPU, and mean the same on all machines.
+    """
     import torch
 
     # Threads that share a computation wait for each other in a busy loop: beside other processes, two are slower.
     torch.set_num_threads(1)
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
-    if not torch.cuda.is_available():
+    # Not is_available(): it begins to use CUDA, so that GPUs could not be hidden any more.
+    if not torch.cuda.device_count():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -86,13 +90,13 @@ class RankProcess:
         cwd: Path,
         place: tuple[str, str] | None,
         fresh: bool,
+        libraries: bool,
     ) -> None:
         self.arguments = arguments
         self._out, self._err, self._note = (folder / f"{name}.{suffix}" for suffix in ("out", "err", "worker"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = forking.start(
-                *(arguments, self._note), env=env, cwd=cwd, out=out, err=err, place=place, fresh=fresh
-            )
+            how = {"place": place, "fresh": fresh, "libraries": libraries}
+            self.process = forking.start(arguments, self._note, env=env, cwd=cwd, out=out, err=err, **how)
         # Not before the fork: the first fork waits until the server has loaded torch.
         self.started = time.monotonic()
         self._worker: int | None = None
@@ -140,15 +144,20 @@ class RankProcess:
             pytest.fail(f"{self.arguments} still runs after {timeout} s; it said:\n{self.err}")
 
     def wait_for(self, text: str, timeout: float = 60) -> float:
-        """Wait until stderr holds ``text``; return the seconds since the process started."""
+        """Wait until stdout or stderr holds ``text``; return the seconds since the process started."""
         deadline = time.monotonic() + timeout
-        while text not in self.err:
+        while text not in self.err and text not in self.out:
             if time.monotonic() > deadline:
                 pytest.fail(f"{self.arguments} did not say {text!r} within {timeout} s but:\n{self.err}")
-            if self.process.poll() is not None and text not in self.err:
+            if self.process.poll() is not None and text not in self.err and text not in self.out:
                 pytest.fail(f"{self.arguments} ended without saying {text!r} but:\n{self.err}")
             time.sleep(0.02)
         return time.monotonic() - self.started
+
+    @property
+    def typed(self) -> str:
+        """The command as messages show it: without the path of a program that a shell finds by its name."""
+        return shlex.join([launchers.as_typed(self.arguments[0]), *self.arguments[1:]])
 
     def kill(self) -> None:
         """Kill the process and all that it has started."""
@@ -177,9 +186,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """Restore the environment: a rendezvous in this process sets variables that later processes must not inherit."""
+def _environment(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Restore the environment: a rendezvous in this process sets variables that later processes must not inherit.
+
+    Hide GPUs from a test that is not marked ``gpu``, and from the processes it starts. One that is marked uses GPUs in
+    the processes it starts: in this process CUDA may have begun without any.
+    """
     before = dict(os.environ)
+    if not request.node.get_closest_marker("gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -187,7 +202,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start any command; the end of the test kills all processes. ``place``, ``fresh``: see ``forking.start``."""
+    """Start any command; the end of the test kills all processes. For the options see ``forking.start``."""
     started: list[RankProcess] = []
 
     def start(
@@ -195,11 +210,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         cwd: Path = REPOSITORY,
         place: tuple[str, str] | None = None,
         fresh: bool = False,
+        libraries: bool = False,
         **env: str,
     ) -> RankProcess:
         words = [str(argument) for argument in arguments]
         name = f"process{len(started)}"
-        process = RankProcess(words, tmp_path, name, clean_environment(**env), cwd, place, fresh)
+        process = RankProcess(words, tmp_path, name, clean_environment(**env), cwd, place, fresh, libraries)
         started.append(process)
         return process
 
@@ -249,12 +265,18 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
 
 
 @pytest.fixture(scope="session")
-def small_data(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all test processes share."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session")
+def small_data(shared_folder: Path) -> Path:
     """A data_dir with ``DRAWN`` synthetic digits, which one test process draws for all."""
     from ddp_manual.training import data, datasets, synthetic
 
-    own = tmp_path_factory.getbasetemp()
-    folder = (own if worker_id == "master" else own.parent) / "small_data"
+    folder = shared_folder / "small_data"
     with folder.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for part, count in DRAWN.items():

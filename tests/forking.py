@@ -1,8 +1,9 @@
 """Starts the processes of the tests: as forks of one that has torch loaded where that makes no difference to a test.
 
-All test processes (there are several with --numprocesses) share one server, ``tests/forkserver.py``, which loads torch
-when the first of them needs a fork. When a test process ends, however it ends, the server kills what it has forked for
-it; the server ends with the pytest that was started first.
+All test processes (there are several with --numprocesses) share two servers, ``tests/forkserver.py``: one loads torch
+when the first of them needs a fork, the other what the libraries of people's scripts import too. When a test process
+ends, however it ends, its server kills what it has forked for it; the servers end with the pytest that was started
+first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ from typing import IO, Protocol
 from tests.forkserver import READ_BY_THE_FORK, would_see
 
 SERVER = Path(__file__).with_name("forkserver.py")
-# Where the server listens.
+# Where the servers listen; the name of each follows.
 VARIABLE = "DDP_MANUAL_TEST_FORK_SERVER"
+# What Lightning and transformers import: 4 s of a core, most of it for torchmetrics. Not Lightning itself, which reads
+# RANK while it is imported.
+LIBRARIES = (
+    *("torchmetrics", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    *("torch.distributed.fsdp", "torch.distributed.pipelining"),
+)
+SERVERS = {"torch": (), "libraries": LIBRARIES}
 TORCHRUN = "torch.distributed.run"
 
 
@@ -84,22 +92,27 @@ def server_environment() -> dict[str, str]:
     return {**environment, "OMP_NUM_THREADS": "1"}
 
 
-def start_server() -> None:
-    """Start the server, and tell the test processes by a variable where it listens."""
-    address = f"\0ddp-manual-test-{os.getpid()}"  # abstract: no file is left of it
+def start_servers() -> None:
+    """Start the servers, and tell the test processes by a variable where they listen."""
+    os.environ[VARIABLE] = f"ddp-manual-test-{os.getpid()}-"
+    for name, modules in SERVERS.items():
+        _start_server(f"\0{os.environ[VARIABLE]}{name}", modules)
+
+
+def _start_server(address: str, modules: Sequence[str]) -> None:
+    """Start a server that loads these modules besides torch, at an abstract address: no file is left of it."""
     reading, writing = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, str(SERVER), str(listener.fileno()), str(reading)],
+            [sys.executable, str(SERVER), str(listener.fileno()), str(reading), *modules],
             env=server_environment(),
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno(), reading],
             start_new_session=True,
         )
     os.close(reading)
-    os.environ[VARIABLE] = address.removeprefix("\0")
     atexit.register(process.wait, 10)
     atexit.register(os.close, writing)
 
@@ -107,11 +120,11 @@ def start_server() -> None:
 class Server:
     """The process that forks, from the side of the tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._turn = threading.Lock()
         self._environment = server_environment()
         self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.connect(f"\0{os.environ[VARIABLE]}")
+        self._control.connect(f"\0{os.environ[VARIABLE]}{name}")
 
     def would_see(self, env: Mapping[str, str]) -> bool:
         """Return whether a fork would behave as this environment says."""
@@ -142,8 +155,8 @@ class Server:
 
 
 @functools.cache
-def server() -> Server:
-    return Server()
+def server(name: str = "torch") -> Server:
+    return Server(name)
 
 
 def becomes_a_rank(arguments: Sequence[str]) -> bool:
@@ -170,6 +183,7 @@ def start(
     err: IO[bytes],
     place: tuple[str, str] | None,
     fresh: bool,
+    libraries: bool = False,
 ) -> Process:
     """Start a command in a session of its own, without a terminal.
 
@@ -177,10 +191,12 @@ def start(
         note: where a fork writes the pid of its worker.
         place: the network namespace it runs in, and the host name it sees there.
         fresh: start a new Python, not a fork, which ``ps`` shows with the server's command.
+        libraries: the fork has more modules loaded than torch.
     """
-    if not fresh and becomes_a_rank(arguments) and server().would_see(env):
+    name = "libraries" if libraries else "torch"
+    if not fresh and becomes_a_rank(arguments) and server(name).would_see(env):
         starts_others = arguments[1:3] == ["-m", TORCHRUN]
-        return server().fork(arguments, note, env, cwd, place, out, err, starts_others)
+        return server(name).fork(arguments, note, env, cwd, place, out, err, starts_others)
     if place:
         namespace, host = place
         arguments = ["ip", "netns", "exec", namespace, *named(host), *arguments]

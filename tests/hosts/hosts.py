@@ -93,10 +93,14 @@ class Namespace:
     def execute(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return run("ip", "netns", "exec", self.name, *arguments, check=check, stdin=stdin)
 
+    def pids(self) -> list[str]:
+        """Return the processes in the namespace."""
+        return run("ip", "netns", "pids", self.name, check=False).stdout.split()
+
     def remove(self) -> None:
         """Remove the namespace and kill every process in it, also those that have left their process group."""
         deadline = time.monotonic() + 10
-        while pids := run("ip", "netns", "pids", self.name, check=False).stdout.split():
+        while pids := self.pids():
             if time.monotonic() > deadline:
                 raise CommandFailed(f"killed, but still in {self.name}: {' '.join(pids)}")
             for pid in pids:
@@ -136,10 +140,12 @@ class Host:
 
     def start(self, *arguments: object, **env: str) -> RankProcess:
         """Start any command on this host, like the fixture ``start``."""
+        assert self.network.start
         return self.network.start(*arguments, place=(self.namespace.name, self.name), **env)
 
     def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
         """Start a rank like the fixture ``start_rank``; rank 0 is on the first host, or as ``options`` say."""
+        assert self.network.rank_command
         master = ["--master_addr", self.network.hosts[0].address]
         return self.start(*self.network.rank_command(rank, world_size, *master, *options), **env)
 
@@ -240,7 +246,14 @@ class Network:
     """``count`` hosts on one switch, and a machine that drops every packet."""
 
     def __init__(
-        self, number: int, count: int, *, ipv4: bool, ipv6: bool, start: Start, rank_command: RankCommand
+        self,
+        number: int,
+        count: int,
+        *,
+        ipv4: bool,
+        ipv6: bool,
+        start: Start | None = None,
+        rank_command: RankCommand | None = None,
     ) -> None:
         assert ipv4 or ipv6
         self.name = f"{PREFIX}{os.getpid()}-{number}"

@@ -14,13 +14,16 @@ from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import start_ranks
 from tests.world.test_rendezvous import last_error
 
-# Copies bytes between who connects to the first address and the second one; a number is a port on loopback, a path is
-# a Unix socket, which network namespaces share.
+# Copies bytes between who connects to the first address and the second one: a number is a port on loopback, a path is
+# a Unix socket, which network namespaces share, and ``host:port`` is what it says.
 FORWARD = """
 import socket, sys, threading
 
 def family_of(address):
-    return (socket.AF_INET, ("127.0.0.1", int(address))) if address.isdigit() else (socket.AF_UNIX, address)
+    if "/" in address:
+        return socket.AF_UNIX, address
+    host, _, port = address.rpartition(":")
+    return socket.AF_INET, (host or "127.0.0.1", int(port))
 
 def pump(source, sink):
     try:
@@ -38,7 +41,11 @@ print("forwarding", file=sys.stderr, flush=True)
 while True:
     near, _ = listener.accept()
     far = socket.socket(forwarded[0], socket.SOCK_STREAM)
-    far.connect(forwarded[1])
+    try:
+        far.connect(forwarded[1])
+    except OSError:  # rank 0 does not listen yet
+        near.close()
+        continue
     for pair in (near, far), (far, near):
         threading.Thread(target=pump, args=pair, daemon=True).start()
 """
@@ -47,17 +54,43 @@ while True:
 # -- 3: rank 0's name -----------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_one_host_cannot_resolve_ends_its_rank_at_once(hosts: Hosts) -> None:
+def test_a_name_that_one_host_cannot_resolve_is_named_at_once_and_ends_its_rank_when_the_time_is_up(
+    hosts: Hosts,
+) -> None:
     two = hosts(2)
     rank_0 = two[0].start_rank(0, 2)
-    lost = two[1].start_rank(1, 2, "--master_addr", "no.such.host.invalid")
-    seconds = said(lost, "error[master-unresolvable]: rank 0's address 'no.such.host.invalid' has no") - lost.started
-    assert "looking it up on hostB gave: " in lost.err
+    lost = two[1].start_rank(1, 2, "--master_addr", "no.such.host.invalid", "--join_timeout", 5)
+    seconds = said(lost, "rank 0's address 'no.such.host.invalid' has no IP address yet (looking") - lost.started
+    lost.wait_for("error[master-unresolvable]: rank 0's address 'no.such.host.invalid' has no")
+    assert "looking it up on hostB gave: " in last_error(lost.err)
     right = two[1].start_rank(1, 2)
     codes = [process.wait() for process in (rank_0, right, lost)]
     assert codes == [0, 0, 11], rank_0.err
     named = "the name, and what looking it up gave, on which host"
     record("no such name", "master-unresolvable", named, seconds=seconds, within=2, codes=codes, row=3)
+
+
+def test_a_name_that_gets_its_address_later_is_waited_for(hosts: Hosts) -> None:
+    two = hosts(2)
+    two[0].resolve("job-0.svc", two[0].address)
+    ranks = start_ranks(two, "--master_addr", "job-0.svc")
+    seconds = said(ranks[1], "rank 0's address 'job-0.svc' has no IP address yet") - ranks[1].started
+    two[1].resolve("job-0.svc", two[0].address)
+    codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], ranks[1].err
+    fault, named = "rank 0's name gets its address after the others have started", "the name, and that it is waited for"
+    record(fault, "(joins)", named, seconds=seconds, within=2, codes=codes, row=3)
+
+
+def test_a_name_that_gets_another_address_is_looked_up_again(hosts: Hosts, port: int) -> None:
+    two = hosts(2)
+    two[1].resolve("job-0.svc", two[0].network.silent)
+    rank_1 = two[1].start_rank(1, 2, "--master_addr", "job-0.svc")
+    rank_1.wait_for(f"no answer from job-0.svc:{port} (job-0.svc is {two[0].network.silent})")
+    for host in two:
+        host.resolve("job-0.svc", two[0].address)
+    rank_0 = two[0].start_rank(0, 2, "--master_addr", "job-0.svc")
+    assert [rank_0.wait(), rank_1.wait()] == [0, 0], rank_1.err
 
 
 def test_all_addresses_of_a_name_are_shown_and_the_one_that_answers_is_used(hosts: Hosts) -> None:
@@ -112,6 +145,16 @@ def test_a_host_name_of_digits_alone_is_not_taken_for_an_address(hosts: Hosts) -
     record(fault, "master-unresolvable", named, seconds=seconds, within=2, codes=codes, row=27)
 
 
+def test_an_address_that_nobody_has_gives_one_line_every_10_s_though_its_answers_differ(hosts: Hosts) -> None:
+    two = hosts(2)
+    nobody = two[0].address.rpartition(".")[0] + ".99"  # of this network: at first nothing comes back, then "no route"
+    rank_1 = two[1].start_rank(1, 2, "--master_addr", nobody, "--join_timeout", 12)
+    assert rank_1.wait() == 11
+    lines = re.findall(r"no answer from .*\((\d+) s of 12 s\)", rank_1.err)
+    assert 1 <= len(lines) <= 2, rank_1.err
+    assert "may not be its address; or open TCP port " in rank_1.err
+
+
 # -- 8: an address that is not rank 0's -----------------------------------------------------------------------------
 
 
@@ -134,7 +177,8 @@ def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(hosts: Hosts, 
     line = f"nothing listens at localhost:{port} (localhost is ::1, 127.0.0.1), which is hostB itself: is rank 0 start"
     seconds = said(ranks[1], line) - ranks[1].started
     ranks[0].wait_for(
-        "(only hostA itself reaches ::1: with other hosts, give every rank hostA's network address as --master_addr)"
+        "(only hostA itself reaches ::1: for ranks on other hosts, start rank 0 again with --master_addr "
+        f"{two[0].address}"
     )
     codes = [rank.wait(20) for rank in ranks]
     assert codes == [10, 11]
@@ -193,6 +237,28 @@ def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
     record(fault, "loopback-master", named, seconds=seconds, within=2, codes=codes, row=8)
 
 
+def test_rank_0_may_listen_behind_a_port_forward_of_another_host(hosts: Hosts, port: int, tmp_path: Path) -> None:
+    three = hosts(3)
+    forwarder, rest = three[2], [*three[:2]]
+    tunnel = tmp_path / "forward"
+    three[0].start(sys.executable, "-c", FORWARD, tunnel, f"{three[0].address}:{port}").wait_for("forwarding")
+    forwarder.start(sys.executable, "-c", FORWARD, f"{forwarder.address}:{port}", tunnel).wait_for("forwarding")
+    refused = three[0].start_rank(0, 2, "--master_addr", forwarder.address)
+    assert refused.wait() == 11
+    assert f"--listen_addr {three[0].address}" in last_error(refused.err)
+    options = ["--master_addr", forwarder.address, "--listen_addr", three[0].address]
+    ranks = start_ranks(rest, *options)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[1].err
+    assert f"listening at {three[0].address}:{port}" in ranks[0].err
+
+
+def test_rank_0_may_listen_at_all_its_addresses(hosts: Hosts, port: int) -> None:
+    two = hosts(2)
+    ranks = start_ranks(two, "--listen_addr", "0.0.0.0")
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[1].err
+    assert f"listening at {two[0].address}:{port}" in ranks[0].err
+
+
 # -- 9: the hosts cannot connect to each other ----------------------------------------------------------------------
 
 
@@ -238,7 +304,7 @@ def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_name
         assert re.fullmatch(
             rf"from {second} \(rank 1 on hostB\) to {third}:\d+ \(rank 2 on hostC\): {answer}", why[1]
         ), error
-        assert why[2].startswith(f"open all TCP ports from {second} to {third}, such as: ")
+        assert why[2].startswith(f"open all TCP ports from {second} to {third}, such as on hostC: ")
     fault = f"connections from the 2nd to the 3rd of three hosts {verdict}{'p' * (verdict == 'drop')}ed"
     named = "that pair and direction alone, and the answer, on every rank"
     record(fault, "peer-unreachable", named, seconds=seconds, within=10, codes=codes, row=9)

@@ -47,6 +47,30 @@ def test_hosts_whose_own_name_is_a_loopback_address_join_and_train(hosts: Hosts,
     record(fault, "(joins)", "", seconds=seconds, within=30, codes=[0] * count, row=7)
 
 
+def test_nccl_is_told_its_interface_only_where_it_would_listen_on_a_wrong_one(
+    hosts: Hosts, port: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, ddp_manual\n"
+        "with ddp_manual.join(device='cpu'):\n"
+        "    names = 'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'\n"
+        "    print(*map(os.environ.get, names), file=sys.stderr, flush=True)\n"
+    )
+    two = hosts(2)  # eth0 is the first interface of each
+    two[0].run(*["ip", "link", "add", "rail", "type", "veth", "peer", "name", "rail", "netns"], two[1].namespace.name)
+    for position, host in enumerate(two, start=1):
+        host.run(*f"ip address add 10.88.0.{position}/24 dev rail".split())
+        host.run(*["ip", "link", "set", "rail", "up"])
+    on_eth0, chosen = {"MASTER_ADDR": two[0].address}, {"NCCL_SOCKET_IFNAME": "eth,rail"}
+    told = {"eth0 None": on_eth0, "rail =rail": {"MASTER_ADDR": "10.88.0.1"}, "eth0 eth,rail": {**on_eth0, **chosen}}
+    for at, (expected, env) in enumerate(told.items()):
+        env |= {"WORLD_SIZE": "2", "MASTER_PORT": str(port + at)}
+        ranks = [host.start(sys.executable, script, RANK=str(rank), **env) for rank, host in enumerate(two)]
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+        assert all(f"{expected}\n" in rank.err for rank in ranks), ranks[0].err
+
+
 def test_bare_torch_fails_on_the_same_hosts(hosts: Hosts, port: int) -> None:
     bare = (
         "import datetime, torch.distributed as dist\n"

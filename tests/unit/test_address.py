@@ -1,22 +1,26 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_manual.agent import address
+from ddp_manual.agent import address, name_lookup
 from ddp_manual.agent.address import listen as listen_at
 from ddp_manual.agent.connection import Connection, Seal
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.network_interface import route_to
+from ddp_manual.agent.join import Join, Task
+from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
 from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.errors import (
@@ -27,10 +31,23 @@ from ddp_manual.errors import (
     MasterUnresolvable,
     PortInUse,
 )
-from ddp_manual.messages import RankInfo
+from ddp_manual.messages import RankInfo, Steps
 from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
 from tests.runs import run_info
+
+
+def test_two_lines_that_alternate_are_said_every_10_s_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("ddp_manual.terminal.time.monotonic", lambda: now[0])
+    said: list[str] = []
+    waiting = Waiting(60, said.append)
+    while not waiting.over:
+        waiting.about(("timed out", "No route to host")[int(now[0]) % 2])
+        now[0] += 0.5
+    assert len(said) <= 12
+    waiting.about("something else")
+    assert said[-1] == "something else (60 s of 60 s)"
 
 
 def probe(host: str, port: int) -> Probe:
@@ -158,9 +175,86 @@ def test_another_program_on_rank_0s_port_ends_the_wait_at_once() -> None:
     assert "HTTP/1.0 400 Bad Request" in caught.value.why
 
 
-def test_a_name_without_an_address_is_refused_at_once() -> None:
+def find_address(host: str, said: list[str], *, seconds: float = 0.0, again: bool = False) -> list[str]:
+    return asyncio.run(name_lookup.look_up(host, Waiting(seconds, said.append), said.append, again=again))
+
+
+def test_rank_0_does_not_wait_for_a_name_without_an_address() -> None:
     with pytest.raises(MasterUnresolvable, match=r"no\.such\.host\.invalid"):
-        address.resolve("no.such.host.invalid")
+        find_address("no.such.host.invalid", [], seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("master_addr", "listen_addr", "named", "option"),
+    [
+        ("192.0.2.1", "no.such.host.invalid", "--listen_addr 'no.such.host.invalid' has no IP address", "listen_addr"),
+        ("192.0.2.1", "a/b", "--listen_addr 'a/b' can have no IP address", "listen_addr"),
+        ("host:80", "127.0.0.1", "rank 0's address 'host:80' can have no IP address", "master_addr"),
+    ],
+)
+def test_of_two_addresses_the_wrong_one_is_named_with_its_option(
+    master_addr: str, listen_addr: str, named: str, option: str
+) -> None:
+    spec = WorldSpec(world_size=2, master_addr=master_addr, listen_addr=listen_addr)
+
+    async def join() -> None:
+        await Join(spec, Task(command=""), steps=Steps(), log=print).join()
+
+    with pytest.raises(MasterUnresolvable) as caught:
+        asyncio.run(join())
+    assert caught.value.what == named
+    assert f"IP address as --{option}" in caught.value.next
+
+
+def test_another_rank_waits_for_a_name_without_an_address_until_the_time_is_up() -> None:
+    said: list[str] = []
+    started = time.monotonic()
+    with pytest.raises(MasterUnresolvable, match=r"no\.such\.host\.invalid"):
+        find_address("no.such.host.invalid", said, seconds=2, again=True)
+    assert 2 <= time.monotonic() - started < 5
+    assert said[0].startswith("rank 0's address 'no.such.host.invalid' has no IP address yet (looking it up on ")
+
+
+def test_a_name_server_that_does_not_answer_is_named_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(name_lookup, "ANSWERED_WITHIN", 1.5)
+    monkeypatch.setattr(socket, "getaddrinfo", hanging(socket.getaddrinfo, release))
+    said: list[str] = []
+    with pytest.raises(MasterUnresolvable, match="has no IP address") as caught:
+        find_address("job-0.svc", said)
+    release.set()
+    assert "no name server answers" in caught.value.why
+    assert said[0].startswith("no name server has answered yet which IP address rank 0's address job-0.svc has")
+
+
+def hanging(getaddrinfo: Callable[..., Any], release: threading.Event) -> Callable[..., Any]:
+    """Look up names like ``getaddrinfo``, but only when released; IP addresses need no look-up."""
+
+    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
+        if not options.get("flags"):
+            release.wait(20)
+        return getaddrinfo(host, *arguments, **options)
+
+    return look_up
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("rank0..example", "it is not a host name"),
+        ("x" * 64 + ".example", "it is not a host name"),
+        ("http://hostA", "only letters, digits and hyphens"),
+        ("hostA:29500", "only letters, digits and hyphens"),
+        ("host A", "only letters, digits and hyphens"),
+        ("10.0.0.300", "its last part is a number"),
+        ("fe80::zz", "only letters, digits and hyphens"),
+    ],
+)
+def test_a_name_that_no_host_can_have_is_refused_at_once_on_every_rank(host: str, reason: str) -> None:
+    with pytest.raises(MasterUnresolvable, match="can have no IP address") as caught:
+        find_address(host, [], seconds=30, again=True)
+    assert reason in caught.value.why
+    assert ("--master_port" in caught.value.next) == host.endswith(":29500")
 
 
 @pytest.fixture
@@ -184,12 +278,12 @@ def test_a_server_that_waits_for_a_line_is_given_one_and_named() -> None:
 
 def test_a_name_of_digits_that_reads_as_an_impossible_address_is_refused_at_once() -> None:
     with pytest.raises(MasterUnresolvable, match=r"all digits, and is read as the IP address 0\.0\.104\.103"):
-        address.resolve("26727")
+        find_address("26727", [])
 
 
 def test_a_name_of_digits_that_reads_as_an_address_gives_a_warning() -> None:
     said: list[str] = []
-    assert address.resolve("2130706433", said.append) == ["127.0.0.1"]
+    assert find_address("2130706433", said) == ["127.0.0.1"]
     assert "is all digits: it is read as the IP address 127.0.0.1" in said[0]
 
 
@@ -210,11 +304,23 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
             other.bind(("127.0.0.2", port))
 
 
-def test_rank_0_does_not_listen_at_an_address_of_another_host(port: int) -> None:
+def test_rank_0_does_not_listen_at_an_address_of_another_host(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address.launchers, "in_container", lambda: False)
     with pytest.raises(AddressNotLocal) as caught:
         listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
     assert "192.0.2.1" in caught.value.why
     assert "127.0.0.1" in caught.value.why
+    assert "if 192.0.2.1 is forwarded to this host: --listen_addr " in caught.value.next
+
+
+def test_in_a_container_the_advice_is_the_hosts_network_or_a_published_port(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address.launchers, "in_container", lambda: True)  # not a real one
+    with pytest.raises(AddressNotLocal) as caught:
+        listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
+    assert "docker's --network host" in caught.value.next
+    assert f"publish port {port} and listen inside: --listen_addr " in caught.value.next
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -247,6 +353,56 @@ def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
 def test_a_world_of_one_takes_any_free_port() -> None:
     with listen(WorldSpec(), ["127.0.0.1"]) as first, listen(WorldSpec(), ["127.0.0.1"]) as second:
         assert first.getsockname()[1] != second.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "interface", "rank_0", "why"),
+    [
+        ("lo:127.0.0.0/8 eth0:10.0.0.0/24", "eth0", "10.0.0.1", None),
+        ("lo:127.0.0.0/8", "lo", "127.0.0.1", None),
+        ("lo:127.0.0.0/8 eth0:10.0.0.0/24", "lo", "127.0.0.1", "on eth0, although all ranks are on this host"),
+        # Rails of one network each: rank 0's address is on the first, or behind its router.
+        ("eth0:10.0.0.0/24 eth1:10.1.0.0/24 eth2:10.2.0.0/24", "eth0", "10.9.0.1", None),
+        ("eth0:10.0.0.0/24 eth1:10.0.0.0/24", "eth1", "10.0.0.1", None),
+        ("nat:10.0.2.0/24 eth1:10.0.0.0/24", "eth1", "10.0.0.1", "on nat, which is not on the network of rank 0"),
+        ("docker0:172.17.0.0/16 lo:127.0.0.0/8 virbr0:192.168.122.0/24 eth0:10.0.0.0/24", "eth0", "10.0.0.1", None),
+        ("docker0:172.17.0.0/16 eth0:10.0.0.0/24", "docker0", "172.17.0.1", "on eth0, which is not on the network"),
+        ("virbr0:192.168.122.0/24 docker0:172.17.0.0/16", "virbr0", "192.168.122.1", "on docker0, which is not"),
+        # Hosts with InfiniBand share it, though rank 0's address is on the Ethernet.
+        ("eth0:10.0.0.0/24 ib0:192.168.0.0/24", "eth0", "10.0.0.1", None),
+        (
+            "eth0:fd00::/64 eth1:fd01::/64",
+            "eth1",
+            "fd01::1",
+            "not on the network of rank 0 at fd01::1",
+        ),
+        ("", "eth0", "10.0.0.1", None),
+    ],
+)
+def test_nccl_is_told_an_interface_where_the_first_it_would_take_is_not_on_rank_0s_network(
+    interfaces: str, interface: str, rank_0: str, why: str | None
+) -> None:
+    pairs = [one.split(":", 1) for one in interfaces.split()]
+    networks = {name: [ipaddress.ip_network(network)] for name, network in pairs}
+    found = wrong_for_nccl(networks, interface, rank_0)
+    assert found is None if why is None else found is not None and why in found
+
+
+def test_an_administrators_choice_for_nccl_counts_like_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "nccl.conf"
+    monkeypatch.setenv("NCCL_CONF_FILE", str(file))
+    assert OwnAddress("127.0.0.1", "nccl").variables["NCCL_SOCKET_IFNAME"] == "=lo"
+    file.write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=eth\n")
+    own = OwnAddress("127.0.0.1", "nccl")
+    assert own.variables == {"GLOO_SOCKET_IFNAME": "lo"} and own.wrong_for_nccl is None
+
+
+def test_the_networks_of_this_host_are_found_in_the_kernels_order() -> None:
+    networks = running_networks()
+    assert networks["lo"][0] == ipaddress.ip_network("127.0.0.0/8")
+    assert next(iter(networks)) == "lo"
 
 
 def test_the_interface_on_the_way_to_loopback_is_loopback() -> None:

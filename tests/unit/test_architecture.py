@@ -21,13 +21,22 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each of these may import those before it, and nothing else of the package.
 BOTTOM_ROW = (
     "errors",
+    "host_list",
     "signals",
+    "wire",
+    "program",
+    "collectives",
     "messages",
+    "rank_0",
+    "mpirun",
+    "slurm",
+    "identity",
     "launchers",
     "run_folder",
     "options",
     "world_spec",
     "terminal",
+    "host_list",
 )
 BOTTOM = set(BOTTOM_ROW)
 # The modules of training/ that know nothing of torch: what is said of a training before it begins.
@@ -55,7 +64,7 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"agent", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines.
-MOST_LINES_OF_AGENT_AND_WORKER = 5200
+MOST_LINES_OF_AGENT_AND_WORKER = 7500
 
 
 def room(path: Path) -> str:
@@ -147,7 +156,7 @@ def test_agent_and_worker_stay_small() -> None:
 def test_the_command_line_needs_no_torch() -> None:
     script = (
         "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.__main__, ddp_manual.agent.tasks\n"
-        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.checkpoints\n"
+        "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.checkpoints, ddp_manual.tools.runs\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
@@ -200,7 +209,8 @@ def _left_in(folder: Path) -> Iterator[tuple[list[str], bool]]:
 
 
 def test_the_public_names_are_these() -> None:
-    public = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__", "join", "spawn", "train"]
+    public = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__"]
+    public += ["check_replicas", "join", "spawn", "train"]
     assert ddp_manual.__all__ == public
     for name in ddp_manual.__all__:
         assert getattr(ddp_manual, name)

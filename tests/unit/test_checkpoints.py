@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ddp_manual import cli, run_folder, signals
-from ddp_manual.agent.tasks import command_to_go_on
+from ddp_manual.agent.ending import add_own_command
+from ddp_manual.agent.tasks import training_task
 from ddp_manual.errors import (
     BadOption,
     CheckpointCorrupt,
@@ -28,7 +29,9 @@ from ddp_manual.errors import (
     CheckpointMissing,
     DdpManualError,
     DiskFull,
+    Stopped,
 )
+from ddp_manual.messages import first_command_and, resume_flags
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
 from ddp_manual.training import checkpoint, checkpoint_files, models
@@ -416,15 +419,39 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pyte
         pass
 
 
-def test_the_command_that_resumes_a_run_has_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--seed", "3"])
-    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--seed", "3"])
-    config = TrainConfig(seed=3, resume="old.pt", sources={"seed": "flag", "resume": "flag"})
-    command = command_to_go_on(WorldSpec(world_size=2), config, 1)
-    assert command == (
-        "python run_multi_gpu_train.py --world_size 2 --rank 1 --master_addr 127.0.0.1 --master_port 29500 "
-        "--seed 3 --resume auto --run_dir {run_dir}"
+def test_a_run_is_resumed_with_what_was_typed_except_for_what_it_resumed_from_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    typed = ["--seed", "3", "--resume", "old.pt", "--run-dir=a b", "--data_dir", "d"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", *typed])
+    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", *typed])
+    task = training_task(WorldSpec(world_size=2, rank=1), TrainConfig(seed=3, resume="old.pt", run_dir="a b"))
+    assert task.go_on == "python run_multi_gpu_train.py --seed 3 --data_dir d"
+    assert task.for_rank_0 == "--run_dir 'a b' --resume old.pt"
+
+
+def test_where_rank_0_listens_is_in_no_other_ranks_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["--listen_addr", "10.0.0.7", "--seed", "3"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", *typed])
+    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", *typed])
+    spec = WorldSpec.from_environment(world_size=2, rank=0, master_addr="forwarder", listen_addr="10.0.0.7")
+    task = training_task(spec, TrainConfig.from_file(None, seed=3))
+    assert task.command == (
+        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr forwarder --seed 3"
     )
+    assert task.for_rank_0 == "--listen_addr 10.0.0.7"
+    assert task.go_on == "python run_multi_gpu_train.py --listen_addr 10.0.0.7 --seed 3"
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"), [("out/", "out"), ("./out", "out"), ("a//b-{run_id}/", "a/b-{run_id}"), ("../out", "../out")]
+)
+def test_what_to_type_here_is_shown_however_the_folder_is_spelled(given: str, folder: str) -> None:
+    task = training_task(WorldSpec(world_size=2, rank=1), TrainConfig(run_dir=given))
+    assert task.run_dir == folder
+    error = Stopped(signal.SIGTERM, next=f"go on: {first_command_and(str(RunPaths(Path(given)).run_dir))}")
+    add_own_command(error, "python train.py", task.run_dir, 2)
+    assert error.next.endswith(f"; here:\npython train.py {resume_flags(folder)}")
 
 
 def resume(
@@ -486,7 +513,7 @@ def test_other_test_images_are_a_warning_and_not_refused(tmp_path: Path, caplog:
     assert warning.startswith("the test images of mnist have changed since the checkpoint")
 
 
-def test_a_run_that_is_resumed_with_other_options_is_answered_with_its_own_file_of_options(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_with_other_options_is_answered_with_the_flags_that_take_its_own(tmp_path: Path) -> None:
     train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
     network, optimizer = trained()
     options = checkpoint.options_of(TrainConfig(momentum=0.5, epochs=4), train, train)
@@ -497,10 +524,10 @@ def test_a_run_that_is_resumed_with_other_options_is_answered_with_its_own_file_
     def told(**options: Any) -> str:
         with pytest.raises(CheckpointMismatch) as caught:
             resume(paths.checkpoints, saved, network, train, **options)
-        return caught.value.next.splitlines()[0].partition("saved with: ")[2]
+        return caught.value.next.splitlines()[0]
 
     run_folder.write_json(paths.config, {})
-    again = f"--config '{paths.config}' --run_dir '{paths.run_dir}' --resume auto"
+    again = f"leave those options out, which --resume auto --run_dir '{paths.run_dir}' takes from that run"
     assert told(seed=1) == again
     assert told(epochs=1) == again
 
@@ -529,3 +556,18 @@ def test_code_that_has_changed_since_the_checkpoint_is_a_warning_and_not_refused
     assert "has changed" not in caplog.text
     resume(tmp_path, then, network, train, model="mine_resumed:net")
     assert "the source of mine_resumed:net has changed since the checkpoint" in caplog.messages
+
+
+def test_an_old_failure_that_cannot_be_renamed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that this rank may only read; root, which the tests may be, could rename it all the same."""
+
+    def refuse(*names: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    paths = RunPaths(tmp_path)
+    paths.failure(1).write_text("{}")
+    monkeypatch.setattr(os, "replace", refuse)
+    paths.set_failures_aside(1)
+    assert paths.failures() == [paths.failure(1)]

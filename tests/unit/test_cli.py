@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import cli, terminal
+from ddp_manual import cli, launchers, terminal
 from ddp_manual.agent.ending import Ended
+from ddp_manual.program import SCRIPT, Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -19,10 +20,12 @@ FLAGS = {
     "rendezvous": [
         "--master_addr",
         "--master_port",
+        "--listen_addr",
         "--run_id",
         "--join_timeout",
         "--peer_timeout",
         "--stall_timeout",
+        "--collectives",
         "--token_file",
         "--allow_mismatch",
     ],
@@ -46,9 +49,46 @@ FLAGS = {
         "--seed",
     ],
     "data": ["--dataset", "--image_size", "--classes", "--data_dir"],
-    "output": ["--run_dir", "--track", "--log_every"],
+    "output": ["--run_dir", "--track", "--log_every", "--check_replicas"],
     "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--keep", "--resume"],
 }
+
+
+@pytest.mark.parametrize(
+    ("script", "lines", "shown"),
+    [
+        ("./bin/own", "#!/venv/bin/python\n", "./bin/own"),
+        ("./bin/own", "#!/venv/bin/python -u\n", "./bin/own"),
+        ("./bin/own", '#!/bin/sh\n\'\'\'exec\' "/my venv/bin/python" "$0" "$@"\n', "./bin/own"),
+        ("./bin/own", "#!/usr/bin/env python3\n", "/venv/bin/python ./bin/own"),
+        ("./bin/own", "import sys\n", "/venv/bin/python ./bin/own"),
+        ("./bin/own", "", "/venv/bin/python ./bin/own"),
+        ("own.py", "#!/venv/bin/python\n", "/venv/bin/python own.py"),
+    ],
+)
+def test_a_command_is_shown_without_its_interpreter_only_if_the_script_starts_with_it_by_itself(
+    script: str, lines: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path(script)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(lines)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [script, "--rank", "0"])
+    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python", script, "--rank", "0"])
+    assert launchers.typed_command() == (shown.split(), ["--rank", "0"])
+    path.chmod(0o644)
+    assert launchers.typed_command() == (["/venv/bin/python", script], ["--rank", "0"])
+
+
+def test_that_a_gpu_on_some_ranks_only_is_refused_is_in_the_help_and_in_the_documentation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["train", "--help"]) == 0
+    assert "if only some ranks do, the run is refused" in " ".join(capsys.readouterr().out.split())
+    rows = (REPOSITORY / "docs" / "command-line.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| `--device` |")]
+    assert "if only some hosts have one, the run ends with [device-missing](faults.md#device-missing)" in row
 
 
 def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +143,14 @@ def test_a_bad_option_exits_2_and_says_what_why_and_next(
     assert any(line.startswith("  next: ") for line in rest)
 
 
+@pytest.mark.parametrize("arguments", [["checkpoints"], ["checkpoints", "one", "two"]])
+def test_what_is_missing_or_too_much_is_explained_by_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    assert "\n  why:  Usage: ddp-manual checkpoints [OPTIONS] DIR\n" in capsys.readouterr().err
+
+
 def test_a_misspelt_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--model", "MPL"]) == 2
     assert "next: did you mean --model mlp?" in capsys.readouterr().err
@@ -110,18 +158,15 @@ def test_a_misspelt_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str])
     assert "did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "ranks"), [("checkpoints", False), ("train", True)])
-def test_only_a_rank_that_was_stopped_is_told_to_start_again(
-    command: str, ranks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_signal_before_there_is_a_run_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.ddp_manual, "main", stop)
-    assert cli.run([command, "x"]) == 130
-    said = capsys.readouterr().err
-    assert ("start this rank again" in said) is ranks
-    assert ranks or said == "stopped by Ctrl-C (SIGINT)\n"
+    assert cli.run(["train", "x"]) == 130
+    assert capsys.readouterr().err == "error[stopped]: stopped by Ctrl-C (SIGINT)\n"
 
 
 def test_a_bad_option_is_refused_before_torch_is_loaded() -> None:
@@ -147,7 +192,7 @@ def test_a_program_that_is_run_by_another_one_knows_its_command() -> None:
     command = [sys.executable, "-c", code, "run_multi_gpu_train.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert f"next: {sys.executable} run_multi_gpu_train.py --help" in done.stderr
+    assert f"next: {launchers.as_typed(sys.executable)} run_multi_gpu_train.py --help" in done.stderr
 
 
 @pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
@@ -168,6 +213,51 @@ def _seconds(command: list[str]) -> float:
 def test_launch_refuses_options_whose_values_it_decides_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["launch", "--nproc", "2", "--", "--world-size", "3"]) == 2
     assert "--world_size cannot be passed on by launch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--nproc 2 --max_restart 3 train.py", ["no option --max_restart ", "did you mean --max_restarts?"]),
+        ("--nproc 2 --max-restart=3 -m tool", ["launch has no option --max-restart ", "--max_restarts"]),
+        ("--nproc 2 --no_such script --epochs 2", ["launch has no option --no_such", "put --no_such after the script"]),
+        ("--nproc 2 --device cpu train.py", ["launch has no option --device for a script", "built-in training"]),
+        ("--nproc 2 --log-dir logs train.py", ["no option --log-dir", "torchrun has it", "next: leave it out"]),
+        ("--nproc 2 --rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend, --rdzv_id", "--master_addr", "them out"]),
+        (
+            "--nproc 2 --max_restart 3 train.py --role admin",
+            ["launch has no option --max_restart ", "--max_restarts"],
+        ),
+        (
+            "--nproc 2 --max_restart 3 -m tool --role admin",
+            ["launch has no option --max_restart ", "--max_restarts"],
+        ),
+        ("--log_dir logs --nproc 2 train.py --role admin", ["launch has no option --log_dir\n"]),
+        ("--nproc 2 --no_flip --epohcs=3 --config script", ["No such option", "train --help"]),
+        ("--nproc 2 --tee 3", ["no option --tee", "leave it out"]),
+        ("--nproc 2 --epohcs 3", ["No such option", "--epochs", "train --help"]),
+        ("--nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script of your own", "leave --may_differ"]),
+        ("train.py --nproc 2", ["no --nproc before train.py", "next: put --nproc 2 before train.py"]),
+        ("train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
+    ],
+)
+def test_launch_says_of_an_option_in_the_wrong_place_or_of_torchrun_where_it_belongs(
+    typed: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script").touch()
+    monkeypatch.setattr(sys, "argv", ["ddp-manual", "launch", *typed.split()])
+    assert cli.run(["launch", *typed.split()]) == 2
+    printed = capsys.readouterr().err
+    for words in said:
+        assert words in printed, printed
+
+
+def test_options_of_run_that_come_after_the_script_are_named() -> None:
+    program = Program(kind=SCRIPT, name="train.py", arguments=("--rank=0", "--world-size", "2"))
+    assert program.argument("world_size", "rank") == "--world_size 2"
+    assert program.argument("rank") == "--rank 0"
+    assert program.argument("nproc") == ""
 
 
 def test_launch_needs_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

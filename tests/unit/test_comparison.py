@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from ddp_manual import cli
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.tools import compare, compare_plot
+from ddp_manual.tools import compare, compare_plot, runs
 from ddp_manual.training import config as train_config
 from ddp_manual.training.config import TrainConfig
 
@@ -176,6 +177,51 @@ def test_a_run_is_shown_as_running_stopped_failed_or_unfinished(tmp_path: Path) 
     assert states == {"on": "running", "stopped": "stopped", "failed": "failed: out-of-memory", "killed": "unfinished"}
 
 
+def test_folders_that_are_foreign_half_written_or_damaged_do_not_keep_runs_from_being_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_run(tmp_path / "whole")
+    begun, damaged = RunPaths(tmp_path / "begun"), RunPaths(leave_run(tmp_path / "damaged", finished=False))
+    for paths in (begun, RunPaths(tmp_path / "failed")):
+        paths.run_dir.mkdir()
+    begun.log(0).touch()
+    RunPaths(tmp_path / "failed").failure(0).write_text('{"identifier": "bad-option", "what": "no\\u001b[2J such"}')
+    damaged.accuracies.write_text("[0.9, nu")
+    (tmp_path / "notes.txt").touch()
+    for foreign, name in (("model", "config.json"), ("experiment", "metrics.jsonl"), ("empty", None)):
+        (tmp_path / foreign).mkdir()
+        if name:
+            (tmp_path / foreign / name).write_text('{"model_type": "bert"}')
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    assert cli.run(["runs", str(tmp_path), "--json"]) == 0
+    states = {Path(run["run_dir"]).name: run["state"] for run in json.loads(capsys.readouterr().out)}
+    assert states == {
+        "whole": "finished",
+        "failed": "failed: bad-option",
+        "damaged": "unreadable",
+        "begun": "unfinished",
+    }
+    assert cli.run(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "    bad-option: no\\x1b[2J such\n" in out and f"{damaged.accuracies} cannot be read: it is damaged\n" in out
+    assert cli.run(["runs", str(tmp_path / "empty")]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path / 'empty'}\n"
+    assert cli.run(["runs", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize("width", [80, 60, 20])
+def test_the_list_of_runs_leaves_out_columns_that_a_narrow_terminal_cannot_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    leave_run(tmp_path / "20261122-000007-a0d54100")
+    leave_run(tmp_path / "20261122-000008-a0d54101", finished=False)
+    monkeypatch.setattr(runs, "stdout_width", lambda: width)
+    head, first, *_ = runs.text(runs.list_runs(tmp_path)).splitlines()
+    assert len(first) <= max(width, 48)
+    kept = {80: ["ranks", "accuracy", "ended"], 60: ["accuracy"], 20: ["accuracy"]}
+    assert head.split() == ["run", "state", *kept[width]]
+
+
 def test_a_run_that_has_just_begun_has_a_column_of_its_own(tmp_path: Path) -> None:
     begun = leave_run(tmp_path / "begun", finished=False)
     RunPaths(begun).metrics.unlink()
@@ -268,16 +314,41 @@ def test_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:
         compare.compare(runs)
 
 
+def test_the_plot_has_no_empty_panel(tmp_path: Path) -> None:
+    one, two = leave_run(tmp_path / "one"), leave_run(tmp_path / "two", model="mlp")
+
+    def panels() -> list[str]:
+        figure = Figure()
+        compare_plot._draw(compare.compare([one, two]), figure)
+        return [axes.get_ylabel().split(" ")[0] for axes in figure.axes]
+
+    assert panels() == ["training", "training", "accuracy", "accuracy", "samples/s"]  # of different work, no efficiency
+    for run in (one, two):
+        RunPaths(run).metrics.unlink()
+    assert panels() == ["samples/s"]
+    for run in (one, two):
+        RunPaths(run).summary.unlink()
+    with pytest.raises(BadOption, match="nothing to draw"):
+        panels()
+
+
+def test_a_file_that_is_forgotten_after_plot_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(leave_run(tmp_path / name)) for name in ("one", "two")]
+    assert cli.run(["compare", "--plot", *runs]) == 2
+    assert f"next: ddp-manual compare --plot comparison.png {runs[0]} {runs[1]}\n" in capsys.readouterr().err
+
+
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / place / "run") for place in ("a", "b")]
     assert list(compared(*runs)) == [f"{tmp_path}/a/run", f"{tmp_path}/b/run"]
 
 
 def test_the_plot_is_written_in_the_format_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [leave_run(tmp_path / f"run{ranks}", ranks=ranks, rate=1000 * ranks) for ranks in (1, 2, 8)]
+    runs = [leave_run(tmp_path / f"run{rate}", ranks=2, rate=rate) for rate in (1000, 2000, 8000)]
     assert cli.run(["compare", *map(str, runs), "--plot", str(tmp_path / "runs.SVG")]) == 0
     picture = (tmp_path / "runs.SVG").read_text()
     assert picture.startswith("<?xml") and "svg" in picture
+    assert all(f"<!-- {run.name} (2) -->" in picture for run in runs)  # below the bars, of the same number of ranks
     out = capsys.readouterr().out
     assert "efficiency" in out and out.endswith(f"\n  {tmp_path / 'runs.SVG'}\n")
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["runs.SVG"]
@@ -289,7 +360,7 @@ def test_the_plot_is_written_in_the_format_of_its_name(tmp_path: Path, capsys: p
         ("runs", "ends in nothing, which is no picture format"),
         ("runs.docx", "ends in .docx, which is no picture format"),
         ("nowhere/runs.png", "cannot be written"),
-        ("", "no picture format"),
+        ("one", "is a folder"),
     ],
 )
 def test_a_plot_that_cannot_be_written_is_a_bad_option(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ import pytest
 from ddp_manual import cli
 from ddp_manual.agent.tasks import command_template
 from ddp_manual.errors import BadOption
+from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
@@ -112,9 +114,36 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
     file.write_text(TrainConfig(model="mlp", lr=0.5, sync_bn=True).to_json())
     command = command_template(WorldSpec(world_size=2), TrainConfig.from_file(str(file), epochs=2))
     assert command == (
-        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr 127.0.0.1 "
-        "--master_port {master_port} --model mlp --epochs 2 --lr 0.5 --sync_bn"
+        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --model mlp --epochs 2 --lr 0.5 --sync_bn"
     )
+    given = {"world_size": 2, "master_addr": "node0", "master_port": 29501, "join_timeout": 1800.0, "device": "cpu"}
+    spec, config = WorldSpec.from_environment(**given), TrainConfig.from_file(None, epochs=2, seed=3)
+    assert command_template(spec, config) == (
+        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr node0 --master_port {master_port} "
+        "--device cpu --seed 3"
+    )
+
+
+def test_a_run_that_is_resumed_has_the_options_in_its_folder_unless_others_are_given(tmp_path: Path) -> None:
+    paths, other = RunPaths(tmp_path), tmp_path / "other.json"
+    began = TrainConfig(model="mlp", dataset="folder:pictures", image_size=8, classes="a,b", batch_size=7, epochs=9)
+    paths.config.write_text(json.dumps({**json.loads(began.to_json()), "run_dir": "x", "resume": "y", "run": {"a": 1}}))
+    run_dir = str(tmp_path)
+    resumed = TrainConfig.from_file(None, run_dir=run_dir, resume="auto")
+    assert resumed == dataclasses.replace(began, run_dir=run_dir, resume="auto")
+    assert resumed.source("epochs") == f"from {paths.config}"
+    other.write_text('{"epochs": 5, "global_batch_size": 6, "seed": 1}')
+    resumed = TrainConfig.from_file(str(other), run_dir=run_dir, resume="auto", dataset="mnist", seed=0)
+    assert (resumed.model, resumed.epochs, resumed.seed, resumed.classes, resumed.image_size) == (
+        "mlp",
+        5,
+        0,
+        None,
+        None,
+    )
+    assert (resumed.batch_size, resumed.global_batch_size) == (None, 6)
+    for flags in ({"run_dir": run_dir}, {"run_dir": run_dir, "resume": "x.pt"}, {"run_dir": "none", "resume": "auto"}):
+        assert TrainConfig.from_file(None, **flags).model == "convnet"
 
 
 @pytest.mark.parametrize(

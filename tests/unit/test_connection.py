@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
-from ddp_manual.agent.connection import LONGEST_READ, MOST_UNSENT, Connection, Seal, Unsealed, claimed
-from ddp_manual.messages import LONGEST_LINE
+from ddp_manual.agent.connection import (
+    COSTS_AT_LEAST,
+    LONGEST_READ,
+    MOST_UNREAD,
+    MOST_UNSENT,
+    Connection,
+    Seal,
+    Unsealed,
+    claimed,
+)
+from ddp_manual.wire import LONGEST_ANSWER, LONGEST_LINE, LineReader, encode
 
 WITHIN = 10.0
 
@@ -135,6 +146,85 @@ def test_a_rank_may_send_longer_messages_than_a_stranger() -> None:
     with_ends(test)
 
 
+def with_a_stranger(test: Callable[[Connection, socket.socket], Awaitable[None]], longest: int) -> None:
+    """Like ``with_ends``, before anything is known of the other side."""
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        make = partial(Connection, longest=longest, stranger=True)
+        _, connection = await asyncio.get_running_loop().create_connection(make, sock=ours)
+        with theirs:
+            await asyncio.wait_for(test(connection, theirs), WITHIN)
+        connection.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("content", [b"x" * 20_000, b"\n" * 20_000, b"{}\n" * 7_000, b'{"a": 1}\n' * 3_000])
+def test_of_a_stranger_that_sends_without_pause_only_so_many_bytes_are_read(content: bytes) -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        taken: list[object] = []
+        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        connection.handle(taken.append, gone.set_result)
+        with suppress(ConnectionError):
+            while not gone.done():
+                await asyncio.get_running_loop().sock_sendall(other, content)
+        assert "message" in await gone or "more than a stranger may" in await gone
+        assert len(json.dumps(taken)) < 15_000
+
+    with_a_stranger(test, 10_000)
+
+
+def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        sent = 0
+        with suppress(ConnectionError):
+            while not connection.ended:
+                sent += await asyncio.get_running_loop().sock_sendall(other, b"x") is None
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        assert connection.ended == "it sent more than a stranger may"
+        assert sent <= 10_000 // COSTS_AT_LEAST + 10
+
+    with_a_stranger(test, 10_000)
+
+
+def test_a_stranger_that_has_become_a_rank_may_send_on() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        other.sendall(b'{"hello": 1}\n')
+        assert await receive(connection) == {"hello": 1}
+        connection.let_send(LONGEST_LINE)
+        long = "x" * 100_000
+        await asyncio.get_running_loop().sock_sendall(other, f'{{"long": "{long}"}}\n'.encode())
+        assert await receive(connection) == {"long": long}
+
+    with_a_stranger(test, 10_000)
+
+
+def test_messages_that_nobody_takes_end_the_connection_instead_of_filling_the_memory() -> None:
+    async def test(connection: Connection, other: socket.socket) -> None:
+        with suppress(ConnectionError):
+            for _ in range(100 * MOST_UNREAD):
+                await asyncio.get_running_loop().sock_sendall(other, b'{"a": 1}\n')
+        found = [await receive(connection) for _ in range(MOST_UNREAD + 1)]
+        assert found == [*[{"a": 1}] * MOST_UNREAD, None]
+
+    with_ends(test)
+
+
+def test_a_long_message_is_read_in_time_that_grows_with_its_length_only() -> None:
+    """64 MiB in pieces of 64 KiB: to look for its end anew in all of it at each piece took 12 s."""
+    reader, piece = LineReader(LONGEST_ANSWER), b"x" * LONGEST_READ
+    began = time.process_time()
+    assert [*reader.feed(b'{"long": "')] == []
+    for _ in range(LONGEST_ANSWER // LONGEST_READ - 1):
+        assert [*reader.feed(piece)] == []
+    (message,) = reader.feed(b'"}\n')
+    assert len(message["long"]) == LONGEST_ANSWER - LONGEST_READ
+    assert time.process_time() - began < 4
+
+
 def test_a_message_that_a_handler_cannot_read_ends_the_connection() -> None:
     async def test(connection: Connection, other: socket.socket) -> None:
         gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -166,6 +256,18 @@ def test_one_message_may_be_longer_than_the_bytes_that_may_wait() -> None:
         assert connection.unsent > MOST_UNSENT
         connection.close()
         assert len(await read_to_the_end(other)) > 8 * MOST_UNSENT
+
+    with_ends(test)
+
+
+def test_a_short_message_may_follow_one_that_is_longer_than_the_bytes_that_may_wait() -> None:
+    """As heartbeats follow the roster of 16,384 ranks."""
+
+    async def test(connection: Connection, other: socket.socket) -> None:
+        for words in ("x" * (8 * MOST_UNSENT), "y", "z"):
+            connection.send({"words": words})
+        connection.close()
+        assert (await read_to_the_end(other)).endswith(b'"z"}\n')
 
     with_ends(test)
 
@@ -232,3 +334,24 @@ def test_without_a_token_messages_travel_as_they_are() -> None:
 
 def test_no_message_contains_the_token() -> None:
     assert "token" not in str(Seal(b"token").close("hello", {"rank": 1}))
+
+
+CLEAR = "\x1b[2J"
+
+
+def test_text_from_the_network_arrives_with_control_characters_escaped_and_newlines_kept() -> None:
+    """Also where it is signed, or where only an unsigned claim of it is read; a process of the rank itself keeps it."""
+    said = {"why": f"one\n{CLEAR}\r\x07\x9b\u202e\udcff\u2028", "list": [{f"na\tme{CLEAR}": "é 漢"}, 1, None, 1.5]}
+    shown = {
+        "why": "one\n\\x1b[2J\\r\\x07\\x9b\\u202e\\udcff\\u2028",
+        "list": [{"na\\tme\\x1b[2J": "é 漢"}, 1, None, 1.5],
+    }
+
+    async def test(connection: Connection, other: socket.socket) -> None:
+        other.sendall(encode(said))
+        assert await receive(connection) == shown
+
+    with_ends(test)
+    seal = Seal(b"token")
+    assert seal.open("p", seal.close("p", said)) == claimed(seal.close("p", said)) == shown
+    assert list(LineReader(local=True).feed(encode(said))) == [said]

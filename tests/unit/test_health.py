@@ -139,6 +139,43 @@ def test_with_nccl_the_rank_on_another_line_than_the_others_is_behind() -> None:
     assert stall.behind == [2]
 
 
+def test_with_nccl_ranks_whose_collective_is_not_completed_wait_although_all_began_the_same_number() -> None:
+    """They sit in a copy to the host."""
+    waits = replace(training(7, 9, inside=True), unfinished=2)
+    health = health_of(waits, waits, async_collectives=True)
+    beat_until(health, 301, {0: waits, 1: waits})
+    stall = health.find_stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0, 1], [])
+
+
+def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_for_it() -> None:
+    health = health_of(training(7, 900), training(7, 900), async_collectives=True)
+    for second in range(1, 1000):
+        beat = replace(training(7, 900, inside=True), unfinished=1000 - second)
+        for rank in range(2):
+            health.hear(rank, beat, second)
+        assert health.find_stall(second) is None
+
+
+def test_with_nccl_a_rank_that_waits_itself_is_not_to_blame_for_having_begun_fewer_collectives() -> None:
+    ahead, waits = training(8, 10, inside=True), training(7, 9, inside=True)
+    health = health_of(ahead, waits, async_collectives=True)
+    beat_until(health, 301, {0: ahead, 1: waits})
+    stall = health.find_stall(301)
+    assert stall is not None
+    assert (stall.waiting, stall.behind, stall.fewer) == ([0, 1], [], [1])
+
+
+def test_a_stall_on_gpus_shows_their_unfinished_collectives_and_that_one_may_hang() -> None:
+    beats = {rank: replace(training(7, 9, inside=True), unfinished=2 - rank) for rank in range(2)}
+    infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
+    shown = verdicts.stalled(infos, Stall([0, 1], [], 300.0), beats, {}, "again")
+    assert "on train.py:1 in f, 2 collectives not completed by its GPU\n" in shown["why"]
+    assert "on train.py:1 in f, 1 collective not completed by its GPU\n" in shown["why"]
+    assert "nvidia-smi" in shown["next"]
+
+
 def test_ranks_that_compute_are_not_stalled_whatever_their_numbers_of_collectives() -> None:
     talked, silent = training(7, 9), training(7, 3)
     health = health_of(talked, talked, silent)
@@ -282,7 +319,7 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
     beat = Beat.of(progress, {}, inside=False, place="\x1b[2J", debugging=False)
-    assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a?b", place="?[2J")
+    assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a\\nb", place="\\x1b[2J")
 
 
 @pytest.mark.parametrize(
@@ -290,6 +327,7 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
     [
         {"phase": 3},
         {"step": "many"},
+        {"unfinished": "many"},
         {"collectives": {"0": None}},
         {"place": "x" * 300},
         {"place": "\x1b[2J"},

@@ -7,17 +7,21 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ddp_manual import TrainConfig, errors
-from ddp_manual.agent.local import Launch, check_train_options, copy, from_the_newest, may_be_mended
-from ddp_manual.errors import PeerLost, Stopped
-from ddp_manual.messages import LONGEST_LINE
-from ddp_manual.run_folder import RunPaths
+from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
+from ddp_manual.agent.launched_worker import copy
+from ddp_manual.agent.local import Hosts, Launch, may_be_fixed
+from ddp_manual.agent.verdicts import error_for, verdict_about
+from ddp_manual.errors import DdpManualError, PeerLost, Stopped
+from ddp_manual.messages import RankInfo, last_words
+from ddp_manual.run_folder import RunPaths, own_run_dir
 from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
+from ddp_manual.wire import LONGEST_LINE
 
 
 def failed(code: int) -> PeerLost:
@@ -27,18 +31,40 @@ def failed(code: int) -> PeerLost:
 
 
 def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
-    again = {code for code in range(1, 129) if may_be_mended(failed(code))}
+    again = {code for code in range(1, 129) if may_be_fixed(failed(code))}
     assert again == {errors.TrainingFailed.exit_code, errors.PeerGone.exit_code}
-    assert may_be_mended(failed(128 + signal.SIGKILL)) and may_be_mended(failed(128 + signal.SIGSEGV))
+    assert may_be_fixed(failed(128 + signal.SIGKILL)) and may_be_fixed(failed(128 + signal.SIGSEGV))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        assert not may_be_mended(Stopped(number))
+        assert not may_be_fixed(Stopped(number))
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "again"),
+    [
+        (Stopped(signal.SIGTERM), 143, False),
+        (errors.DeviceMissing("rank 1 has no GPU", why="", next=""), 17, False),
+        (errors.BadOption("--epochs 0 is below 1", why="", next=""), 2, False),
+        (errors.TrainingFailed("ValueError: no", why="", next=""), 1, True),
+        (errors.TrainingFailed("it has left with 3", why="", next=""), 3, True),
+        (PeerLost("rank 1 is gone: SIGTERM", why="", next=""), 143, False),
+        (PeerLost("rank 1 is gone: SIGKILL", why="", next=""), 137, True),
+    ],
+)
+def test_after_a_failure_on_another_host_ranks_start_again_if_they_do_so_there(
+    error: DdpManualError, exit_code: int, again: bool
+) -> None:
+    about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
+    judged = isinstance(error, PeerLost)
+    verdict = verdict_about(about, {**last_words(error), "exit_code": exit_code}, judged=judged)
+    for rank in (0, 1):
+        assert may_be_fixed(error_for(rank, verdict)) is again
 
 
 def test_a_progress_bar_is_shown_while_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def copied() -> None:
         reading, writing = os.pipe()
-        with (tmp_path / "log").open("ab") as log:
-            copying = asyncio.ensure_future(copy(reading, RankOutput(log, 1), sys.stdout))
+        with (tmp_path / "log").open("ab") as log, ThreadPoolExecutor(1) as writer:
+            copying = asyncio.ensure_future(copy(reading, RankOutput(log, 1, writer), sys.stdout))
             for piece in (b"10%\r", b"20%\r", b"30% "):
                 os.write(writing, piece)
             while "20%" not in (tmp_path / "log").read_text():
@@ -53,31 +79,102 @@ def test_a_progress_bar_is_shown_while_it_grows(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "log").stat().st_size > LONGEST_LINE
 
 
-def test_a_failure_that_was_set_aside_keeps_the_number_of_its_attempt(tmp_path: Path) -> None:
+def test_a_failure_that_is_set_aside_takes_the_first_number_that_is_free(tmp_path: Path) -> None:
+    """Rank 0 sets aside the failures of ranks that are no more, too."""
     paths = RunPaths(tmp_path)
-    paths.failure(1).write_text(json.dumps({"identifier": "training-failed"}))
-    paths.set_failure_aside(1, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["failure-rank1.restart0.json"]
+    for _ in range(2):
+        for rank in range(4):
+            paths.failure(rank).write_text(json.dumps({"identifier": "training-failed"}))
+        paths.set_failures_aside(1)
+        assert [path.name for path in paths.failures()] == [f"failure-rank{rank}.json" for rank in (0, 2, 3)]
+        paths.set_failures_aside(0, 2)
+        assert paths.failures() == []
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"failure-rank{rank}.restart{number}.json" for rank in range(4) for number in (0, 1)
+    }
 
 
-@pytest.mark.parametrize("given", [["--resume", "other.pt"], ["--resume=other.pt"]])
-def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(
-    tmp_path: Path, given: list[str]
+@pytest.mark.parametrize(
+    ("named", "own", "used"),
+    [
+        ("runs/20260101-101010-0a1b", "runs/20260101-101013-{run_id}", "runs/20260101-101010-0a1b"),
+        ("runs/torchrun-0a1b2c3d", "runs/20260101-101013-{run_id}", "runs/torchrun-0a1b2c3d"),
+        ("/mnt/run", "/mnt/run", "/mnt/run"),
+        ("/mnt/run-7", "/mnt/run-{run_id}", "/mnt/run-7"),
+        ("/mnt/\\x1b", "/mnt/\x1b", "/mnt/\x1b"),
+        ("/root/.ssh", "runs/20260101-101013-{run_id}", None),
+        ("runs/../../.ssh", "runs/20260101-101013-{run_id}", None),
+        ("runs/..", "runs/20260101-101013-{run_id}", None),
+        ("runs/a/b", "runs/20260101-101013-{run_id}", None),
+        ("runs/20260101-101010-0a1b", "runs/20260202-202020-77", None),
+        ("/mnt/run-../x", "/mnt/run-{run_id}", None),
+        ("/mnt/other", "/mnt/run", None),
+        ("/mnt/run", None, None),
+        (None, "/mnt/run", None),
+    ],
+)
+def test_a_rank_writes_to_the_folder_that_rank_0_names_only_if_it_is_its_own(
+    named: str | None, own: str | None, used: str | None
 ) -> None:
+    assert own_run_dir(named, own) == used
+
+
+def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    launch = Launch(2, "id", paths, 1, "go on")
     began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
+    launch = Launch(Hosts(nproc=2), WorldSpec(), "id", paths, 1, "go on", config=began)
     assert launch._to_go_on(began).resume == "auto"
     assert launch._to_go_on(another) is another
     paths.checkpoints.mkdir()
     checkpoint_files.write(paths.checkpoints, 8, b"", {})
     assert launch._to_go_on(another).resume == "auto"
-    assert from_the_newest([*given, "--epochs", "2"]) == ["--epochs", "2", "--resume", "auto"]
 
 
-def test_a_script_is_refused_with_the_command_that_starts_its_ranks() -> None:
-    check_train_options(2, ["--model", "own.py", "--epochs=2"])
-    check_train_options(2, [])
-    with pytest.raises(errors.BadOption, match=r"was given own\.py") as caught:
-        check_train_options(2, ["own.py", "--epochs", "2"])
-    assert "torchrun --nproc-per-node 2 own.py" in caught.value.next
+def test_the_ranks_of_each_host_follow_those_of_the_host_before() -> None:
+    second = Hosts(nproc=4, nnodes=3, node_rank=1)
+    assert (second.world_size, [*second.ranks]) == (12, [4, 5, 6, 7])
+    with pytest.raises(errors.BadOption, match="--node_rank 3 does not exist among 3 hosts"):
+        Hosts(nproc=4, nnodes=3, node_rank=3).check(WorldSpec(master_addr="hostA"))
+    with pytest.raises(errors.BadOption, match="launch on 3 hosts needs the address of the first one"):
+        second.check(WorldSpec())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "nowhere:net"], "--model nowhere:net: there is no module nowhere"),
+        (["--model", "own.net"], "--model own.net has no colon between the module and its function or class"),
+        (["--resume", "nowhere"], "no checkpoint at nowhere"),
+        (["--global_batch_size", "3"], "--global_batch_size 3 cannot be divided over 2 ranks"),
+        (["--token_file", "nowhere"], "--token_file nowhere cannot be read"),
+    ],
+)
+def test_what_can_be_known_before_ranks_are_started_is_said_once_and_leaves_nothing(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert cli.run(["launch", "--nproc", "2", "--run_dir", str(run), "--", *options]) in (2, 15)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert said in first and not any("error[" in line for line in rest)
+    assert not run.exists()
+
+
+def test_an_option_that_train_does_not_have_leads_to_the_help_of_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["launch", "--nproc", "2", "--", "--epoch", "1"]
+    monkeypatch.setattr(launchers, "typed_command", lambda: (["ddp-manual"], typed))
+    assert cli.run(typed) == 2
+    assert "next: ddp-manual train --help\n" in capsys.readouterr().err
+
+
+def test_launch_opens_nothing_in_a_folder_that_a_run_trains_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ddp_manual.run_folder.LOCK_TIMEOUT", 0.2)
+    run = RunPaths(tmp_path / "run").create()
+    with run.locked():
+        options = ["--dataset", "synthetic", "--resume", "auto"]
+        assert cli.run(["launch", "--nproc", "2", "--run_dir", str(run.run_dir), "--", *options]) == 2
+    assert f"error[bad-option]: --run_dir {run.run_dir} is in use\n" in capsys.readouterr().err
+    assert [path.name for path in run.run_dir.iterdir()] == [run.lock.name]

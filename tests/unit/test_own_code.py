@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,29 @@ def refused(option: str, value: Any) -> str:
         TrainConfig(**{option: value})
     assert caught.value.what.startswith(f"--{option} ")
     return caught.value.next
+
+
+class Editable:
+    """A finder such as an editable install adds to ``sys.meta_path``."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name == "editable" else None
+
+
+def test_a_module_is_known_before_ranks_are_started_by_whatever_finder_would_import_it(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable()])
+    monkeypatch.setitem(sys.modules, "made_here", ModuleType("made_here"))  # without a spec
+    (tmp_path / "folder").mkdir()
+    write("folder/beside", "raise AssertionError('imported')")
+    monkeypatch.chdir(tmp_path / "folder")
+    for module in ("editable", "editable.net", "made_here", "beside", "__hello__", "json"):
+        own_code.check_module("model", f"{module}:Net")
+    assert "beside" not in sys.modules
+    for module in ("nowhere", "nowhere.net", "beside.py"):
+        with pytest.raises(BadOption, match=f"there is no module {module}"):
+            own_code.check_module("model", f"{module}:Net")
 
 
 def test_code_in_place_of_its_name_is_answered_with_the_name(script: ModuleType) -> None:

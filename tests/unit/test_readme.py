@@ -19,10 +19,23 @@ COMMANDS = cli.ddp_manual.commands
 EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 OF_OTHER_PROGRAMS = {
+    "any-script.md": "--api_key --hf_token",
     "benchmarks.md": "--before --repetitions --threads",
-    "clusters.md": "--rdzv-id",
+    "clusters.md": " ".join(
+        (
+            "--build-arg --network",  # docker
+            "--follow --from-literal --prefix --selector",  # kubectl
+            "--allow-run-as-root --bind-to --host --mca --output --output-filename --oversubscribe",  # mpirun
+            "--array --cpus-per-task --distribution --gpus-per-task --nodes --ntasks-per-node --partition",  # Slurm
+            "--signal --time",  # Slurm
+            "--ranks",  # benchmarks.limits
+            "--master-addr --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id",  # torchrun
+        )
+    ),
     "command-line.md": "--version --world-size",
+    "faults.md": "--ipc --shm-size",
     "from-tutorials.md": "--image --inplace --logdir --remote",
+    "security.md": "--api_key --max_tokens --tokenizer",
 }
 # What follows one of these is the command line of ``ddp-manual train``.
 TRAINING = (
@@ -109,10 +122,14 @@ def typed(document: Path) -> Iterator[list[str]]:
 def test_every_command_a_document_shows_is_one_that_the_command_line_accepts(document: Path) -> None:
     for words in typed(document):
         if words[0] == "torchrun":
-            train(words[words.index("run_multi_gpu_train.py") + 1 :])
-        elif words[0] == "ddp-manual":
+            if "ddp_manual" in words:
+                words = ["ddp-manual", *words[words.index("ddp_manual") + 1 :]]
+            else:
+                train(words[words.index("run_multi_gpu_train.py") + 1 :])
+                continue
+        if words[0] == "ddp-manual":
             COMMANDS[words[1]].make_context(words[1], words[2:])
-            if words[1] == "launch":
+            if words[1] == "launch" and "--" in words:
                 train(words[words.index("--") + 1 :])
         elif words[0] == "python" and words[1].startswith("examples/"):
             assert (REPOSITORY / words[1]).exists()

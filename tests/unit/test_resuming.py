@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,14 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
     )
     with alone() as world:
         return train(world, config)
+
+
+def test_a_number_of_one_is_followed_by_a_singular(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ddp_manual")
+    run(tmp_path, epochs=1, batch_size=40)
+    assert ": 1 epoch of 1 step, 40 samples per rank and step, " in caplog.text
+    run(tmp_path, epochs=1, batch_size=40, resume="auto")
+    assert "the run is complete: it has trained for 1 epoch\n" in caplog.text
 
 
 class Died(Exception): ...
@@ -148,9 +157,12 @@ def test_a_run_that_goes_back_to_an_earlier_end_has_the_summary_of_that_one(tmp_
 
 def test_at_its_end_a_run_names_only_files_that_are_there(tmp_path: Path) -> None:
     run(tmp_path / "one", epochs=1)
-    summary = run(tmp_path / "two", epochs=1, resume=str(tmp_path / "one"))
-    named = [Path(line.strip()) for line in result_text(summary).splitlines()[1:]]
-    assert RunPaths(tmp_path / "two").summary in named and all(path.exists() for path in named)
+    summary = run(tmp_path / "two", epochs=1, resume=str(tmp_path / "one"), track="tensorboard")
+    first, *files = result_text(summary).splitlines()
+    assert " after 1 epoch on 1 rank (" in first
+    paths, named = RunPaths(tmp_path / "two"), [Path(line.strip()) for line in files]
+    assert {paths.summary, paths.checkpoints, paths.tensorboard} <= {*named}
+    assert all(path.exists() for path in named)
     assert not RunPaths(tmp_path / "two").metrics.exists()
 
 

@@ -13,11 +13,19 @@ from typing import Any
 
 import pytest
 
-from ddp_manual.agent.compatibility import shared_gpu, unlike, unlike_when_ready
+from ddp_manual.agent.compatibility import more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.agent.connection import Connection, Seal
 from ddp_manual.agent.coordinator import Coordinator
+from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.reachability import targets
-from ddp_manual.agent.roll_call import RollCall, as_ranges, assign_places, in_words, missing_ranks_error
+from ddp_manual.agent.roll_call import (
+    MOST_REFUSALS,
+    RollCall,
+    advice_for,
+    assign_places,
+    missing_ranks_error,
+    situation,
+)
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -29,7 +37,9 @@ from ddp_manual.errors import (
     VersionMismatch,
     WorldSizeMismatch,
 )
-from ddp_manual.messages import LONGEST_ANSWER, Place, RankInfo, Ready, RunInfo
+from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.terminal import as_ranges, in_words
+from ddp_manual.wire import LONGEST_ANSWER
 from tests.runs import run_info
 
 RUN = run_info(run_dir="d", command="train --rank {rank} --data '{x}'")
@@ -74,6 +84,14 @@ def ready_with(*gpus: str, **other: Any) -> Ready:
     return ready(**{"device": "cuda", "backend": "nccl", "gpus": list(gpus), "options": nccl, **other})
 
 
+def test_rank_0_on_loopback_is_to_be_started_again_with_an_address_of_its_network() -> None:
+    mine = own_address()
+    by_hand, script = (advice_for([[1, 1]], run_info(address="127.0.0.1", script=script)) for script in (False, True))
+    assert f"start rank 0 again with --master_addr {mine}" in by_hand[-1]
+    assert f"start rank 0 again with master_addr={mine}" in script[-1]
+    assert advice_for([[1, 1]], run_info(address="10.0.0.1")) == [""]
+
+
 def test_local_rank_is_the_position_among_the_ranks_of_the_same_host() -> None:
     places = assign_places([info(rank, host) for rank, host in enumerate("abab")])
     assert [place.local_rank for place in places.values()] == [0, 0, 1, 1]
@@ -90,6 +108,7 @@ def test_many_missing_ranks_are_named_as_ranges() -> None:
     assert in_words(as_ranges([1])) == "rank 1"
     assert in_words(as_ranges([1, 2, 3, 7])) == "ranks 1-3, 7"
     assert len(in_words(as_ranges(range(1, 4096)))) < 20
+    assert in_words(as_ranges(range(1, 4096, 2))).endswith(", 29, 31, ...")
 
 
 def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_braces_alone() -> None:
@@ -277,6 +296,70 @@ def test_more_ranks_on_a_host_than_gpus_is_a_missing_device() -> None:
     assert error.what == "rank 1 (a, pid 1) wants cuda:1, which does not exist"
 
 
+@pytest.mark.parametrize("from_launcher", [False, True])
+def test_each_rank_of_a_host_that_sees_only_a_gpu_of_its_own_takes_index_0(from_launcher: bool) -> None:
+    positions = [0, 1, 2] if from_launcher else [None] * 3
+    roll_call = roll_call_of(*(info(rank, "a", position) for rank, position in enumerate(positions)))
+    for rank in range(3):
+        assert roll_call.get_ready(rank, ready_with(f"GPU-{rank}", may_use_cpu=True)) == []
+    assert roll_call.leave_gpus() is None and roll_call.shared_gpu() is None
+    assert [place.local_rank for place in roll_call.places().values()] == [0, 0, 0]
+    assert [(line["device"], line["gpu"]) for line in roll_call.roster()] == [("cuda:0", f"GPU-{k}") for k in range(3)]
+
+
+def test_ranks_that_see_one_and_the_same_gpu_or_several_take_the_index_of_their_position() -> None:
+    ranks = [info(rank, "a") for rank in range(2)]
+    for gpus in ({0: ["GPU-1"], 1: ["GPU-1"]}, {0: ["GPU-1", "GPU-2"], 1: ["GPU-1", "GPU-2"]}, {0: ["GPU-1"]}):
+        assert [place.local_rank for place in assign_places(ranks, gpus).values()] == [0, 1]
+
+
+def test_hosts_differ_in_whether_their_ranks_see_one_gpu_each() -> None:
+    ranks = [info(rank, host) for rank, host in enumerate("aabb")]
+    gpus = {0: ["GPU-1"], 1: ["GPU-2"], 2: ["GPU-3", "GPU-4"], 3: ["GPU-3", "GPU-4"]}
+    assert [place.local_rank for place in assign_places(ranks, gpus).values()] == [0, 0, 0, 1]
+
+
+def test_more_ranks_than_gpus_on_a_host_train_on_the_cpu_where_nobody_has_chosen_a_device() -> None:
+    roll_call = roll_call_of(*(info(rank, "b") for rank in range(2)))
+    for rank in range(2):
+        assert roll_call.get_ready(rank, ready_with("GPU-2", may_use_cpu=True)) == []
+    why = roll_call.leave_gpus()
+    assert why is not None and why.startswith("all ranks train on the CPU, with gloo: b has 2 ranks and 1 GPU;")
+    assert roll_call.shared_gpu() is None
+    assert [line["device"] for line in roll_call.roster()] == ["cpu"] * 2
+    assert {member.ready and member.ready.backend for member in roll_call.members.values()} == {"gloo"}
+
+
+def test_of_several_hosts_one_that_has_lost_a_gpu_does_not_send_the_others_to_the_cpu() -> None:
+    roll_call = roll_call_of(*(info(rank, host) for rank, host in enumerate("abb")))
+    for rank, gpu in enumerate(("GPU-1", "GPU-2", "GPU-2")):
+        assert roll_call.get_ready(rank, ready_with(gpu, may_use_cpu=True)) == []
+    assert roll_call.leave_gpus() is None
+    assert isinstance(roll_call.shared_gpu(), DeviceMissing)
+
+
+@pytest.mark.parametrize("others", [("GPU-1", "GPU-2"), ("GPU-1", "GPU-2", "GPU-3")])
+def test_ranks_that_each_find_a_gpu_stay_on_the_gpus(others: tuple[str, ...]) -> None:
+    has = ready_with(*others, may_use_cpu=True)
+    assert more_ranks_than_gpus([(info(rank, "a"), has) for rank in range(2)]) is None
+
+
+def test_one_rank_whose_device_was_chosen_keeps_all_ranks_on_their_gpus() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "a"))
+    for rank in range(2):
+        assert roll_call.get_ready(rank, ready_with("GPU-0", may_use_cpu=rank != 1)) == []
+    assert roll_call.leave_gpus() is None
+    error = roll_call.shared_gpu()
+    assert isinstance(error, DeviceMissing) and "or use --device cpu on every rank" in error.next
+
+
+def test_the_local_rank_of_a_launcher_chooses_no_gpu() -> None:
+    roll_call = roll_call_of(info(0, "a", local_rank=0), info(1, "a", local_rank=1))
+    for rank in range(2):
+        assert roll_call.get_ready(rank, ready_with("GPU-0", may_use_cpu=True)) == []
+    assert roll_call.leave_gpus() is not None
+
+
 def test_gloo_ranks_may_share_a_gpu() -> None:
     ranks = [info(rank, "a", local_rank=0) for rank in range(2)]
     has = ready(device="cuda", gpus=["GPU-1"])
@@ -309,6 +392,15 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     assert roll_call.news()["gone"] == ["rank 1 (b, pid 1) is gone: its process has ended"]
     assert roll_call.admit(info(1, "b"), 2.0, 2.0, 0.0) is True
     assert roll_call.news()["loading"] == [[1, 1]]
+
+
+def test_the_news_are_as_short_where_every_second_of_many_ranks_is_missing() -> None:
+    run = replace(RUN, world_size=4096)
+    roll_call = roll_call_of(*(replace(info(rank, "a"), world_size=4096) for rank in range(0, 4096, 2)), run=run)
+    news = roll_call.news()
+    assert len(json.dumps(news)) < 1000
+    assert "2048 of 4096 ranks never joined" in missing_ranks_error(news, run, 15.0).what
+    assert situation(news, 4096).startswith("waiting for ranks 1, 3, 5,")
 
 
 @pytest.mark.parametrize("later", [0, 1])
@@ -481,6 +573,34 @@ def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
         await until(await say_hello(connect, info(0, "a"), "rank 0's"), "welcome")
 
     with_a_coordinator(test)
+
+
+def test_an_observer_may_look_again_once_it_has_read_the_answer_and_not_before() -> None:
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        patient, _ = await connect()
+        for _ in range(200):  # more bytes than a stranger may send in all
+            patient.send({"look": {"nonce": "", "stacks": False, "padding": "x" * 1000}})
+            assert (await until(patient, "seen"))["seen"]["missing"] == [[0, 2]]
+        hasty, _ = await connect()
+        for _ in range(10):
+            hasty.send({"look": {"nonce": ""}})
+        answers = []
+        while (answer := await asyncio.wait_for(hasty.receive(), WITHIN)) is not None:
+            answers.append(answer)
+        assert len(answers) <= 1
+
+    with_a_coordinator(test)
+
+
+def test_of_many_processes_that_are_refused_only_the_first_are_named_each_minute() -> None:
+    calling = RollCall(RUN, info(0, "a"))
+    for number in range(1000):
+        calling.admit(info(1, "b", pid=number, world_size=7), number / 1000, 0.0, 0.0)
+    assert len(calling.refused) == MOST_REFUSALS
+    assert "pid 15) was refused: world-size-mismatch" in calling.refused[-1]
+    assert calling.refused[-1].endswith("more that are refused within 60 s are not named")
+    calling.admit(info(1, "b", pid=7777, world_size=7), 100.0, 0.0, 0.0)
+    assert "pid 7777) was refused" in calling.refused[-1]
 
 
 def test_rank_0_of_a_large_world_reads_the_roster_of_all_ranks() -> None:

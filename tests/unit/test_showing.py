@@ -87,7 +87,7 @@ def test_a_terminal_without_colours_is_shown_numbers_alone(
         (["--out", "folder.png"], 2, "it is a folder"),
         (["--count", "0"], 2, "--count"),
         (["--part", "all"], 2, "--part"),
-        (["--classes", "only one"], 2, "--classes gives 1 names"),
+        (["--classes", "only one"], 2, "--classes gives 1 name,"),
         (["--dataset", "pictures"], 2, "--dataset pictures is not known"),
         (["--dataset", "folder:nothing"], 16, "nothing/train cannot be read as a folder of images"),
         (["--dataset", "mnist", "--data_dir", "file"], 2, "--data_dir"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_manual import TrainConfig, WorldSpec, join, launchers, spawn
+from ddp_manual import TrainConfig, WorldSpec, identity, join, launchers, spawn
 from ddp_manual import train as train_here
 from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped, StopSignal
 from ddp_manual.messages import Place
@@ -79,7 +79,7 @@ def test_an_error_keeps_its_text_and_exit_code_when_it_is_copied_to_another_proc
 
 
 def test_ranks_of_a_launcher_may_not_spawn_but_ranks_of_spawn_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in launchers.IDENTITY_VARIABLES.values():
+    for name in identity.TORCHRUN.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
     monkeypatch.setattr(launchers, "_set_by_us", {})
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -88,11 +88,11 @@ def test_ranks_of_a_launcher_may_not_spawn_but_ranks_of_spawn_may(monkeypatch: p
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
     place = Place(local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
-    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, None):  # the launcher's ranks have joined
+    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, {}):  # the launcher's ranks have joined
         assert launchers.launched_as() == "RANK=1, WORLD_SIZE=2"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launchers.launched_as() is None
-    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, None):  # a rank of spawn may spawn
+    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, {}):  # a rank of spawn may spawn
         assert launchers.launched_as() is None
 
 
@@ -100,6 +100,7 @@ def test_only_a_training_that_a_signal_stopped_says_how_to_go_on() -> None:
     stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
     assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
+        assert as_ours(0, error).next == "start all ranks again"
         assert as_ours(0, error, spawning.START_AGAIN).next == "start the script again"
     assert spawning._stop_in_order([], signal.SIGINT).next == "start the script again"
 

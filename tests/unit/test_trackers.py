@@ -345,7 +345,7 @@ def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> N
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).resolve().parents[2] / "setup.cfg")
     named = setup["options.extras_require"]
-    assert set(named) == {*train_config.PACKAGES, "dev"}
+    assert set(named) == {*train_config.PACKAGES, "test", "dev"}
     for extra, packages in train_config.PACKAGES.items():
         assert {line.split(">")[0] for line in named[extra].split()} == set(packages)
-    assert f"ddp_manual[{','.join(sorted(train_config.PACKAGES))}]" in named["dev"]
+    assert f"ddp_manual[{','.join(sorted([*train_config.PACKAGES, 'test']))}]" in named["dev"]

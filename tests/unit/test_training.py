@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import platform
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import config, data, models
+from ddp_manual.signals import Requests
+from ddp_manual.training import config, data, ddp, metrics, models
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.models import ConvNet
@@ -173,6 +175,50 @@ def test_the_ranks_agree_about_once_a_second_and_after_the_first_step() -> None:
     assert steps_until_sync(float("inf")) == 1
     assert steps_until_sync(0.01) == 100
     assert steps_until_sync(7.0) == 1
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1.0, [1, 1, 1, 1]), (0.24, [1, 4, 4, 4]), (0.01, [1, 90, 99, 99])])
+def test_steps_that_a_device_takes_after_their_launch_has_returned_count_once_they_are_done(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, steps: list[int]
+) -> None:
+    """The device is a fake, for want of a GPU: a launch takes 1 ms, a step ``seconds``, and only a copy to the host
+    waits for the steps."""
+    now = done = 0.0
+
+    def wait(tensor: Tensor) -> Tensor:
+        nonlocal now
+        now = max(now, done)
+        return tensor
+
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(ddp, "to_host", wait)
+    meter, taken = metrics.Meter(torch.device("cpu")), []
+    meter.begin(0)
+    for _ in steps:
+        taken.append(steps_until_sync(meter.seconds_per_step))
+        for _ in range(taken[-1]):
+            now += 0.001
+            done = max(done, now) + seconds
+            meter.add(sum(taken), torch.tensor(0.5), torch.eye(3), torch.arange(3))
+        meter.sync(sum(taken), 0.1, Requests())
+    assert taken == steps
+
+
+@pytest.mark.gpu
+def test_steps_of_a_gpu_count_once_they_are_done() -> None:
+    device = torch.device("cuda", 0)
+    meter, taken = metrics.Meter(device), []
+    batch = [tensor.to(device) for tensor in (torch.tensor(0.5), torch.eye(3), torch.arange(3))]
+    meter.begin(0)
+    for _ in range(4):
+        taken.append(steps_until_sync(meter.seconds_per_step))
+        for _ in range(taken[-1]):
+            torch.cuda._sleep(400_000_000)  # about 0.2 s
+            meter.own_work.start()
+            meter.own_work.stop()
+            meter.add(sum(taken), *batch)
+        meter.sync(sum(taken), 0.1, Requests())
+    assert taken[0] == 1 and all(2 <= steps <= 12 for steps in taken[1:]), taken
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc returns the memory")

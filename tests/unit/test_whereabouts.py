@@ -5,19 +5,22 @@ from __future__ import annotations
 import faulthandler
 import os
 import pdb  # noqa: T100  # to look for its prompt
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from ddp_manual.agent.worker_process import readable_stack
+from ddp_manual.agent.stacks import readable_stack
 from ddp_manual.worker import reporter
-from ddp_manual.worker.reporter import Whereabouts, raised_at, whereabouts
+from ddp_manual.worker.reporter import Whereabouts, own_traceback, raised_at, whereabouts
 
 
 @contextmanager
@@ -48,6 +51,33 @@ def test_a_thread_that_waits_for_an_async_collective_is_inside_it() -> None:
         begun.set_result(None)
     assert seen.inside and not seen.debugging
     assert seen.place.startswith("test_whereabouts.py:") and seen.place.endswith(" in waits")
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [lambda result: result.item(), lambda result: result.tolist(), lambda result: result.cpu()],
+    ids=["item", "tolist", "cpu"],
+)
+def test_a_thread_that_waits_for_its_device_is_seen(sync: Callable[[Any], object]) -> None:
+    """The result on a device is a fake, for want of a GPU: a method in C that waits."""
+    completed = threading.Lock()
+    completed.acquire()
+    result = SimpleNamespace(item=completed.acquire, tolist=completed.acquire, cpu=completed.acquire)
+    with a_thread_that(lambda: sync(result)) as thread:
+        seen = seen_once(thread, lambda seen: seen.syncs)
+        completed.release()
+    assert seen.syncs and not seen.inside
+    assert seen.place.startswith("test_whereabouts.py:")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 an instruction has no place in the file")
+def test_the_method_is_found_whatever_it_is_given() -> None:
+    def called(tensor: Any, holder: Any) -> Any:
+        tensor.to(holder.device).item()
+        tensor.wait(holder.timeout)
+        return tensor @ tensor
+
+    assert [*dict.fromkeys(reporter._calls(called.__code__).values())] == ["to", "item", "wait"]
 
 
 def test_a_thread_that_has_finished_waiting_is_not_inside_a_collective() -> None:
@@ -117,6 +147,50 @@ def test_stacks_show_the_main_thread_first_and_leave_out_the_reporters_thread() 
         '  File "loader.py", line 5 in load',
     ]
     assert readable_stack("") == ""
+
+
+def test_a_stack_shows_the_innermost_frames_and_the_programs_and_counts_those_of_libraries() -> None:
+    installed, python = "/venv/lib/python3.12/site-packages", Path(os.__file__).parent
+    frames = [
+        f'  File "{installed}/torch/autograd/graph.py", line 1 in backward',
+        f'  File "{installed}/torch/_tensor.py", line 2 in backward',
+        f'  File "{installed}/lightning/module.py", line 3 in backward',
+        f'  File "{installed}/lightning/trainer.py", line 4 in fit',
+        '  File "/home/me/torch/train.py", line 5 in main',
+        '  File "/home/me/torch/train.py", line 6 in <module>',
+        f'  File "{Path(reporter.__file__).with_name("script.py")}", line 7 in run',
+        f'  File "{python}/threading.py", line 8 in run',
+        '  File "<frozen runpy>", line 9 in _run_code',
+    ]
+    title = "Current thread 0x00007f00 (most recent call first):"
+    shown = readable_stack("\n".join([title, *frames])).splitlines()
+    assert shown == [title, *frames[:3], *frames[4:6], "  (4 frames of libraries left out)"]
+
+
+def test_a_program_below_a_folder_named_torch_is_no_library(tmp_path: Path) -> None:
+    (tmp_path / "learn-torch" / "distributed").mkdir(parents=True)
+    script = tmp_path / "learn-torch" / "distributed" / "train.py"
+    script.write_text("def train(leave):\n    leave.wait(30)\n")
+    program: dict[str, Any] = {}
+    exec(compile(script.read_text(), str(script), "exec"), program)
+    leave = threading.Event()
+    with a_thread_that(lambda: program["train"](leave)) as thread:
+        seen = seen_once(thread, lambda seen: "train.py" in seen.place)
+        leave.set()
+    assert seen.place == "train.py:2 in train" and not seen.inside
+
+
+def test_a_module_of_a_library_that_is_the_program_is_named_by_its_own_lines(tmp_path: Path) -> None:
+    module = tmp_path / "site-packages" / "tool.py"
+    module.parent.mkdir()
+    module.write_text("def main():\n    raise ValueError('of the tool')\n")
+    program: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(module.read_text(), str(module), "exec"), program)
+    with pytest.raises(ValueError, match="of the tool") as caught:
+        program["main"]()
+    caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this test
+    assert raised_at(caught.value) == "tool.py:2 in main"
+    assert "in main" in own_traceback(caught.value)
 
 
 def test_the_stacks_that_faulthandler_writes_of_this_process_are_readable() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_manual.agent.network_interface import interface_addresses, own_address
 from tests.conftest import RankProcess, Start, free_port
 from tests.world.test_launch import gone
 
-AS_FOUND = """
+STATE = """
     import faulthandler, logging, os, resource, signal, sys
     import ddp_manual
 
@@ -30,6 +31,10 @@ AS_FOUND = """
             "children": open(f"/proc/self/task/{os.getpid()}/children").read(),
         }
 
+"""
+
+AS_FOUND = f"""
+{STATE}
     def changed_by(body, **options):
         before = state()
         try:
@@ -55,6 +60,54 @@ AS_FOUND = """
     faulthandler.enable()
     changed_by(lambda: None, world_size=2, rank=1, master_port=int(sys.argv[1]), join_timeout=0.5)
     changed_by(fail)
+"""
+
+SPAWNING = f"""
+{STATE}
+    def work(world):
+        pass
+
+    if __name__ == "__main__":
+        before = state()
+        ddp_manual.spawn(work, 2, device="cpu")
+        after = state()
+        print([name for name in before if before[name] != after[name] and name != "children"])
+"""
+
+SEEN_MEANWHILE = """
+    import os, threading
+    import ddp_manual
+
+    before, seen, over = set(os.environ), set(), threading.Event()
+
+    def look():
+        while not over.is_set():
+            seen.update(os.environ)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with ddp_manual.join(device="cpu"):
+        inside = set(os.environ) - before
+    over.set()
+    looking.join()
+    print(sorted(seen - before - inside), "GLOO_SOCKET_IFNAME" in inside)
+"""
+
+ANOTHER_RUN = """
+    import os, subprocess, sys
+    import ddp_manual
+
+    rank, ports, addresses = int(sys.argv[1]), sys.argv[2:5], sys.argv[5:]
+    for number in range(2):
+        place = {"rank": rank ^ number, "master_port": int(ports[number]), "master_addr": addresses[number]}
+        with ddp_manual.join(device="cpu", world_size=2, **place) as world:
+            print(world.rank, os.environ["RANK"], os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+            if number == 0 and world.rank == 0:
+                check = [sys.executable, "-m", "ddp_manual", "check", "--world_size", "1", "--rank", "0"]
+                other_run = ["--master_port", ports[2], "--master_addr", addresses[1]]
+                subprocess.run([*check, *other_run], check=True)
+    alone = ddp_manual.WorldSpec.from_environment()
+    print(alone.world_size, alone.rank, alone.master_addr, alone.master_port)
 """
 
 WAITING = """
@@ -108,6 +161,40 @@ def test_join_restores_the_process_after_a_run_after_a_timeout_and_after_an_exce
     script = start(sys.executable, _written(tmp_path, AS_FOUND), free_port())
     assert script.wait(30) == 0, script.err
     assert script.out.splitlines() == ["[]", "MasterRefused", "[]", "KeyError", "[]"], script.err
+
+
+def test_spawn_restores_the_process(start: Start, tmp_path: Path) -> None:
+    script = start(sys.executable, _written(tmp_path, SPAWNING))
+    assert script.wait(60) == 0, script.err
+    assert script.out == "[]\n"
+
+
+def test_while_it_joins_a_process_has_no_variable_that_it_does_not_keep_in_the_run(
+    start: Start, tmp_path: Path
+) -> None:
+    """Such as RES_OPTIONS, which look-ups of the user's threads and programs would read."""
+    script = start(sys.executable, _written(tmp_path, SEEN_MEANWHILE))
+    assert script.wait(30) == 0, script.err
+    assert script.out == "[] True\n"
+
+
+def test_neither_a_second_join_nor_a_program_that_a_rank_starts_takes_over_port_rank_or_interface(
+    start: Start, tmp_path: Path
+) -> None:
+    """The first run is on loopback; the other runs are at this host's own address, on another interface."""
+    address = own_address()
+    if address is None:
+        pytest.skip("this host has no address except loopback")
+    interface, ports = interface_addresses()[address], [free_port() for _ in range(3)]
+    script = _written(tmp_path, ANOTHER_RUN)
+    ranks = [start(sys.executable, script, rank, *ports, "127.0.0.1", address) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    for number, rank in enumerate(ranks):
+        lines = rank.out.splitlines()
+        assert lines[0] == f"{number} {number} lo"
+        assert lines[-2:] == [f"{1 - number} {1 - number} {interface}", "1 0 127.0.0.1 29500"]
+    assert f"{address} on {interface}, on the way to {address}" in ranks[0].out
+    assert "SOCKET_IFNAME" not in ranks[0].out
 
 
 def test_a_script_ends_with_its_agent(waiting: tuple[RankProcess, psutil.Process]) -> None:

@@ -71,7 +71,7 @@ def test_a_missing_rank_is_named_every_10_seconds_by_all_who_wait_and_at_the_tim
         assert error.startswith("error[rank-missing]: 1 of 3 ranks never joined within 14 s: rank 1\n")
         assert f"ranks 0 ({HOST}), 2 ({HOST}) are here; nothing has tried to join as rank 1" in error
         command = error.partition("next: ")[2].splitlines()[0]
-        assert f"run_multi_gpu_train.py --world_size 3 --rank 1 --master_addr 127.0.0.1 --master_port {port}" in command
+        assert f"run_multi_gpu_train.py --world_size 3 --rank 1 --master_port {port}" in command
         assert command in rank.err.partition("to start what is missing:\n")[2].splitlines()[0]
         failure = (tmp_path / "run" / f"failure-rank{number}.json").read_text()
         assert '"rank-missing"' in failure and '"exit_code": 10' in failure
@@ -127,7 +127,7 @@ def test_a_second_rank_0_is_told_of_the_first_and_of_the_run_and_who_is_in_it(st
     assert error.startswith(f"error[port-in-use]: another rank 0 is already running at 127.0.0.1:{port}\n")
     assert f"held by pid {pid} (LISTEN), started {since}: {command}\n" in error
     assert f"it is run first, waiting for rank 1; 1 of 2 here: 0 ({HOST}); " in error
-    assert "--rank 1 to 1" in error
+    assert "say which: --rank 1\n" in error
     codes = complete(first, start_rank(1, 2))
     named = "pid, command, start time, run_id, who is here"
     seconds = told - known

@@ -112,7 +112,9 @@ def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_pa
         "SIGTERM: stopping after the next step all ranks agree on; a second signal ends this rank at once"
         in ranks[1].err
     )
-    (step,) = {re.findall(r"error\[stopped\]: stopped by SIGTERM after step (\d+)", rank.err)[0] for rank in ranks}
+    (step,) = {
+        re.findall(r"error\[stopped\]: stopped by SIGTERM on rank 1 after step (\d+)", rank.err)[0] for rank in ranks
+    }
     newest, *_ = checkpoint_files.find(run / "checkpoints")
     assert newest.step == int(step)
     assert "--resume auto --run_dir" in ranks[1].err
@@ -159,7 +161,7 @@ def test_a_signal_to_a_rank_that_is_leaving_changes_nothing(start_world: StartWo
     ranks[1].process.send_signal(signal.SIGTERM)
     assert [rank.wait(30) for rank in ranks] == [143, 143]
     said = "Ctrl-C (SIGINT): this rank is done, and is leaving; a second signal ends this rank at once"
-    assert said in ranks[0].err and "error[stopped]: stopped by SIGTERM after step" in ranks[0].err
+    assert said in ranks[0].err and "error[stopped]: stopped by SIGTERM on rank 1 after step" in ranks[0].err
 
     ranks = start_world(2, tmp_path / "whole", *LONG, "--epochs", 1, script=SIGNALLED_WHILE_LEAVING)
     assert [rank.wait(30) for rank in ranks] == [0, 0]

@@ -99,3 +99,11 @@ def kind_of(pid: int, number: str) -> str:
     """``socket``, ``pipe``, or where a file is, without what the test calls it."""
     target = os.readlink(f"/proc/{pid}/fd/{number}")
     return target.partition(":")[0] if ":[" in target else "file" if "/process" in target else target
+
+
+def test_a_test_that_is_not_marked_gpu_sees_none(start: Start) -> None:
+    count = start(
+        sys.executable, "-c", "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count())"
+    )
+    assert count.wait() == 0
+    assert count.out == "-1 0\n"

@@ -95,10 +95,21 @@ def test_all_ranks_are_started_tagged_and_logged(launch: Start, tmp_path: Path) 
     assert launcher.out.startswith("[rank 0] mlp on synthetic: ")
 
 
+def test_the_command_that_launch_prints_shows_its_run(launch: Start, start: Start) -> None:
+    launcher = launch(2, *LONGER, 1000)
+    launcher.wait_for("step 100/")
+    (command,) = re.findall(r"to look at this run from another terminal: (.*)\n", launcher.err)
+    words = shlex.split(command)
+    looking = start(*words[: words.index("--watch")], *words[words.index("--watch") + 1 :])
+    assert looking.wait(30) == 0, looking.err
+    assert "all ranks are here" in looking.out
+
+
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(launch: Start) -> None:
     launcher = launch(2, "--batch_size", DRAWN["train"])
     assert launcher.wait() == 2
-    assert "error[bad-option]" in launcher.err
+    assert launcher.err.count("  why:  ") == 1  # the other rank says that it is the same
+    assert " failed first, with exit code 2: error[bad-option]: " in launcher.err
 
 
 def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) -> None:
@@ -109,8 +120,9 @@ def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) ->
     ranks[1].kill()
     assert launcher.wait(20) == 128 + signal.SIGKILL
     assert "rank 1 failed first, with exit code 137: error[peer-lost]: rank 1 (" in launcher.err
-    again = shlex.join([*launcher.arguments, "--resume", "auto"])
-    assert f"from the last checkpoint if there is one: {again}\n" in launcher.err
+    again = f"{launcher.typed} --resume auto"
+    assert launcher.err.endswith(f"\nto start again:\n  {again}\n")
+    assert launcher.err.count("--resume auto") == 1
     assert gone(ranks, 1)
 
 
@@ -141,8 +153,9 @@ def test_ctrl_c_ends_the_training_of_every_rank_with_a_checkpoint_and_the_comman
     assert launcher.err.count("stopping; a second signal ends all ranks at once") == 1
     assert "restart 1 of 3" not in launcher.err
     assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
-    command_to_go_on = shlex.join([*launcher.arguments, "--resume", "auto"])
+    command_to_go_on = f"{launcher.typed} --resume auto"
     assert command_to_go_on in launcher.err[launcher.err.rindex("error[stopped]") :]
+    assert launcher.err.count("--resume auto") == 1
     for rank in (0, 1):
         failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
         assert failure["exit_code"] == 128 + number
@@ -214,11 +227,12 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_max_restarts_says(la
     launcher.wait_for("[rank 0] step 100/")
     forker_of(launcher).kill()
     launcher.wait_for("restart 1 of 1 after error[master-lost]: rank 0 (")
+    assert "start all ranks again" not in launcher.err  # launch does so
     launcher.wait_for("[rank 0] going on after step ")
     ranks_of(launcher)[0].kill()
     assert launcher.wait(20) == 137
     last = launcher.err[launcher.err.index("rank 0 failed first, with exit code 137: error[master-lost]: rank 0 (") :]
-    assert shlex.join([*launcher.arguments, "--resume", "auto"]) in last
+    assert f"{launcher.typed} --resume auto" in last
 
 
 def test_a_run_that_torchrun_restarts_resumes_in_the_same_folder(
@@ -300,3 +314,10 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_program_may_have_more_arguments_than_fit_into_a_message(start: Start) -> None:
+    names = "☃" * 30_000  # 180 kB in JSON, and rank 0 sends two commands with it
+    command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--no_python", "/bin/true"]
+    launched = start(*command, names)
+    assert launched.wait(30) == 0, launched.err[:2000]

@@ -48,6 +48,85 @@ def test_the_example_runs_on_two_ranks_and_is_about_twenty_lines(start: Start, p
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
 
 
+# A GPU cannot be had where most tests run, so the script makes torch say that this machine has one.
+ONE_GPU = """
+    import contextlib, types
+    from unittest import mock
+    import torch, torch.distributed as dist
+    import ddp_manual
+
+    one_gpu = {{
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda index: types.SimpleNamespace(uuid="GPU-1"),
+    }}
+    with contextlib.ExitStack() as joined:
+        with mock.patch.multiple(torch.cuda, **one_gpu):
+            world = joined.enter_context(ddp_manual.join({options}))
+        total = torch.ones(1, device=world.device)
+        dist.all_reduce(total)
+        print(world.device, world.backend, dist.get_backend(), total.item(), world.roster()[1]["device"])
+"""
+
+
+def test_two_ranks_on_a_machine_with_one_gpu_train_on_the_cpu_and_say_why(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(ONE_GPU).format(options=""))
+    # As torchrun does: the position on the host, which chooses no GPU.
+    world = [{"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": str(port)} for rank in "01"]
+    ranks = [start(sys.executable, script, **one) for one in world]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    for rank in ranks:
+        assert rank.out == "cpu gloo gloo 2.0 cpu\n"
+        assert "all ranks train on the CPU, with gloo: " in rank.err
+        assert " has 2 ranks and 1 GPU; to use GPUs, start at most a rank per GPU" in rank.err
+
+
+def test_two_ranks_that_were_told_to_use_one_gpu_are_refused(start: Start, port: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(ONE_GPU).format(options='device="cuda"'))
+    ranks = [start(sys.executable, script, WORLD_SIZE="2", RANK=rank, MASTER_PORT=str(port)) for rank in "01"]
+    assert [rank.wait() for rank in ranks] == [1, 1]
+    for rank in ranks:
+        assert "DeviceMissing: rank 1 (" in rank.err and "wants cuda:1, which does not exist" in rank.err
+        assert "train on the CPU" not in rank.err
+
+
+def test_with_nccl_the_tensors_of_the_cpu_go_over_gloo_and_are_counted_too(start: Start) -> None:
+    # torch's fake backend in the place of NCCL, which opens on a GPU only; it counts nothing of what gloo does either.
+    script = """if True:
+        import torch, torch.distributed as dist, torch.testing._internal.distributed.fake_pg
+        from ddp_manual.worker.device import for_all_devices
+        from ddp_manual.worker.process_group import collectives_begun
+        both = for_all_devices("nccl")
+        dist.init_process_group(both.replace("nccl", "fake"), store=dist.HashStore(), rank=0, world_size=1)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        print(both, for_all_devices("gloo"), list(collectives_begun().values()))
+    """
+    process = start(sys.executable, "-c", script)
+    assert process.wait() == 0, process.err
+    assert process.out == "cpu:gloo,cuda:nccl gloo [3]\n"
+
+
+@pytest.mark.gpu
+def test_a_script_on_a_gpu_reduces_tensors_of_the_gpu_and_of_the_cpu(start: Start, port: int) -> None:
+    script = f"""if True:
+        import torch, torch.distributed as dist
+        import ddp_manual
+        with ddp_manual.join(world_size=1, master_port={port}) as world:
+            for device in (world.device, "cpu"):
+                total = torch.ones(1, device=device)
+                dist.all_reduce(total)
+                print(world.backend, total.device.type, total.item())
+    """
+    process = start(sys.executable, "-c", script)
+    assert process.wait() == 0, process.err
+    assert process.out == "nccl cuda 1.0\nnccl cpu 1.0\n"
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_raises_is_named_by_all_others_with_its_traceback(
     start: Start, port: int, tmp_path: Path, failing: int
@@ -98,6 +177,80 @@ def test_a_rank_that_sleeps_while_another_waits_for_its_buffers_is_behind(
         assert re.search(stuck, rank.err), rank.err
 
 
+ASYNCHRONOUS = """
+    import threading, time
+    import torch, torch.distributed as dist
+    import ddp_manual
+
+    def result_of(work):
+        completed = threading.Lock()
+        completed.acquire()
+
+        def complete():
+            work.wait()
+            if not {hangs}:
+                completed.release()
+
+        threading.Thread(target=complete, daemon=True).start()
+        return completed.acquire
+
+    class Result:
+        pass
+
+    torch.cuda.is_initialized = lambda: True
+
+    with ddp_manual.join(stall_timeout=2) as world:
+        for step in range(10_000):
+            if step == 50 and {late}:
+                time.sleep(1000)
+            result = Result()
+            result.item = result_of(dist.all_reduce(torch.ones(1000), async_op=True))
+            result.item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "hangs", "said"),
+    [
+        ("world.rank == 2", "False", r"rank 2 \(.*\) is stuck while others wait: ranks 0-1 wait for "),
+        ("False", "step == 50", "all ranks have waited in a collective for "),
+    ],
+    ids=["a late rank", "a network that is cut"],
+)
+def test_ranks_wait_for_the_result_of_a_collective_that_returned_at_once(
+    start: Start, port: int, tmp_path: Path, late: str, hangs: str, said: str
+) -> None:
+    """As with NCCL. The result is a fake, for want of a GPU: its item() is in C, and waits for the collective."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(ASYNCHRONOUS).format(late=late, hangs=hangs))
+    meeting = {"WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(3)]
+    assert [rank.wait(30) for rank in ranks] == [14, 14, 14]
+    for rank in ranks:
+        assert re.search(rf"error\[peer-stalled\]: {said}", rank.err), rank.err
+        assert re.search(r"rank 0 \(.*\): running, on script.py:\d+ in <module>", rank.err)
+
+
+def test_ranks_that_work_on_tensors_of_the_cpu_for_longer_than_stall_timeout_wait_for_nobody(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import time, torch, ddp_manual
+
+            with ddp_manual.join(stall_timeout=2) as world:
+                images, target, end = torch.zeros(1_000_000), torch.float64, time.monotonic() + 6
+                while time.monotonic() < end:
+                    images.to(target)
+            """
+        )
+    )
+    ranks = [start(sys.executable, script, WORLD_SIZE="2", MASTER_PORT=str(port), RANK=rank) for rank in "01"]
+    assert [rank.wait(30) for rank in ranks] == [0, 0], ranks[0].err
+
+
 def test_a_rank_that_finishes_early_is_named_by_those_who_are_still_in_a_collective(
     start: Start, port: int, tmp_path: Path
 ) -> None:
@@ -108,13 +261,15 @@ def test_a_rank_that_finishes_early_is_named_by_those_who_are_still_in_a_collect
     assert re.search(r"this one was on script.py:\d+ in <module>\n", ranks[0].err)
 
 
-def test_a_wrong_call_of_a_collective_is_the_users_own_error(start: Start, port: int, tmp_path: Path) -> None:
+def test_a_wrong_call_where_other_ranks_call_something_else_is_named_with_both_sides(
+    start: Start, port: int, tmp_path: Path
+) -> None:
     wrong = "dist.all_gather([torch.zeros(1)] * 3, torch.zeros(2))"
     ranks = start_world(start, port, tmp_path, 1, wrong)
     assert ranks[1].wait(30) == 1
     written = json.loads((tmp_path / "run" / "failure-rank1.json").read_text())
-    assert written["identifier"] == "training-failed"
-    assert "all_gather" in written["why"]
+    assert written["identifier"] == "collective-mismatch"
+    assert "rank 1 called all_gather float32[1]" in written["what"] and "called all_reduce" in written["what"]
 
 
 def test_a_process_joins_twice_one_run_after_the_other(start: Start, port: int, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -201,3 +202,46 @@ def test_dropout_and_a_buffer_that_is_read_go_on_from_a_checkpoint_as_if_the_run
     train(rest, "--resume", third_step)
     first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (whole, rest))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_signal_stops_a_run_within_2_s_on_a_device_that_takes_steps_after_their_launch(
+    start_own: Start, tmp_path: Path
+) -> None:
+    """The device is a fake, for want of a GPU: a thread that takes 0.1 s for each step, for which only a copy to the
+    host waits. 200 steps of an epoch are launched in less than a second."""
+    module = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from torch import nn
+from ddp_manual.training import ddp
+
+device, to_host = ThreadPoolExecutor(1), ddp.to_host
+
+def wait(tensor):
+    device.submit(int).result()
+    return to_host(tensor)
+
+ddp.to_host = wait
+
+class Network(nn.Linear):
+    steps = 0
+
+    def forward(self, images):
+        if self.training:
+            device.submit(time.sleep, 0.1)
+            self.steps += 1
+            print(f"launching step {self.steps}.", file=sys.stderr)
+        return super().forward(images.flatten(1))
+
+def network():
+    return Network(256, 2)
+"""
+    for rank in range(2):
+        (own_folder(tmp_path, rank) / "device.py").write_text(module)
+    options = ("--model", "device:network", "--batch_size", 1, "--log_every", 1000)
+    ranks = [start_own(rank, *options) for rank in range(2)]
+    ranks[1].wait_for("launching step 25.")
+    ranks[1].process.send_signal(signal.SIGTERM)
+    assert [rank.wait() for rank in ranks] == [143, 143], ranks[0].err
+    assert "error[stopped]: " in ranks[0].err
+    assert "launching step 51." not in ranks[0].err

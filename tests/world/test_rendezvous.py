@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Start
+from tests.conftest import LONGER, Start
 from tests.faulty import faulty
 from tests.strangers import Stranger
 
@@ -114,10 +114,29 @@ def test_a_proxy_behind_which_no_rank_0_comes_up_is_named(start_rank: Start, pro
     assert "a proxy or a port forward whose other side is not up" in error
 
 
-def test_a_name_that_does_not_resolve_ends_the_rank_at_once(start_rank: Start) -> None:
-    lost = start_rank(1, 2, "--master_addr", "no.such.host.invalid")
+def test_a_name_that_does_not_resolve_ends_rank_0_at_once(start_rank: Start) -> None:
+    lost = start_rank(0, 2, "--master_addr", "no.such.host.invalid")
     assert lost.wait(30) == 11
     assert last_error(lost.err).startswith("error[master-unresolvable]")
+
+
+def test_all_ranks_count_the_seconds_of_rank_0s_limit(start_rank: Start) -> None:
+    rank_0 = start_rank(0, 3, "--join_timeout", 6)
+    rank_0.wait_for("waiting for ranks 1-2; 1 of 3 here")
+    rank_2 = start_rank(2, 3)  # its own limit is 1800 s
+    assert [rank.wait(20) for rank in (rank_0, rank_2)] == [10, 10]
+    shown = re.findall(r"here: .*\((\d+) s of (\d+) s\)", rank_0.err + rank_2.err)
+    assert {limit for _, limit in shown} == {"6"}, rank_2.err
+    assert all(int(waited) <= 6 for waited, _ in shown)
+
+
+def test_a_rank_with_a_shorter_limit_than_rank_0_leaves_before(start_rank: Start) -> None:
+    rank_0 = start_rank(0, 3)
+    rank_0.wait_for("waiting for ranks 1-2; 1 of 3 here")
+    rank_2 = start_rank(2, 3, "--join_timeout", 3)
+    assert rank_2.wait(20) == 10
+    assert last_error(rank_2.err).startswith("error[rank-missing]: 1 of 3 ranks never joined within ")
+    rank_0.wait_for("left again: 1 of 3 ranks never joined within ")
 
 
 def test_a_store_without_a_roll_call_ends_the_wait_at_once(start_rank: Start, start: Start, port: int) -> None:
@@ -214,6 +233,19 @@ def test_a_rank_that_was_killed_while_it_waited_is_missed_before_the_roll_call_i
     assert [rank.wait() for rank in ranks.values()] == [0, 0, 0]
 
 
+def test_a_rank_that_is_started_again_while_its_run_is_stopping_waits_for_the_next_run(start_rank: Start) -> None:
+    ranks = [start_rank(rank, 2, *LONGER, 1000) for rank in range(2)]
+    ranks[0].wait_for("step 100/")
+    os.kill(ranks[0].worker, signal.SIGSTOP)  # so that the ranks cannot agree on a step yet
+    ranks[1].process.send_signal(signal.SIGTERM)
+    ranks[1].wait_for("stopping after the next step")
+    again = start_rank(1, 2)
+    again.wait_for("is ending; waiting for the next run")
+    os.kill(ranks[0].worker, signal.SIGCONT)
+    assert [rank.wait(30) for rank in ranks] == [143, 143]
+    again.wait_for("is rank 0 started?")
+
+
 def test_a_rank_can_be_stopped_while_rank_0_is_frozen(start_rank: Start) -> None:
     ranks = [start_rank(rank, 3) for rank in (0, 1)]
     ranks[1].wait_for("waiting for rank 2;")
@@ -255,3 +287,15 @@ def test_when_the_agent_is_killed_the_worker_is_gone_within_2_s_and_the_other_wa
         error = last_error(rank_0.err)
         assert error.startswith(f"error[master-lost]: rank 0 ({HOST}, pid {worker.pid}) is gone: SIGKILL\n")
         assert "memory ran out" not in error
+
+
+def test_rank_0s_port_is_free_as_soon_as_its_agent_is_killed(start_rank: Start, tmp_path: Path) -> None:
+    """The worker, which may outlive its agent for a moment, does not inherit the listening socket."""
+    ranks = [start_rank(rank, 2, "--epochs", 500) for rank in (0, 1)]
+    ranks[0].wait_for("] step 100/")
+    os.kill(ranks[0].process.pid, signal.SIGKILL)
+    again = start_rank(0, 2, "--run_dir", tmp_path / "again")
+    assert again.wait_for("listening at ") < 3
+    assert ranks[1].wait() == 14
+    assert last_error(ranks[1].err).startswith("error[master-lost]")
+    assert start_rank(1, 2).wait() == again.wait() == 0, again.err

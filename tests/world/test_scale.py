@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.coordinator_process import hosted, simulated_ranks
+from benchmarks.limits import COMPUTED_FOR, measure, table
 from benchmarks.simulated_ranks import Order
 from tests.conftest import Start
 
@@ -27,6 +28,25 @@ def test_four_times_as_many_ranks_take_the_coordinator_about_four_times_as_long(
     """A coordinator that looked at all ranks for each rank took 19 times as long."""
     few, many = (min(cpu_seconds_of_a_roll_call(ranks) for _ in range(3)) for ranks in (256, 1024))
     assert many < 8 * few
+
+
+def test_no_message_grows_with_the_ranks_and_the_time_to_tell_all_of_them_grows_in_proportion() -> None:
+    """Short form of benchmarks.limits. News of 1,024 ranks had 4.8 KB and their replies about collectives 8 KB."""
+    few = measure(64, stacks=False)
+    many = measure(256, stacks=False, runs=("differ",))
+    # Their number grows with the time that has passed, to 256 for each rank, of 16 bytes.
+    records = "records of collectives of each rank, bytes"
+    assert many[records] < 5000
+    for name in (name for name in many if name.endswith("bytes") and name != records):
+        assert many[name] < 1.3 * few[name] + 50, name
+    for name in (name for name in many if "until all ranks know" in name or "to all places" in name):
+        assert many[name] < 8 * few[name] + 0.05, name
+    assert many["open files"] < 256 + 20
+    assert many["memory for each rank, KB"] < 30
+    rows = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in table({64: few, 256: many})}
+    assert set(many) < set(rows)
+    computed = [many["open files"] + more - 256 for more in COMPUTED_FOR]
+    assert [cell.strip() for cell in rows["open files"][2:4]] == [f"{files:,.0f}" for files in computed]
 
 
 def test_64_ranks_that_come_at_once_meet_also_with_a_token(start: Start) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import re
@@ -11,7 +13,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
@@ -19,11 +23,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_manual.agent.probe import look_at, probe
+from ddp_manual.agent.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
+from ddp_manual.messages import RankInfo
+from ddp_manual.wire import encode
 from tests.catalogue import record
 from tests.clock import left
 from tests.conftest import LONGER, RankProcess, Start
+from tests.runs import run_info
+from tests.strangers import Stranger
 from tests.world.test_rendezvous import last_error
 
+# As many as come in an hour at one each second, in a minute.
+STRANGERS = int(os.environ.get("DDP_MANUAL_SOAK_STRANGERS", "480"))
+STRANGERS_A_SECOND = 60
 RANDOM_BYTES = random.Random(0).randbytes(10_000_000)
 # What a client of torch's store sends first, and the head of a request to set a key, which then never comes.
 VALIDATE = bytes.fromhex("00cef7853c")
@@ -114,8 +127,8 @@ def test_another_server_on_rank_0s_port_is_named_to_rank_1_by_its_first_bytes_an
     owner = psutil.Process(server.process.pid)
     since = datetime.fromtimestamp(owner.create_time()).strftime("%Y-%m-%d %H:%M:%S")
     assert of_rank_0.startswith(f"error[port-in-use]: rank 0 cannot listen at 127.0.0.1:{port}: the port is in use\n")
-    command = " ".join(" ".join(owner.cmdline()).split())
-    assert f"it is held by pid {owner.pid} (LISTEN), started {since}: {command}\n" in of_rank_0
+    command = " ".join(" ".join(owner.cmdline()).split()).partition(" [listener]")[0]  # sshd counts its startups there
+    assert f"it is held by pid {owner.pid} (LISTEN), started {since}: {command}" in of_rank_0
     assert server.process.poll() is None
     who = stranger.replace("_", " ")
     named = "first bytes" if "answers" in answer else "that it says nothing"
@@ -140,6 +153,146 @@ def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: St
     assert codes == [0, 0], texts
     assert "error[" not in texts and "refused" not in texts and "Traceback" not in texts
     record("strangers on a healthy run's port", "none", "nothing", seconds=None, within=None, codes=codes, row=29)
+
+
+CLEAR = "\x1b[2J\r\x9b"
+ESCAPED = "\\x1b[2J\\r\\x9b"
+
+
+def test_control_characters_of_a_stranger_are_escaped_in_the_terminals_of_all_ranks_and_in_status(
+    start: Start, start_rank: Start, port: int
+) -> None:
+    ranks = [start_rank(rank, 3) for rank in (0, 1)]
+    ranks[1].wait_for("waiting for rank 2; 2 of 3 here")
+    with Stranger(port) as stranger:
+        stranger.say({"hello": {"nonce": "", "rank": 2, "host": f"a\n{CLEAR}"}})
+        assert stranger.hears("refused")["identifier"] == "version-mismatch"
+    with Stranger(port) as stranger:
+        hello = RankInfo(rank=2, world_size=7, host=f"b{CLEAR}", pid=1, address="127.0.0.1")
+        stranger.say({"hello": {**asdict(hello), "nonce": ""}})
+        assert stranger.hears("refused")["identifier"] == "world-size-mismatch"
+    for rank in ranks:
+        rank.wait_for(f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch")
+        rank.wait_for("a process on 'a")
+    seen = [start("ddp-manual", "status", "--master_port", port, *as_json) for as_json in ([], ["--json"])]
+    assert [status.wait() for status in seen] == [0, 0]
+    assert f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch" in seen[0].out
+    assert not any(letter in process.out + process.err for process in (*ranks, *seen) for letter in "\x1b\r\x9b")
+
+
+def test_control_characters_of_a_false_rank_0_are_escaped_and_its_folder_is_not_made(
+    start: Start, rank_command: Callable[..., list[object]], tmp_path: Path
+) -> None:
+    """On the terminal, in commands to type, in the failure file and in status; newlines are kept."""
+    folder = tmp_path / "named by rank 0"
+    run = asdict(
+        run_info(world_size=2, run_dir=str(folder), command=f"rm {CLEAR}", host=f"h{CLEAR}", address="127.0.0.1")
+    )
+    error = {"identifier": "peer-lost", "what": f"a{CLEAR}", "why": f"two\nlines{CLEAR}", "next": f"rm {CLEAR}"}
+    verdict = {**error, "rank": 0, "host": f"h{CLEAR}", "pid": 1, "exit_code": 14, "judged": True}
+    news = {"here": 1, "named": [f"0 ({CLEAR})"], "missing": [[1, 1]], "loading": [], "refused": [], "gone": [CLEAR]}
+    news |= {"waited": 1.0, "timeout": 60.0}
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        false_port = false.getsockname()[1]
+        rank = start(*rank_command(1, 2, "--master_port", false_port))
+        with say_as_rank_0(false, {"welcome": {"run": run}}, {"news": {**news, "warnings": [CLEAR]}}):
+            rank.wait_for(f"1 of 2 here: 0 ({ESCAPED})")
+            rank.wait_for(f"rm {ESCAPED}")
+        assert rank.wait(20) == 14
+        assert f"error[master-lost]: rank 0 (h{ESCAPED}, pid 1) is gone without a word\n" in rank.err
+        own = start(*rank_command(1, 2, "--master_port", false_port, "--run_dir", folder.with_name("own")))
+        with say_as_rank_0(
+            false, {"welcome": {"run": {**run, "run_dir": str(folder.with_name("own"))}}}, {"verdict": verdict}
+        ):
+            assert own.wait(20) == 14
+        assert f"error[peer-lost]: a{ESCAPED}\n  why:  two\n        lines{ESCAPED}\n  next: rm {ESCAPED}\n" in own.err
+        looking = start("ddp-manual", "status", "--master_port", false_port)
+        seen = {**news, "run": run, "complete": False, "warnings": [], "ranks": [], "progress": None, "failure": error}
+        with say_as_rank_0(false, {"seen": seen}):
+            assert looking.wait(20) == 0
+        assert f"run r: rank 0 on h{ESCAPED} (pid 1)" in looking.out and f"lines{ESCAPED}" in looking.out
+    assert not any(letter in one.err + one.out for one in (rank, own, looking) for letter in "\x1b\r\x9b")
+    written = json.loads((tmp_path / "own" / "failure-rank1.json").read_text())
+    assert written["why"] == f"two\nlines{ESCAPED}"
+    assert not folder.exists()
+
+
+@contextmanager
+def say_as_rank_0(listener: socket.socket, *messages: dict[str, object]) -> Iterator[None]:
+    """Greet the next process that connects, say this once it has spoken, and close the connection after the body."""
+    with listener.accept()[0] as connection:
+        greeting = {"ddp_manual": 1, "challenge": "-", "host": CLEAR, "pid": 1, "token": False}
+        connection.sendall(encode(greeting))
+        connection.makefile().readline()
+        connection.sendall(b"".join(map(encode, messages)))
+        yield
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("token", ["", "of the soak"])
+def test_an_hours_worth_of_strangers_in_a_minute_changes_neither_heartbeats_nor_memory(
+    start: Start, rank_command: Callable[..., list[object]], port: int, token: str
+) -> None:
+    """They send without pause, for as long as they are let: random bytes, a line without an end, only newlines, empty
+    messages, hellos, damaged hellos, looks. Without a token they come once all ranks are here, since one of their
+    hellos would make a rank. With a token, rank 1 comes while they do."""
+    command = [rank_command(rank, 2, *LONGER, 1000, "--join_timeout", 300) for rank in range(2)]
+    env = {"fresh": True, "DDP_MANUAL_TOKEN": token}
+    ranks = [start(*command[0], **env)]
+    listener = socket.create_server(("127.0.0.1", 0))
+    hello = hello_of(start(*command[1], "--master_port", listener.getsockname()[1], **env), listener, token)
+    if not token:
+        ranks.append(start(*command[1], **env))
+    ranks[0].wait_for("waiting for rank 1; 1 of 2 here" if token else "step 100/")
+    agent = psutil.Process(ranks[0].process.pid)
+    before = agent.memory_full_info().uss
+    seconds = STRANGERS / STRANGERS_A_SECOND
+    strangers = start(sys.executable, "-m", "tests.strangers", port, STRANGERS, seconds, random.randrange(10**6), hello)
+    if token:
+        ranks.append(start(*command[1], **env))
+    looks = asyncio.run(look_while(strangers, port, token))
+    grown = agent.memory_full_info().uss - before
+    ranks[0].wait_for("step 200/")
+    assert [rank.process.poll() for rank in ranks] == [None, None], ranks[0].err
+    for rank in ranks:
+        rank.process.terminate()
+    assert [rank.wait() for rank in ranks] == [143, 143]
+    slowest, silent = max(took for took, _ in looks), max(silent for _, silent in looks)
+    print(
+        f"{strangers.out.strip()}: the slowest of {len(looks)} looks took {slowest:.2f} s, a rank was silent for "
+        f"{silent} s at most, rank 0's agent has grown by {grown / 1e6:.1f} MB"
+    )
+    assert slowest < 2 and silent < 2 and grown < 10e6
+    said = "".join(rank.err for rank in ranks)
+    assert "silent" not in said and "Traceback" not in said and "is gone" not in said
+    assert said.count(" was refused: ") <= 2 * MOST_REFUSALS * (1 + seconds // REFUSALS_WITHIN)
+
+
+def hello_of(rank: RankProcess, listener: socket.socket, token: str) -> str:
+    """The hello of a rank whose rank 0 is this listener, and which then ends."""
+    with listener, listener.accept()[0] as connection:
+        greeting = {"ddp_manual": 1, "challenge": "-", "host": "-", "pid": 1, "token": bool(token)}
+        connection.sendall(json.dumps(greeting).encode() + b"\n")
+        hello = connection.makefile().readline()
+    rank.kill()
+    return hello.strip()
+
+
+async def look_while(strangers: RankProcess, port: int, token: str) -> list[tuple[float, float]]:
+    """Look at the run until the strangers have come; return how long each look took, and for how long a rank had been
+    silent then, in seconds."""
+    there, found = await probe("127.0.0.1", port), []
+    assert there.connection is not None
+    while strangers.process.poll() is None:
+        began = time.monotonic()
+        seen = await look_at(there, "rank 0", token.encode() or None)
+        silent = max((rank["silent_seconds"] for rank in seen["progress"] or ()), default=0.0)
+        found.append((time.monotonic() - began, silent))
+        await asyncio.sleep(0.1)
+    there.connection.close()
+    return found
 
 
 def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:

@@ -260,8 +260,11 @@ def test_torchrun_starts_the_same_training(start: Start, small_data: Path, tmp_p
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_defaults_use_nccl_and_read_99_percent(start: Start, mnist: Path, tmp_path: Path) -> None:
-    rank = start(sys.executable, "run_multi_gpu_train.py", "--data_dir", mnist, "--run_dir", tmp_path / "run")
+def test_on_a_gpu_the_defaults_use_nccl_and_read_99_percent(
+    start: Start, mnist: Path, tmp_path: Path, port: int
+) -> None:
+    options = ["--data_dir", mnist, "--run_dir", tmp_path / "run", "--master_port", port]  # a port: not alone
+    rank = start(sys.executable, "run_multi_gpu_train.py", *options)
     assert rank.wait() == 0
     summary = read(tmp_path / "run" / "summary.json")
     assert (summary["backend"], summary["device"]) == ("nccl", "cuda")
@@ -272,10 +275,31 @@ def test_on_a_gpu_the_defaults_use_nccl_and_read_99_percent(start: Start, mnist:
 @pytest.mark.gpu
 def test_more_ranks_than_gpus_is_refused_and_names_the_device(start_rank: Start) -> None:
     gpus = torch.cuda.device_count()
-    ranks = [start_rank(rank, gpus + 1) for rank in range(gpus + 1)]
+    ranks = [start_rank(rank, gpus + 1, "--device", "cuda") for rank in range(gpus + 1)]
     assert ranks[-1].wait() == 17
     assert f"cuda:{gpus}, which does not exist" in ranks[-1].err
     assert all(rank.wait() != 0 for rank in ranks)
+
+
+@pytest.mark.gpu
+def test_ranks_that_each_see_one_of_several_gpus_each_take_index_0(start_rank: Start, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    ranks = [start_rank(rank, 2, CUDA_VISIBLE_DEVICES=str(rank)) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    roster = read(tmp_path / "run" / "summary.json")["roster"]
+    assert [entry["device"] for entry in roster] == ["cuda:0", "cuda:0"]
+    assert roster[0]["gpu"] != roster[1]["gpu"]
+
+
+@pytest.mark.gpu
+def test_more_ranks_than_gpus_train_on_the_cpu_by_default(start_rank: Start, tmp_path: Path) -> None:
+    world_size = torch.cuda.device_count() + 1
+    ranks = [start_rank(rank, world_size) for rank in range(world_size)]
+    assert [rank.wait() for rank in ranks] == [0] * world_size
+    assert all(f"has {world_size} ranks and {world_size - 1} GPU" in rank.err for rank in ranks)
+    summary = read(tmp_path / "run" / "summary.json")
+    assert (summary["backend"], summary["device"]) == ("gloo", "cpu")
 
 
 def test_a_full_disk_is_named_and_the_previous_model_stays(tmp_path: Path) -> None:

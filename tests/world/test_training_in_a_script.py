@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import RankProcess, Start
@@ -77,11 +78,13 @@ def test_ranks_that_are_to_train_differently_are_named_and_leave_that_in_the_fol
 ) -> None:
     ranks = train({"run_dir": "here"}, {"run_dir": "not here", "lr": 0.5, "keep": 1})
     assert [rank.wait(30) for rank in ranks] == [1, 1]
-    for number, rank in enumerate(ranks):
+    for rank in ranks:
         assert "is to train with other options than rank 0: lr" in rank.err
         assert "lr: rank 0 has 0.04 (default), rank 1 has 0.5 (argument)" in rank.err
-        written = json.loads((tmp_path / "here" / f"failure-rank{number}.json").read_text())
-        assert written["identifier"] == "config-mismatch"
+    written = json.loads((tmp_path / "here" / "failure-rank0.json").read_text())
+    assert written["identifier"] == "config-mismatch"
+    # Rank 0's folder is not the one that rank 1 was given, which nobody uses.
+    assert [path.name for path in (tmp_path / "here").glob("failure-*")] == ["failure-rank0.json"]
     assert not (tmp_path / "not here").exists()
 
 
@@ -91,7 +94,7 @@ def test_a_signal_stops_all_ranks_after_one_step_and_the_script_can_go_on(train:
     ranks[1].process.send_signal(signal.SIGTERM)
     assert [rank.wait(20) for rank in ranks] == [1, 1]  # Python's own exit code of an exception
     for number, rank in enumerate(ranks):
-        assert "stopped by SIGTERM after step " in rank.err
+        assert "stopped by SIGTERM on rank 1 after step " in rank.err
         assert "TrainConfig(..., run_dir='run', resume='auto')" in rank.err
         assert "is gone" not in rank.err
         assert json.loads((tmp_path / "run" / f"failure-rank{number}.json").read_text())["exit_code"] == 143
@@ -108,6 +111,7 @@ def test_a_second_signal_ends_a_script_at_once_and_says_what_is_lost(train: Star
         time.sleep(0.5)  # the moment between two presses
     assert ranks[1].wait(5) == 130
     assert "error[stopped]: stopped by Ctrl-C (SIGINT) at once, by a second signal" in ranks[1].err
+    assert "--resume" not in ranks[1].err  # an option that the script does not have
 
 
 INTERRUPTED = """
@@ -134,3 +138,62 @@ def test_ctrl_c_while_the_summary_is_written_does_not_fail_a_complete_run(
     assert rank.wait(60) == 0, rank.err
     assert "Ctrl-C (SIGINT): this rank is done, and is leaving" in rank.err
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+FORKING = """
+    import multiprocessing, os, sys, time
+    import torch
+    from torch.utils.data import DataLoader
+    from ddp_manual import TrainConfig, join, train
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(784, 10)
+            self.calls = 0
+
+        def forward(self, images):
+            self.calls += 1
+            if self.calls == 5 and sys.argv[1] == "process":
+                multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
+            if self.calls == 5 and sys.argv[1] == "pool":
+                # A child of a pool that is killed while it waits for work may hold the lock of the pool's queue, and
+                # the pool then never ends: python/cpython#66587. These children do not come to wait for work.
+                self.pool = multiprocessing.get_context("fork").Pool(2, initializer=time.sleep, initargs=(60,))
+            if self.calls == 5 and sys.argv[1] == "loader":
+                self.batches = iter(DataLoader(range(10**9), num_workers=2, multiprocessing_context="fork"))
+                next(self.batches)
+            if self.calls == 5:
+                (child, *_) = multiprocessing.active_children()
+                print(f"forked {child.pid}", file=sys.stderr, flush=True)
+                while child.is_alive():
+                    time.sleep(0.01)
+                print("its child has ended", file=sys.stderr, flush=True)
+            return self.layer(images.flatten(1))
+
+    if __name__ == "__main__":
+        with join(world_size=1, device="cpu") as world:
+            config = {"dataset": "synthetic", "model": "script:Net", "batch_size": 100, "epochs": 1}
+            train(world, TrainConfig(**config, data_dir=sys.argv[2]))
+        print("trained")
+"""
+
+
+@pytest.mark.parametrize("kind", ["process", "pool", "loader"])
+def test_a_sigterm_to_a_forked_child_ends_the_child_and_does_not_stop_the_run(
+    start: Start, tmp_path: Path, small_data: Path, kind: str
+) -> None:
+    """Of a loader's worker torch itself says that it was killed."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(FORKING))
+    process = start(sys.executable, script, kind, small_data, cwd=tmp_path)
+    process.wait_for("forked ")
+    child = int(process.err.partition("forked ")[2].split()[0])
+    os.kill(child, signal.SIGTERM)
+    code = process.wait(60)
+    assert "stopped" not in process.err and "stopping" not in process.err
+    if kind == "loader" and code:
+        assert f"DataLoader worker (pid {child}) is killed by signal: Terminated" in process.err
+    else:
+        assert "its child has ended" in process.err and process.out.endswith("trained\n"), process.err
+    assert not psutil.pid_exists(child)

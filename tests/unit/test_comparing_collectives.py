@@ -1,0 +1,238 @@
+"""Comparing the collectives of ranks: memory that cannot be read, replies that say nothing, groups without end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+
+from ddp_manual import collectives
+from ddp_manual.agent.collectives import (
+    LAST,
+    LOOK_AGAIN_AFTER,
+    LOOK_AGAIN_WITHIN,
+    MOST_CHAINS,
+    MOST_GROUPS_KEPT,
+    MOST_GROUPS_READ,
+    Comparison,
+    Records,
+)
+from ddp_manual.agent.verdicts import Watch
+from ddp_manual.agent.worker_process import Worker, wait_until
+from ddp_manual.messages import Beat
+from ddp_manual.wire import encode
+from ddp_manual.worker import collectives as recording
+
+WITHIN = 10.0
+
+
+def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words_are_heard() -> None:
+    heard: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        faults, writing = os.pipe()
+        with theirs, subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
+            worker = Worker(process.pid, ours, faults, process)
+            await worker.attach(heard.append, lambda: None)
+            theirs.sendall(encode({"memory": 77}) + encode({"memory": 0}) + encode({"failed": {"what": "the reason"}}))
+            await wait_until(lambda: len(heard) == 3, WITHIN)
+            assert not worker.is_gone and worker.heartbeat().calls == {}
+            process.kill()
+            await wait_until(lambda: worker.ended, WITHIN)
+            worker.close()
+            os.close(writing)
+
+    asyncio.run(run())
+    assert [list(message) for message in heard] == [["not_compared"], ["not_compared"], ["failed"]]
+    assert "No such file or directory" in heard[0]["not_compared"]
+
+
+GROUP = {"name": "the default group"}
+OF_WORKER = {"ranks": [0, 1], "description": "default_pg", "device": ""}
+LAST_CALL = ["g", 1, "barrier", "", "a.py:1"]
+
+
+def reply(*chains: int, **other: Any) -> dict[str, Any]:
+    return {"groups": {"g": {**GROUP, "chains": [*chains]}}, "last": LAST_CALL, **other}
+
+
+UNREADABLE = [
+    None,
+    {},
+    reply(1),
+    reply(1, "x"),  # type: ignore[arg-type]
+    reply(1, 5, groups=[]),
+    reply(1, 5, groups={"g": {**GROUP, "name": None, "chains": []}}),
+    reply(1, 5, last=["g", 1]),
+    reply(1, 5, last=["g", 1, 2, 3, 4]),
+]
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_reply_that_cannot_be_read_counts_as_absent(unreadable: Any) -> None:
+    comparison = Comparison()
+    assert not comparison.hear(0, {"g": [1, 5]}, 0.0) and not comparison.hear(1, {"g": [1, 5]}, 0.0)
+
+    async def ask(ranks: Iterable[int], request: Mapping[str, Any]) -> dict[int, Any]:
+        return {0: reply(1, 5), 1: unreadable}
+
+    mismatch, last = asyncio.run(comparison.look(ask, [0, 1], "again"))
+    assert mismatch is None
+    assert last == {
+        0: "the 1st of the default group, barrier at a.py:1",
+        1: "the 1st of the default group",
+    }
+
+
+def test_the_verdict_that_waits_for_a_comparison_ends_the_run_whatever_the_comparison_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The roll call and the connections are stand-ins: only what is sent matters here."""
+    sent: list[Any] = []
+    run = SimpleNamespace(world_size=1, start_again="again", start_timeout=1, peer_timeout=1, stall_timeout=1)
+    roll_call = SimpleNamespace(run=run, info=lambda rank: None, complete=True, hear=lambda *_: None)
+    peer = SimpleNamespace(connection=SimpleNamespace(write=lambda line: sent.append(json.loads(line))))
+
+    async def fail(*_: Any) -> None:
+        raise ValueError("zip")
+
+    async def end() -> None:
+        watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
+        watch.hear(0, Beat(calls={"g": [1, 5]}), 0.0)
+        monkeypatch.setattr(Comparison, "look", fail)
+        watch.take_failure(0, {"why": "its own reason"}, None, in_a_collective=True)
+        await asyncio.wait(watch._working, timeout=WITHIN)
+
+    asyncio.run(end())
+    assert sent == [{"verdict": {"why": "its own reason"}}]
+
+
+@pytest.mark.parametrize("calls", [{"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000}])
+def test_a_heartbeat_whose_chains_are_not_pairs_of_numbers_is_refused(calls: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="chain"):
+        Beat.from_message({"calls": calls})
+
+
+def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:
+    comparison = Comparison()
+    for rank in range(1024):
+        comparison.hear(rank, {"g": [1000 if rank == 7 else 1, 5]}, 0.0)
+    assert comparison.lagging(0.5) is None
+    ticks = [0.1 * tick for tick in range(10, 6000)]
+    looks = [(now, pair) for now in ticks if (pair := comparison.lagging(now)) is not None]
+    assert {pair for _, pair in looks} == {(0, 7)}
+    waits = [round(after[0] - before[0]) for before, after in itertools.pairwise(looks)]
+    assert waits[:5] == [5, 10, 20, 40, 60] and set(waits[4:]) == {LOOK_AGAIN_WITHIN}
+    for rank in set(range(1024)) - {7}:
+        comparison.hear(rank, {"g": [900, 5]}, 600.0)
+    assert comparison.lagging(620.0) == (0, 7) and comparison.lagging(620.0 + LOOK_AGAIN_AFTER) == (0, 7)
+
+
+def test_groups_that_nobody_uses_any_more_are_forgotten_and_a_known_one_is_still_compared() -> None:
+    comparison = Comparison()
+    for number in range(1, 2 * MOST_GROUPS_KEPT):
+        assert not comparison.hear(0, {"g": [number, number], f"g{number}": [1, 5]}, 0.0)
+    assert len(comparison._groups) == MOST_GROUPS_KEPT
+    assert comparison.hear(1, {"g": [number, 0]}, 0.0)
+
+
+@pytest.fixture
+def records() -> Iterator[tuple[Records, Callable[[int, int, int], None]]]:
+    """An agent's records and a function that writes into their memory: begun, number, group."""
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, collectives.MEMORY_SIZE)
+    memory = memoryview(bytearray(collectives.MEMORY_SIZE))
+    read = Records()
+    read.open(os.getpid(), descriptor)
+
+    def write(begun: int, number: int, group: int) -> None:
+        collectives.write(memory, (begun, number, group, 5), b"barrier", b"a.py:1")
+        os.pwrite(descriptor, memory, 0)
+
+    yield read, write
+    os.close(descriptor)
+
+
+def test_an_agent_forgets_the_groups_that_its_worker_used_least_recently_and_reads_on(
+    records: tuple[Records, Callable[[int, int, int], None]],
+) -> None:
+    read, write = records
+    groups = MOST_GROUPS_READ + 50
+    for identity in range(1, groups + 1):
+        read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
+        write(identity, 1, identity)
+        read.read()
+    write(groups + 1, 2, 1)  # a group that is forgotten
+    write(groups + 2, 2, groups)
+    assert len(read._groups) == MOST_GROUPS_READ
+    assert read.for_beat()[f"g{groups}"] == [2, 5, 1, 5]
+    answer = read.answer({"chains": MOST_CHAINS})["groups"]
+    assert len(answer) == MOST_GROUPS_READ and answer[f"g{groups}"]["chains"] == [2, 5, 1, 5]
+
+
+def test_groups_share_the_numbers_that_an_agent_replies_with(
+    records: tuple[Records, Callable[[int, int, int], None]],
+) -> None:
+    read, write = records
+    for identity in range(1, 5):
+        read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
+    for begun in range(1, 401):
+        write(begun, (begun + 3) // 4, begun % 4 + 1)
+    for asked, each in ((256, 64), (4, LAST)):
+        answer = read.answer({"chains": asked})["groups"]
+        assert [len(group["chains"]) for group in answer.values()] == [2 * each] * 4
+
+
+def recorded(*calls: Callable[[Callable[..., None]], Any]) -> dict[str, list[int]]:
+    """What rank 0 of 2 records of these calls with a group of two backends: group -> chains. Each is given what records
+    the collectives of the group."""
+    told: list[Any] = []
+    dist.init_process_group("cpu:fake,meta:other", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    recorder = recording.Recorder(told.append)
+    recorder.start()
+    try:
+        record = recorder._groups[dist.group.WORLD]
+        assert recorder._memory is not None and record is not None
+        for call in calls:
+            call(record)
+        keys = {one["group"]["identity"]: one["group"]["key"] for one in told if "group" in one}
+        chains: dict[str, list[int]] = {key: [] for key in keys.values()}
+        for key in collectives.read(recorder._memory):
+            chains[keys[key.group]].append(key.chain)
+        return chains
+    finally:
+        recorder.stop()
+        dist.destroy_process_group()
+
+
+def test_the_backends_of_a_group_have_orders_of_their_own() -> None:
+    """As with cpu:gloo,cuda:nccl, when a thread saves a checkpoint and the main thread trains. Without a GPU, torch's
+    own stand-in is both backends; torch calls no hook for its device "meta", so the test does."""
+    dist.Backend.register_backend("other", fake_pg._create_fake_pg, extended_api=True, devices=["meta"])
+
+    def on_cpu(record: Callable[..., None]) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    def elsewhere(record: Callable[..., None]) -> None:
+        record(recording._OPERATIONS["ALLREDUCE"], [torch.ones(4, device="meta")], [], -1, None)
+
+    def barrier(record: Callable[..., None]) -> None:
+        dist.barrier()
+
+    one = recorded(on_cpu, elsewhere, barrier, on_cpu, elsewhere)
+    other = recorded(elsewhere, on_cpu, elsewhere, barrier, on_cpu)
+    assert one == other
+    assert {key.split("/")[2]: len(chains) for key, chains in one.items()} == {"cpu": 3, "meta": 2}
+    assert recorded(on_cpu, barrier) != recorded(barrier, on_cpu)

@@ -1,0 +1,129 @@
+"""Where images are that do not fit on a GPU. Where the tests run there may be none, so the CPU takes its place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ddp_manual.errors import BadOption
+from ddp_manual.signals import Requests
+from ddp_manual.terminal import ProgressLines
+from ddp_manual.training import data, models
+from ddp_manual.training.augment import unit_scale
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.data import Data, Split
+from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, fits, in_host_memory
+from ddp_manual.training.loop import Trainer
+from tests.alone import alone
+from tests.conftest import Start, source
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def some_images(count: int) -> Split:
+    drawn = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 1, 28, 28), generator=drawn, dtype=torch.uint8)
+    return Split(images, torch.randint(0, 10, (count,), generator=drawn), data.DIGITS)
+
+
+def trained(parts: Sequence[Split]) -> tuple[torch.Tensor, float]:
+    """Train an epoch; return all parameters, and the loss over the test set."""
+    config = TrainConfig(model="mlp", batch_size=10, epochs=1, shift=2, flip=True, no_ddp=True)
+    with alone() as world:
+        network = models.build("mlp", device=CPU, seed=0)
+        trainer = Trainer(world, config, network, Data(*parts, unit_scale(1)))
+        trainer.settle_buckets()
+        trainer.train_epoch(Requests(), ProgressLines())
+        predictions = trainer.evaluate()
+        assert predictions is not None and len(predictions) == len(parts[1])
+        parameters = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+        return parameters, trainer.evaluations[-1].loss
+
+
+def test_training_from_host_memory_computes_what_training_on_the_device_does() -> None:
+    parts = [some_images(61), some_images(23)]
+    on_device, on_host = trained(parts), trained(in_host_memory(parts, CPU))
+    assert torch.equal(on_device[0], on_host[0]) and on_device[1] == on_host[1]
+
+
+def test_a_batch_from_host_memory_has_the_images_the_labels_and_the_numbers_of_its_samples() -> None:
+    split = some_images(8)
+    for samples in (torch.tensor([5, 0, 3]), torch.arange(8)[1::3], torch.arange(0)):
+        for found, wanted in zip(in_host_memory([split], CPU)[0].batch(samples), split.batch(samples), strict=True):
+            assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+
+
+def test_on_the_cpu_the_images_stay_as_they_were_mapped() -> None:
+    parts = [some_images(2), some_images(1)]
+    assert all(one is other for one, other in zip(bring_to(CPU, parts), parts, strict=True))
+
+
+def test_images_may_take_half_of_the_free_memory_of_a_gpu() -> None:
+    assert fits(50, 100) and not fits(51, 100) and not fits(1, 0)
+
+
+@pytest.mark.parametrize("taken_meanwhile", [False, True])
+def test_images_that_do_not_fit_on_the_gpu_stay_in_host_memory_and_a_line_says_so(
+    taken_meanwhile: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(split: Split, device: torch.device) -> Split:
+        assert taken_meanwhile, "it is known beforehand that they do not fit"
+        raise torch.OutOfMemoryError
+
+    free = (1 << 30) if taken_meanwhile else (1 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 << 30))
+    monkeypatch.setattr(Split, "to", no_memory)
+    parts = [some_images(3000), some_images(10)]
+    with caplog.at_level(logging.INFO):
+        found = bring_to(GPU, parts)
+    assert all(isinstance(split, SplitInHostMemory) and split.device == GPU for split in found)
+    assert all(split.images is part.images for split, part in zip(found, parts, strict=True))
+    said = f"the images (2 MB) stay in host memory, and go to cuda:0 in pinned batches: it has {free >> 20} MB free"
+    assert said in caplog.text
+
+
+def test_images_that_each_rank_of_a_host_reads_for_itself_are_refused_if_memory_holds_fewer_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = source("synthetic", tmp_path)
+    monkeypatch.setattr(images, "read", lambda part: some_images(2000))
+    available = {"bytes": 10 << 20}
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=available["bytes"]))
+    # Two parts of 1.5 MB, and three copies besides the one that has been read.
+    for can_write, megabytes in ((True, 8), (False, 10), (False, 8)):
+        monkeypatch.setattr(data.DataCache, "save", lambda cache, split, can_write=can_write: can_write)
+        available["bytes"] = megabytes << 20
+        images.prepare()
+        check_host_memory(images, 1)
+        if (can_write, megabytes) != (False, 8):
+            check_host_memory(images, 4)
+    with pytest.raises(BadOption) as caught:
+        check_host_memory(images, 4)
+    assert "do not fit into memory once for each of the 4 ranks on" in caught.value.what
+    assert "each copy takes 3 MB, 8 MB are free" in caught.value.why
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_that_is_nearly_full_the_training_reads_its_images_from_host_memory(
+    start: Start, digits: Path, tmp_path: Path
+) -> None:
+    script = f"""if True:
+        import torch
+        import ddp_manual
+        torch.cuda.mem_get_info = lambda device: (1 << 20, 2 << 20)
+        with ddp_manual.join(run_dir={str(tmp_path / "run")!r}) as world:
+            config = ddp_manual.TrainConfig(data_dir={str(digits)!r}, epochs=2)
+            summary = ddp_manual.train(world, config)
+            print(summary["device"], summary["final_test_accuracy"] > 0.9)
+    """
+    process = start(sys.executable, "-c", script)
+    assert process.wait() == 0, process.err
+    assert process.out == "cuda True\n"
+    assert "stay in host memory, and go to cuda:0 in pinned batches" in process.err

@@ -1,0 +1,241 @@
+"""The manifests and the Dockerfile, against Kubernetes' schemas and what they say of this package."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from configparser import ConfigParser
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from ddp_manual import WorldSpec, cli, errors, identity, launchers
+from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
+from ddp_manual.agent.tasks import command_template
+from ddp_manual.agent.worker_process import SAVE_WITHIN
+from ddp_manual.training.epoch_plan import SYNC_EVERY
+from ddp_manual.worker.process_group import CLOSE_WITHIN
+from tests.conftest import REPOSITORY
+
+MANIFESTS = REPOSITORY / "scripts" / "kubernetes"
+OLDEST = "1.29"  # the first with backoffLimitPerIndex
+COMMANDS = cli.ddp_manual.commands
+# What the same start would end with again; errors.py gives 2 to 13 to no other error.
+FAIL_AGAIN = sorted(
+    {code for error in errors.EVERY_ERROR.values() if 1 < (code := getattr(error, "exit_code", 0)) < 14}
+)
+
+
+def documents(name: str) -> dict[str, Any]:
+    """The documents of a manifest, by their kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all((MANIFESTS / name).read_text())}
+
+
+@pytest.fixture(scope="module")
+def indexed() -> dict[str, Any]:
+    return documents("indexed-job.yaml")
+
+
+@pytest.fixture(scope="module")
+def of_kubeflow() -> dict[str, Any]:
+    return documents("trainjob.yaml")
+
+
+def job_in(runtime: dict[str, Any]) -> dict[str, Any]:
+    """The only Job that a TrainingRuntime makes."""
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return dict(replicated["template"]["spec"])
+
+
+def jobs(indexed: dict[str, Any], of_kubeflow: dict[str, Any]) -> list[dict[str, Any]]:
+    return [indexed["Job"]["spec"], job_in(of_kubeflow["TrainingRuntime"])]
+
+
+def pod_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pod that a Job starts, and its only container."""
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    return pod, container
+
+
+def test_manifests_are_valid_for_the_oldest_kubernetes_they_name_and_the_newest_one_known(
+    indexed: dict[str, Any], of_kubeflow: dict[str, Any]
+) -> None:
+    needs = re.search(r"Needs Kubernetes ([\d.]+) or later", (MANIFESTS / "indexed-job.yaml").read_text())
+    assert needs and needs[1] == OLDEST
+    schemas = json.loads((REPOSITORY / "tests" / "schemas" / "kubeflow-trainer.json").read_text())
+    for version in (OLDEST, kubernetes_validate.latest_version()):
+        for kind, document in {**indexed, **of_kubeflow}.items():
+            if kind not in schemas:
+                kubernetes_validate.validate(document, version, strict=True)
+        job = {"apiVersion": "batch/v1", "kind": "Job", "spec": job_in(of_kubeflow["TrainingRuntime"])}
+        # Trainer puts the image and the command of the TrainJob into the container.
+        kubernetes_validate.validate(job, version, strict=True)
+    for kind, schema in schemas.items():
+        if kind != "$comment":
+            jsonschema.validate(of_kubeflow[kind], schema)
+
+
+def test_a_schema_notices_a_field_that_does_not_exist(indexed: dict[str, Any]) -> None:
+    job = json.loads(json.dumps(indexed["Job"]))
+    job["spec"]["podFailurePolicies"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, OLDEST, strict=True)
+
+
+def test_only_exit_codes_that_would_come_again_fail_the_job(
+    indexed: dict[str, Any], of_kubeflow: dict[str, Any]
+) -> None:
+    assert FAIL_AGAIN == [2, 10, 11, 12, 13]
+    for job in jobs(indexed, of_kubeflow):
+        name = pod_of(job)[1]["name"]
+        on_codes = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+        assert {rule["onExitCodes"]["containerName"] for rule in on_codes} == {name}
+        assert {rule["onExitCodes"]["operator"] for rule in on_codes} == {"In"}
+        by_action = {rule["action"]: rule["onExitCodes"]["values"] for rule in on_codes}
+        assert by_action.pop("FailJob") == FAIL_AGAIN
+        # The TrainJob has no such rule: it is JobSet that starts the ranks again.
+        assert by_action in ({"Ignore": [errors.Stopped(signal.SIGTERM).exit_code]}, {})
+        assert pod_of(job)[0]["restartPolicy"] == "Never"
+
+
+def test_the_grace_period_is_longer_than_what_a_stop_may_take(
+    indexed: dict[str, Any], of_kubeflow: dict[str, Any]
+) -> None:
+    longest = 2 * SYNC_EVERY + SAVE_WITHIN + CLOSE_WITHIN + LEAVE_TIMEOUT
+    for job in jobs(indexed, of_kubeflow):
+        assert longest <= pod_of(job)[0]["terminationGracePeriodSeconds"] < longest + 30
+
+
+def test_pods_of_the_indexed_job_find_each_other_before_they_are_ready(indexed: dict[str, Any]) -> None:
+    service, job = indexed["Service"], indexed["Job"]
+    pod, _ = pod_of(job["spec"])
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert pod["subdomain"] == service["metadata"]["name"]
+    selected = {"batch.kubernetes.io/job-name": job["metadata"]["name"]}  # a label that the Job gives to its pods
+    assert service["spec"]["selector"] == selected
+    assert indexed["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == selected
+
+
+def test_the_world_size_is_the_number_of_pods(indexed: dict[str, Any]) -> None:
+    job = indexed["Job"]["spec"]
+    _, container = pod_of(job)
+    env = {variable["name"]: variable for variable in container["env"]}
+    assert job["completionMode"] == "Indexed"
+    assert job["podReplacementPolicy"] == "Failed"
+    assert env[identity.KUBERNETES["world_size"]]["value"] == str(job["completions"]) == str(job["parallelism"])
+    assert identity.KUBERNETES["rank"] not in env  # Kubernetes sets it
+    marked = re.findall(r"^ *(?:- )?(\w+): \S+ # ranks$", (MANIFESTS / "indexed-job.yaml").read_text(), re.MULTILINE)
+    assert marked == ["completions", "parallelism", "value"]
+
+
+def test_the_token_comes_from_a_secret_and_checkpoints_go_to_a_volume(
+    indexed: dict[str, Any], of_kubeflow: dict[str, Any]
+) -> None:
+    trainer = of_kubeflow["TrainJob"]["spec"]["trainer"]
+    made = "kubectl create secret generic mnist-token --from-literal=token="
+    for documents, job, started in zip(
+        (indexed, of_kubeflow), jobs(indexed, of_kubeflow), (None, trainer), strict=True
+    ):
+        pod, container = pod_of(job)
+        env = {variable["name"]: variable for variable in (started or container)["env"]}
+        assert "value" not in env[launchers.TOKEN_VARIABLE]
+        assert env[launchers.TOKEN_VARIABLE]["valueFrom"]["secretKeyRef"] == {"name": "mnist-token", "key": "token"}
+        mounted = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+        (runs,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+        claim = documents["PersistentVolumeClaim"]
+        assert runs["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        (run_dir,) = [word for word in (started or container)["args"] if word.startswith("--run_dir=")]
+        assert Path(run_dir.partition("=")[2]).parent == mounted[runs["name"]]
+        assert "--resume=auto" in (started or container)["args"]
+    for name in ("indexed-job.yaml", "trainjob.yaml"):
+        assert made in (MANIFESTS / name).read_text()
+
+
+def test_the_command_line_accepts_what_the_manifests_and_the_readiness_probe_type(
+    indexed: dict[str, Any], of_kubeflow: dict[str, Any]
+) -> None:
+    _, container = pod_of(indexed["Job"]["spec"])
+    command, *arguments = container["args"]
+    COMMANDS[command].make_context(command, arguments)
+    shell, option, line = container["readinessProbe"]["exec"]["command"]
+    words = shlex.split(line)
+    assert (shell, option) == ("sh", "-c")
+    assert words[:5] == ["test", f"${identity.KUBERNETES['rank']}", "!=", "0", "||"]
+    assert words[5] == "ddp-manual"
+    COMMANDS[words[6]].make_context(words[6], words[7:])
+    trainer = of_kubeflow["TrainJob"]["spec"]["trainer"]
+    assert trainer["command"] == ["tini", "--", "ddp-manual", "launch"]
+    COMMANDS["launch"].make_context("launch", list(trainer["args"]))
+
+
+def test_a_pod_says_how_to_look_at_the_pod_that_is_missing(indexed: dict[str, Any]) -> None:
+    name = indexed["Job"]["metadata"]["name"]
+    index, full_name = identity.Sourced(1, "JOB_COMPLETION_INDEX"), f"{name}-1.svc.ns.svc.cluster.local"
+    first = identity.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
+    spec = WorldSpec(world_size=2, rank=1, master_addr=first.value, sources={"master_addr": f"from {first.source}"})
+    label = "batch.kubernetes.io/job-"
+    expected = f"kubectl describe pods --selector {label}name={name},{label}completion-index={{rank}}"
+    assert command_template(spec) == expected
+
+
+def test_the_image_has_what_the_package_is_made_of_and_nothing_else() -> None:
+    lines = instructions()
+    copied = [source for words in lines["COPY"] for source in words.split()[:-1]]
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    readme = setup["metadata"]["long_description"].removeprefix("file: ")
+    needed = {readme, setup["metadata"]["license_files"], setup["options"]["py_modules"] + ".py"}
+    assert {*copied} == {"pyproject.toml", "setup.cfg", "ddp_manual", *needed}
+    everything, *allowed = [
+        line for line in (REPOSITORY / ".dockerignore").read_text().split() if line[0] == "!" or line == "*"
+    ]
+    assert everything == "*"
+    assert sorted(allowed) == sorted(f"!{name}" for name in copied)
+    assert all((REPOSITORY / name).exists() for name in copied)
+    package = REPOSITORY / "ddp_manual"
+    data = setup["options.package_data"]["ddp_manual"].split()
+    others = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert all(any(fnmatch(path.name, pattern) for pattern in data) for path in others), others
+
+
+def test_the_image_is_for_cpus_or_gpus_by_one_argument_and_its_user_is_not_root(
+    indexed: dict[str, Any], of_kubeflow: dict[str, Any]
+) -> None:
+    lines, text = instructions(), (REPOSITORY / "Dockerfile").read_text()
+    assert lines["ARG"] == ["PYTHON=3.12", "TORCH=cpu"]
+    torch, package = [words for words in lines["RUN"] if "pip install" in words]
+    assert "--index-url https://download.pytorch.org/whl/${TORCH} torch torchvision" in torch
+    assert package.endswith(" .")
+    assert "--build-arg TORCH=cu130" in text
+    assert text.index("\nARG TORCH") < text.index("${TORCH}") < text.index("\nCOPY ")
+    (user,) = lines["USER"]
+    assert any(f"useradd --uid {user} " in words for words in lines["RUN"])
+    for job in jobs(indexed, of_kubeflow):
+        security = pod_of(job)[0]["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] == int(user) != 0
+    (entry,) = lines["ENTRYPOINT"]
+    assert json.loads(entry) == ["tini", "--", "ddp-manual"]
+    assert any("apt-get install" in words and " tini " in words for words in lines["RUN"])
+    (example,) = re.findall(r"docker run --rm ddp_manual:cpu (\w+) (.+)", text)
+    COMMANDS[example[0]].make_context(example[0], shlex.split(example[1]))
+
+
+def instructions() -> dict[str, list[str]]:
+    """The Dockerfile's instructions, by their names."""
+    text = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", "")
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, words = line.partition(" ")
+            found.setdefault(name, []).append(" ".join(words.split()))
+    return found

@@ -1,0 +1,52 @@
+"""The end of a process whose threads of gloo may still have something to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ddp_manual.worker import process_group
+
+
+def test_the_end_waits_for_a_thread_that_wakes_up_time_and_again_and_needs_the_gil(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread of Python in place of gloo's, which cannot be stopped between two steps."""
+    monkeypatch.setattr(process_group, "RELEASE_WITHIN", 30.0)
+    released: list[int] = []
+
+    def release() -> None:
+        for number in range(40):
+            time.sleep(0.0005)  # needs the GIL when it wakes up
+            released.append(number)
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    process_group.release_tensors_of_collectives()
+    assert len(released) == 40
+    thread.join()
+
+
+def test_the_end_does_not_wait_for_threads_that_sleep_and_not_for_ever_for_one_that_never_does() -> None:
+    """In a process of its own, which no other thread wakes up."""
+    script = """
+import threading, time
+from ddp_manual.worker import process_group
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+began = time.monotonic()
+process_group.release_tensors_of_collectives()
+asleep = time.monotonic() - began
+def spin():
+    while True: pass
+threading.Thread(target=spin, daemon=True).start()
+process_group.RELEASE_WITHIN = 0.3
+began = time.monotonic()
+process_group.release_tensors_of_collectives()
+print(asleep, time.monotonic() - began)
+"""
+    asleep, busy = map(float, subprocess.check_output([sys.executable, "-c", script], text=True).split())
+    assert asleep < 1 and 0.3 <= busy < 3

@@ -1,0 +1,410 @@
+"""What of a user's own program is compared: its files, its packages, its arguments, and the variables around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ddp_manual.agent.collective_variables import collective_variables, differing_variables
+from ddp_manual.agent.compatibility import _other_arguments
+from ddp_manual.agent.handshakes import LONGEST_HELLO
+from ddp_manual.agent.program_arguments import differing_arguments, may_differ_option, named_arguments, shown
+from ddp_manual.agent.program_source import MOST_FILES, MOST_PARTS, check_program, forkable_imports, source_of
+from ddp_manual.errors import BadOption
+from ddp_manual.messages import RankInfo
+from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
+
+
+def write(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def files_of(name: Path | str, kind: str = SCRIPT) -> list[str]:
+    return sorted(source_of(Program(kind=kind, name=str(name))).code)
+
+
+def packages_of(script: Path) -> Mapping[str, str]:
+    return source_of(Program(kind=SCRIPT, name=str(script))).packages
+
+
+def install(folder: Path, name: str, version: str, *modules: str) -> None:
+    """Make as if a distribution were installed: only what says so is there, and modules without content."""
+    site = folder / "site-packages"
+    record = "".join(f"{module},,\n" for module in modules)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    write(site, {**dict.fromkeys(modules, ""), f"{info}/METADATA": metadata, f"{info}/RECORD": record})
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_local_modules_are_followed_wherever_they_are_imported(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "train.py": "import one\nfrom pack import inner\nif x: import short; import last\ndef f(): import late\n",
+            "one.py": "from pack.sub.deep import (\n    a,  # (why)\n    b,\n)\n",
+            "pack/__init__.py": "",
+            "pack/inner.py": "from . import beside\nfrom .sub import deep\n",
+            "pack/beside.py": "",
+            "pack/sub/__init__.py": "from .. import above\n",
+            "pack/sub/deep.py": "import one\n",
+            "pack/above.py": "",
+            "late.py": "",
+            "short.py": "",
+            "last.py": "",
+            "never.py": "",
+            "random.py": "",
+        },
+    )
+    expected = ["last.py", "late.py", "one.py", "pack/__init__.py", "pack/above.py", "pack/beside.py", "pack/inner.py"]
+    assert files_of(tmp_path / "train.py") == [
+        *expected,
+        *("pack/sub/__init__.py", "pack/sub/deep.py", "short.py", "train.py"),
+    ]
+
+
+def test_a_local_module_that_has_the_name_of_a_standard_one_is_local(tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "import random, json\n", "random.py": ""})
+    assert files_of(tmp_path / "train.py") == ["random.py", "train.py"]
+
+
+def test_a_changed_line_changes_the_digest_of_that_file_alone(tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "import one", "one.py": "x = 1"})
+    program = Program(kind=SCRIPT, name=str(tmp_path / "train.py"))
+    before = source_of(program).code
+    (tmp_path / "one.py").write_text("x = 2")
+    after = source_of(program).code
+    assert {name for name in before if before[name] != after[name]} == {"one.py"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"import one\ndef f(:\n", b"import one\n\xff\xfe\x00", b"\xef\xbb\xbfimport one\n"]
+)
+def test_a_file_that_python_could_not_read_is_digested_and_followed(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path, {"one.py": ""})
+    (tmp_path / "train.py").write_bytes(content)
+    assert files_of(tmp_path / "train.py") == ["one.py", "train.py"]
+
+
+def test_links_loops_folders_and_missing_files_are_no_problem(tmp_path: Path) -> None:
+    write(tmp_path, {"real/train.py": "import loop, one, gone\n", "real/one.py": "import train, loop\n"})
+    (tmp_path / "train-link.py").symlink_to(tmp_path / "real/train.py")
+    (tmp_path / "real/loop.py").symlink_to(tmp_path / "real/loop.py")
+    (tmp_path / "real/gone.py").mkdir()
+    assert files_of(tmp_path / "train-link.py") == ["one.py", "train-link.py"]
+
+
+def test_an_unreadable_module_is_said_to_be_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run as root, who may read everything, so the read fails here."""
+    write(tmp_path, {"train.py": "import one\n", "one.py": ""})
+    real = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "one.py":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py"))).code["one.py"] == "unreadable"
+
+
+def test_a_folder_with_a_main_file_is_a_script(tmp_path: Path) -> None:
+    write(tmp_path, {"app/__main__.py": "import part\n", "app/part.py": ""})
+    assert files_of(tmp_path / "app") == ["__main__.py", "part.py"]
+
+
+def test_a_module_is_found_from_the_current_folder_with_the_packages_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        tmp_path,
+        {
+            "pack/__init__.py": "from . import always\n",
+            "pack/always.py": "",
+            "pack/train.py": "from .part import x\nimport top\n",
+            "pack/part.py": "",
+            "pack/__main__.py": "",
+            "top.py": "",
+        },
+    )
+    monkeypatch.chdir(tmp_path)
+    assert files_of("pack.train", MODULE) == [
+        *("pack/__init__.py", "pack/always.py", "pack/part.py", "pack/train.py", "top.py")
+    ]
+    assert files_of("pack", MODULE) == ["pack/__init__.py", "pack/__main__.py", "pack/always.py"]
+
+
+def test_a_module_beside_the_package_of_a_script_that_joins_is_found(tmp_path: Path) -> None:
+    """Started with -m, of which only the path of the file is known."""
+    write(tmp_path, {"pack/__init__.py": "", "pack/train.py": "from .part import x\nimport pack.other\n"})
+    write(tmp_path, {"pack/part.py": "", "pack/other.py": ""})
+    assert files_of(tmp_path / "pack/train.py") == ["pack/__init__.py", "pack/other.py", "pack/part.py", "train.py"]
+
+
+def test_of_an_installed_module_its_file_and_its_package_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "Some-Tool", "1.5", "sometool/__init__.py", "sometool/run.py", "sometool/part.py")
+    write(tmp_path / "site-packages", {"sometool/run.py": "import sometool.part, json\n"})
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path / "site-packages")])
+    source = source_of(Program(kind=MODULE, name="sometool.run"))
+    assert list(source.code) == ["sometool/run.py"]
+    assert source.packages == {"Some-Tool": "1.5"}
+
+
+@pytest.mark.parametrize(
+    "text", ["from x import (\n" + "    aa,  # why\n" * 5000, "# ;import (\n" * 5000, "from x import (\n" * 5000]
+)
+def test_imports_whose_parentheses_are_not_closed_are_read_in_no_time(tmp_path: Path, text: str) -> None:
+    write(tmp_path, {"train.py": f"{text}\nimport one\n", "one.py": ""})
+    started = time.monotonic()
+    assert files_of(tmp_path / "train.py") == ["one.py", "train.py"]
+    assert time.monotonic() - started < 3
+
+
+def test_many_files_are_combined_by_folder_and_still_fit_into_a_hello(tmp_path: Path) -> None:
+    names = [f"pack{folder}/sub/module{number}.py" for folder in range(30) for number in range(30)]
+    modules = [name.removesuffix(".py").replace("/", ".") for name in names]
+    script = write(tmp_path, {"train.py": "".join(f"import {name}\n" for name in modules), **dict.fromkeys(names, "")})
+    program = Program(kind=SCRIPT, name=str(script / "train.py"))
+    before = source_of(program).code
+    assert sorted(before) == sorted(["train.py", *(f"pack{folder}/sub" for folder in range(30))])
+    (tmp_path / names[-1]).write_text("changed = True")
+    after = source_of(program).code
+    assert {name for name in before if before[name] != after[name]} == {"pack29/sub"}
+
+
+def test_a_program_of_any_size_is_read_within_bounds(tmp_path: Path) -> None:
+    files = {f"module{number}.py": f"import module{number + 1}\n" for number in range(MOST_FILES + 100)}
+    write(tmp_path, {"train.py": "import module0\n", **files})
+    assert files_of(tmp_path / "train.py") == ["local modules"]
+
+
+def test_a_usual_script_is_read_within_50_ms(tmp_path: Path) -> None:
+    """In processor time, since the machine has other work too; 200 KB in 20 files, which begin as real ones do."""
+    body = Path(source_of.__code__.co_filename).read_text()[:10_000]
+    files = {f"module{number}.py": f"import module{number + 1}, numpy, PIL\n{body}" for number in range(20)}
+    write(tmp_path, {"train.py": "import module0, torch, pytest\n", **files})
+    source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py")))  # what this process has to read once
+    began = time.process_time()
+    source = source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py")))
+    seconds = time.process_time() - began
+    assert len(source.code) == 21 and {"numpy", "pillow", "pytest"} <= source.packages.keys()
+    assert seconds < 0.05
+
+
+# -- packages ---------------------------------------------------------------------------------------------------------
+
+
+def test_packages_that_are_imported_at_the_top_count_with_their_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "Odd-Name", "2.0", "oddly/__init__.py")
+    install(tmp_path, "plain", "3.1", "plain.py")
+    install(tmp_path, "inside", "4.0", "inside.py")
+    install(tmp_path, "optional", "5.0", "optional.py")
+    install(tmp_path, "indirect", "6.0", "indirect.py")
+    lines = "import oddly.part, json\nfrom plain import x\nimport local, torch, ddp_manual, not_there\n"
+    later = "def f():\n    import inside\ntry:\n    import optional\nexcept ImportError:\n    pass\n"
+    write(tmp_path, {"train.py": lines + later, "local.py": "import indirect\n"})
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site-packages")])
+    assert packages_of(tmp_path / "train.py") == {"Odd-Name": "2.0", "indirect": "6.0", "plain": "3.1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "imported"),
+    [
+        ("import torch\nimport torchvision.models as models\nimport numpy as np\n", "numpy torch torchvision.models"),
+        ("from torch.distributed import fsdp\n", "torch.distributed torch.distributed.fsdp"),
+        (
+            "from torch.utils.data import *\nfrom torch.nn import (  # why\n    Linear,\n)",
+            "torch.nn torch.nn.Linear torch.utils.data",
+        ),
+        ("import torchmetrics, transformers, torch_geometric\n", ""),
+        ("from torch.utils import tensorboard\n", "torch.utils"),
+        ("from torch.utils.tensorboard import SummaryWriter\nimport torch._inductor\n", ""),
+        ("def f():\n    import torchvision\nif x:\n    import numpy\n", ""),
+        ("no Python at all (", ""),
+    ],
+)
+def test_what_is_imported_before_a_fork_is_torch_torchvision_and_numpy(
+    tmp_path: Path, text: str, imported: str
+) -> None:
+    script = write(tmp_path, {"train.py": text}) / "train.py"
+    assert forkable_imports(Program(kind=SCRIPT, name=str(script))) == imported.split()
+    assert forkable_imports(Program(kind=SCRIPT, name=str(tmp_path / "gone.py"))) == []
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_named_as_a_person_would_name_them() -> None:
+    typed = ["--lr", "0.1", "--batch-size=32", "data", "--amp", "--set", "a=1", "--set", "b=2", "optimizer.lr=0.3"]
+    assert named_arguments([*typed, "--offset", "-1.5", "-v", "--", "--more"]) == {
+        "--lr": "0.1",
+        "--batch-size": "32",
+        "argument 1": "data",
+        "--amp": "given",
+        "--set": "a=1 b=2",
+        "optimizer.lr": "0.3",
+        "--offset": "-1.5",
+        "-v": "given",
+        "argument 2": "--more",
+    }
+
+
+def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() -> None:
+    typed = ["--api_key", "hunter2", "--hf-token=hunter2", "wandb.apiKey=hunter2", "--set", "lr=1,password=hunter2=="]
+    open_to_all = ["--tokenizer", "bert", "--max_tokens=5", "--keys", "a", "monkey=b", "--use_token", "--lr", "1"]
+    arguments = named_arguments([*typed, *open_to_all])
+    assert "hunter2" not in repr(arguments)
+    assert shown(arguments) == {
+        **{"--api_key": "...", "--hf-token": "...", "wandb.apiKey": "...", "--set": "lr=1,password=..."},
+        **{"--tokenizer": "bert", "--max_tokens": "5", "--keys": "a", "monkey": "b", "--use_token": "given"},
+        "--lr": "1",
+    }
+    other = named_arguments([*typed[:1], "hunter3", *typed[2:], *open_to_all])
+    assert differing_arguments(arguments, other) == ["--api_key"]
+    hidden = "train.py --api_key ... --hf-token=... wandb.apiKey=... --set lr=1,password=..."
+    program = Program(kind=SCRIPT, name="train.py", arguments=(*typed, *open_to_all))
+    assert program.typed == f"{hidden} {' '.join(open_to_all)}"
+    ranks = [
+        RankInfo(rank=rank, world_size=2, host="a", pid=1, arguments=given)
+        for rank, given in enumerate((arguments, other))
+    ]
+    error = _other_arguments(ranks[1], ranks[0])
+    assert error is not None
+    assert error.why == "--api_key: rank 0 (a) has ..., rank 1 has ..."
+
+
+def test_arguments_that_name_the_place_of_a_rank_are_left_out() -> None:
+    typed = ["--rank", "1", "--local-rank=1", "--local_rank", "1", "--node_rank=0", "--master_addr", "a", "--epochs=1"]
+    assert named_arguments(typed) == {"--epochs": "1"}
+
+
+def test_arguments_differ_by_value_and_not_by_the_way_they_are_typed() -> None:
+    one, other = named_arguments(["--lr=0.1", "--amp"]), named_arguments(["--amp", "--lr", "0.1"])
+    assert differing_arguments(one, other) == []
+    assert differing_arguments(one, named_arguments(["--lr", "0.2"])) == ["--amp", "--lr"]
+
+
+@pytest.mark.parametrize("named", ["batch_size", "--batch-size", "batch-size", " batch_size "])
+def test_an_argument_that_may_differ_is_named_in_any_spelling(named: str) -> None:
+    one, other = named_arguments(["--batch-size", "1", "a"]), named_arguments(["--batch-size", "2", "b"])
+    assert differing_arguments(one, other, [named]) == ["argument 1"]
+    assert differing_arguments(one, other, [named, "argument 1", "no_such_argument"]) == []
+    assert may_differ_option(["--batch-size", "argument 1"]) == "--may_differ batch_size,argument_1"
+    assert differing_arguments(one, other, ["batch_size", "argument_1"]) == []
+
+
+def test_any_number_of_arguments_of_any_length_fits_into_a_hello() -> None:
+    longest = ["--text", "x" * 100_000, *(f"--option{number}={'é' * 300}{number}" for number in range(1000))]
+    arguments = named_arguments([*longest, "odd\x1b[2J\udcff"])
+    code = dict.fromkeys([f"{number}{'c' * 200}" for number in range(MOST_PARTS)], "d" * 12)
+    info = RankInfo(rank=0, world_size=1, host="a", pid=1, address="10.0.0.1", arguments=arguments, code=code)
+    message = json.loads(json.dumps(asdict(info)))
+    assert RankInfo.from_message(message) == info
+    assert len(json.dumps(message)) < LONGEST_HELLO
+    longest[-1] += "changed"
+    changed = named_arguments([*longest, "odd\x1b[2J\udcff"])
+    assert differing_arguments(arguments, changed) == ["other arguments"]
+    longest[2] += "changed"
+    assert differing_arguments(changed, named_arguments([*longest, "odd\x1b[2J\udcff"])) == ["--option0"]
+
+
+# -- variables --------------------------------------------------------------------------------------------------------
+
+
+def test_variables_that_change_collectives_are_compared_and_those_of_a_host_or_a_log_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = {
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+        "NCCL_P2P_DISABLE": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
+    }
+    not_compared = [
+        *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_HOSTID"),
+        *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_GRAPH_DUMP_FILE_RANK"),
+        *("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+        *("GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"),
+    ]
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {**compared, **dict.fromkeys(not_compared, "1"), "NCCL_NTHREADS": ""}.items():
+        monkeypatch.setenv(name, value)
+    assert collective_variables() == compared
+
+
+def test_the_key_of_nccl_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_PSK", "secret" * 10)
+    assert collective_variables()["NCCL_PSK"] == "set"
+
+
+def test_how_gpus_of_one_host_reach_each_other_is_compared_on_that_host_only() -> None:
+    one, other = {"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}
+    assert differing_variables(one, other, same_host=True) == ["NCCL_ALGO", "NCCL_P2P_DISABLE"]
+    assert differing_variables(one, other, same_host=False) == ["NCCL_ALGO"]
+
+
+# -- programs that are not there --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "what", "next"),
+    [
+        (SCRIPT, "trian.py", "trian.py does not exist", "did you mean train.py?"),
+        (SCRIPT, "nothing.py", "nothing.py does not exist", "correct the path of the script"),
+        (SCRIPT, "pack", "pack is a folder without a __main__.py", "name the script in it: pack/only.py"),
+        (MODULE, "train.py", "-m train.py is the name of a file", "-m train, or the file without -m: train.py"),
+        (MODULE, "no.such", "there is no module no.such", "start in the folder that has it"),
+        (MODULE, "regular", "the package regular has no __main__.py", "name a module of it: -m regular.MODULE"),
+        (EXECUTABLE, "no-such", "there is no executable no-such", "give its path, such as ./no-such"),
+        (EXECUTABLE, "./train.py", "./train.py cannot be executed", "chmod +x ./train.py"),
+        (EXECUTABLE, "./no.sh", "./no.sh does not exist", "correct the path of the executable"),
+    ],
+)
+def test_a_program_that_is_not_there_is_named_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, what: str, next: str
+) -> None:
+    write(tmp_path, {"train.py": "", "pack/only.py": "", "regular/__init__.py": ""})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadOption) as raised:
+        check_program(Program(kind=kind, name=name))
+    assert raised.value.what == what
+    assert next in raised.value.next
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(SCRIPT, "train.py"), (MODULE, "train"), (MODULE, "json.tool"), (MODULE, "pytest"), (EXECUTABLE, "sh")],
+)
+def test_a_program_that_is_there_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    monkeypatch.chdir(write(tmp_path, {"train.py": ""}))
+    check_program(Program(kind=kind, name=name))
+
+
+def test_an_executable_that_is_a_script_is_compared_and_a_binary_is_not(tmp_path: Path) -> None:
+    digests = []
+    for text in ("#!/bin/sh\n", "#!/bin/sh\nexit 1\n", "\x7fELF1", "\x7fELF2"):
+        path = write(tmp_path, {"tool": text}) / "tool"
+        path.chmod(0o755)
+        digests.append(source_of(Program(kind=EXECUTABLE, name=str(path))).code["tool"])
+    assert digests[0] != digests[1]
+    assert digests[2] == digests[3]

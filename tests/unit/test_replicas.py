@@ -1,0 +1,248 @@
+"""What ranks compare of their replicas, and the digest that they compare first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_manual
+from ddp_manual.errors import BadOption
+from ddp_manual.training import replica_state, replicas
+from ddp_manual.training.replica_state import SMALL, Value, collect, digest
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A world of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def of(*tensors: Tensor) -> int:
+    return digest([Value(str(number), tensor) for number, tensor in enumerate(tensors)])
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3))
+
+
+def names(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+    return list(collect(model, optimizer).structure())
+
+
+def after_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def loss() -> float:
+        optimizer.zero_grad()
+        total = model(torch.ones(4, 1, 8, 8)).square().sum()
+        total.backward()
+        return total.item()
+
+    optimizer.step(loss)
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (3, SMALL, 9)], ids=str)
+def test_each_bit_of_a_tensor_counts_in_its_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    drawn = random.Random(0)
+    size = torch.zeros(shape, dtype=dtype).nbytes
+    data = bytearray(drawn.randbytes(size) if dtype is not torch.bool else bytes(drawn.choices((0, 1), k=size)))
+    before = of(torch.frombuffer(data, dtype=dtype).reshape(shape))
+    assert before == of(torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone())
+    for _ in range(10):
+        place, bit = drawn.randrange(size), 0 if dtype is torch.bool else drawn.randrange(8)
+        data[place] ^= 1 << bit
+        assert of(torch.frombuffer(data, dtype=dtype).reshape(shape)) != before
+        data[place] ^= 1 << bit
+
+
+def test_the_digest_depends_on_places_and_on_which_tensor_has_a_value() -> None:
+    one, other = torch.randn(100), torch.randn(100)
+    assert of(one, other) != of(other, one)
+    assert of(one) != of(one.flip(0))
+    big = torch.randn(3 * replica_state.PIECE["cpu"])
+    assert of(big) != of(big.roll(2 * replica_state.PIECE["cpu"]))
+
+
+def test_constants_and_powers_of_two_do_not_collide() -> None:
+    """Their bits are few, and the same in every word, so that a plain sum of products would often be the same."""
+    constants = {of(torch.full((count,), 2.0**power)) for count in range(64, 512, 64) for power in range(-60, 60)}
+    assert len(constants) == 7 * 120
+    base, found = torch.zeros(64), set()
+    for first in range(64):
+        for second in range(first):
+            changed = base.clone()
+            changed[first] = changed[second] = -0.0
+            found.add(of(changed))
+    assert len(found) == 64 * 63 // 2
+
+
+def test_the_memory_order_of_a_tensor_costs_no_copy_and_other_values_in_it_are_seen() -> None:
+    weight = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+    assert replica_state._in_memory_order(weight)[0].data_ptr() == weight.data_ptr()
+    other = weight.clone()
+    assert of(other) == of(weight)
+    other[3, 2, 1, 0] += 1
+    assert of(other) != of(weight)
+    assert of(torch.randn(6, 4)[:, ::2]) is not None
+
+
+def test_weights_are_odd_and_the_same_everywhere() -> None:
+    weights = replica_state._weights(torch.device("cpu"), 1 << 15)
+    assert bool((weights & 1).all()) and len(weights.unique()) == len(weights)
+    assert weights[:2].tolist() == [-2152535657050944081, 7960286522194355701]
+
+
+def test_statistics_of_normalisation_are_not_compared_and_other_buffers_are() -> None:
+    model = network()
+    model.register_buffer("table", torch.arange(4))
+    assert names(model) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "table"]
+
+
+@pytest.mark.parametrize(("copied", "compared"), [(True, []), (False, ["table"])])
+def test_buffers_that_ddp_copies_from_rank_0_are_not_compared(
+    process_group: None, copied: bool, compared: list[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.arange(4))
+    wrapped = DistributedDataParallel(model)
+    wrapped.broadcast_buffers = copied  # torch 2.15 renamed the option, not the attribute
+    assert names(wrapped) == ["weight", "bias", *compared]
+
+
+def test_parameters_that_ddp_was_told_to_ignore_are_not_compared(process_group: None) -> None:
+    model: Any = nn.Linear(2, 2)
+    model._ddp_params_and_buffers_to_ignore = ["bias"]
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    found = names(DistributedDataParallel(model), optimizer)
+    assert "weight" in found and "exp_avg of weight" in found and not [name for name in found if "bias" in name]
+
+
+def test_an_optimizer_without_state_has_only_its_numbers() -> None:
+    model = network()
+    found = names(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert "lr of parameter group 0" in found and not [name for name in found if "momentum_buffer" in name]
+
+
+def test_the_state_of_an_optimizer_is_named_by_its_parameter() -> None:
+    model = network()
+    optimizer = after_a_step(model, torch.optim.Adam(model.parameters(), amsgrad=True))
+    found = collect(model, optimizer).structure()
+    assert found["exp_avg of 3.weight"] == "float32[3, 72]"
+    assert found["step of 0.bias"] == "float32[]"
+    assert found["betas of parameter group 0[1]"] == "number"
+
+
+def test_collecting_creates_no_state() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    collect(model, optimizer)
+    assert len(optimizer.state) == 0
+
+
+def test_state_in_lists_is_compared_too() -> None:
+    model = network()
+    optimizer = after_a_step(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+    found = names(model, optimizer)
+    assert "old_dirs of 0.weight[0]" in found and "func_evals of 0.weight" in found
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(3)
+
+
+def sparse() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    return model
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        (lazy, "weight has no values yet: run the model once before"),
+        (sparse, "graph is not dense but torch.sparse_coo"),
+        (on_meta, "weight is on the meta device, and has no values"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(model: Callable[[], nn.Module], refused: str) -> None:
+    assert collect(model(), None).refused == refused
+
+
+def test_replicated_tensors_of_a_mesh_are_compared_and_sharded_ones_are_left_out(process_group: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    model.bias = nn.Parameter(distribute_tensor(model.bias.detach(), mesh, [Replicate()]))
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+    optimizer.step()
+    state = collect(model, optimizer)
+    assert state.left_out == ["weight", "exp_avg of weight", "exp_avg_sq of weight"]
+    assert "bias" in state.structure() and "exp_avg of bias" in state.structure()
+
+
+def test_the_parameters_and_the_state_of_fsdp1_are_left_out(process_group: None) -> None:
+    class FullyShardedDataParallel(nn.Sequential):
+        """Named as torch's, which shards on a GPU only."""
+
+    model = nn.Sequential(nn.Linear(2, 2), FullyShardedDataParallel(nn.Linear(2, 2)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = collect(model, optimizer)
+    assert [name for name in state.left_out if not name.startswith("exp_avg")] == ["1.0.weight", "1.0.bias"]
+    assert "exp_avg of 1.0.weight" in state.left_out and "step of 1.0.weight" in state.structure()
+
+
+def test_alone_and_without_a_process_group_there_is_nothing_to_compare(process_group: None) -> None:
+    ddp_manual.check_replicas(on_meta())
+    dist.destroy_process_group()
+    ddp_manual.check_replicas(on_meta())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
+def test_a_tolerance_that_is_no_part_is_refused(tolerance: float) -> None:
+    with pytest.raises(BadOption, match="check_replicas cannot take the tolerance"):
+        ddp_manual.check_replicas(nn.Linear(1, 1), tolerance=tolerance)
+
+
+def test_on_gpus_half_of_a_dtypes_digits_may_differ() -> None:
+    found = {kind: replicas.default_tolerance(torch.zeros(1, dtype=kind)) for kind in DTYPES if kind.itemsize > 1}
+    assert found[torch.float32] == found[torch.complex64] == pytest.approx(3.45e-4, rel=1e-2)
+    assert found[torch.bfloat16] == pytest.approx(0.088, rel=1e-2)
+    assert found[torch.int64] == 0
+
+
+def test_most_ranks_are_right_and_of_two_the_lower_one() -> None:
+    assert replicas._majority([7, 8, 8]) == [1, 2]
+    assert replicas._majority([8, 7]) == [0]
+    assert replicas._majority([1, 2, 2, 1]) == [0, 3]
+
+
+def test_the_place_of_a_value_is_given_in_all_dimensions() -> None:
+    assert replicas._place(torch.zeros(2, 3, 4), 23) == " at [1, 2, 3]"
+    assert replicas._place(torch.zeros(2, 2, dtype=torch.complex64), 7) == " at [1, 1]"
+    assert replicas._place(torch.zeros(()), 0) == ""

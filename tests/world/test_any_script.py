@@ -1,0 +1,362 @@
+"""``run`` and ``launch`` of a program that knows nothing of this package: it finds itself as plain Python, or torchrun,
+would start it, and its end is the rank's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY, RankProcess, Start, clean_environment, free_port
+
+DDP_MANUAL = (sys.executable, "-m", "ddp_manual")
+Ranks = Callable[..., list[RankProcess]]
+
+
+@pytest.fixture
+def ranks(start: Start, tmp_path: Path, port: int) -> Ranks:
+    """Starts both ranks of a program by hand, rank 1 first."""
+
+    def ranks(*program: object, options: tuple[object, ...] = (), **env: str) -> list[RankProcess]:
+        command = [*DDP_MANUAL, "run", "--world_size", 2, "--master_port", port, *options]
+        started = [start(*command, "--rank", rank, *program, cwd=tmp_path, **env) for rank in (1, 0)]
+        return started[::-1]
+
+    return ranks
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+# What a program can see of how it was started.
+SEEN = """
+    import json, os, signal, sys, threading
+
+    class Here: pass
+
+    print(json.dumps({
+        "argv": sys.argv,
+        "name": __name__,
+        "file": __file__,
+        "path": sys.path[0],
+        "spec": str(__spec__ and __spec__.name),
+        "package": __package__,
+        "folder": os.getcwd(),
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled as": Here.__module__,
+        "input": sys.stdin.readline(),
+        "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    }))
+"""
+
+
+@pytest.mark.parametrize(
+    "started_as",
+    ["script.py", "./deep/script.py", "-m inner", "-m package.inner", "-m package", "folder", "app.pyz", "link.py"],
+)
+def test_a_program_finds_itself_as_plain_python_would_start_it(tmp_path: Path, started_as: str) -> None:
+    for name in ("script", "deep/script", "inner", "package/inner", "package/__main__", "folder/__main__"):
+        write(tmp_path, f"{name}.py", SEEN)
+    write(tmp_path, "package/__init__.py", "")
+    (tmp_path / "link.py").symlink_to(tmp_path / "deep" / "script.py")
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as app:
+        app.writestr("__main__.py", textwrap.dedent(SEEN))
+    words = [*started_as.split(), "--lr", "0.1", "-m", "x", "--", "--world_size=3"]
+
+    def started_by(*program: str) -> dict[str, Any]:
+        ended = subprocess.run(
+            [*program, *words],
+            cwd=tmp_path,
+            input="typed\n",
+            capture_output=True,
+            text=True,
+            env=clean_environment(PYTHONPATH=str(REPOSITORY)),
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        seen: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        if started_as in ("folder", "app.pyz"):  # plain Python leaves these as they were typed
+            seen |= {"argv": [str(tmp_path / started_as), *seen["argv"][1:]], "file": tmp_path / seen["file"]}
+        return seen
+
+    assert started_by(*DDP_MANUAL, "run") == started_by(sys.executable)
+
+
+VARIABLES = """
+    import json, os, sys
+    told = ("TORCHELASTIC", "ROLE", "GROUP", "OMP", "MASTER", "LOCAL")
+    names = [name for name in os.environ if name.startswith(told)]
+    print(json.dumps({name: os.environ[name] for name in ["RANK", "WORLD_SIZE", *sorted(names)]}))
+"""
+
+
+@pytest.mark.parametrize("started", ["run", "launch", "launch --start exec", "run --no_python"])
+def test_a_program_gets_the_variables_that_torchrun_sets(
+    ranks: Ranks, start: Start, tmp_path: Path, started: str
+) -> None:
+    script = write(tmp_path, "variables.py", VARIABLES)
+    if started == "run":
+        processes = ranks(script, options=("--run_id", "mine"))
+    elif started == "run --no_python":
+        processes = ranks(sys.executable, script, options=("--run_id", "mine", "--no_python"))
+    else:
+        processes = [start(*DDP_MANUAL, *started.split(), "--nproc", 2, script, cwd=tmp_path)]
+    assert [process.wait() for process in processes] == [0] * len(processes), processes[0].err
+    lines = [line[line.index("{") :] for process in processes for line in process.out.splitlines() if "{" in line]
+    seen = sorted(map(json.loads, lines), key=lambda variables: variables["RANK"])
+    assert [variables["RANK"] for variables in seen] == ["0", "1"]
+    for rank, variables in enumerate(seen):
+        threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert variables["LOCAL_RANK"] == variables["ROLE_RANK"] == str(rank)
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == variables["ROLE_WORLD_SIZE"] == "2"
+        assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"], variables["ROLE_NAME"]) == ("0", "1", "default")
+        assert (variables["MASTER_ADDR"], variables["OMP_NUM_THREADS"]) == ("127.0.0.1", threads)
+        assert (variables["TORCHELASTIC_RESTART_COUNT"], variables["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
+        assert variables.get("TORCHELASTIC_USE_AGENT_STORE") == (None if "no_python" in started else "True")
+        assert variables["TORCHELASTIC_RUN_ID"] == "mine" or started.startswith("launch")
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+
+
+OPENS_A_GROUP = """
+    import sys, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("total", int(total), flush=True)
+    dist.destroy_process_group()  # without it, and without ours in the process, gloo may abort Python's end
+"""
+
+
+def test_an_executable_opens_a_process_group_with_the_variables_alone(ranks: Ranks, tmp_path: Path) -> None:
+    script = write(tmp_path, "group.py", OPENS_A_GROUP)
+    processes = ranks(sys.executable, script, options=("--no_python",))
+    assert [process.wait() for process in processes] == [0, 0], processes[0].err
+    assert all(process.out.splitlines()[-1] == "total 2" for process in processes)
+
+
+ENDS = """
+    import atexit, os, signal, sys, threading, time
+    import torch.distributed as dist
+    how, rank = sys.argv[1], int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    atexit.register(print, "atexit", rank, flush=True)
+    if how == "late":
+        threading.Thread(target=lambda: (time.sleep(2), print("thread", rank, flush=True))).start()
+    if rank == 1:
+        if how == "exit":
+            sys.exit(3)
+        if how == "words":
+            sys.exit("it says why")
+        if how == "_exit":
+            os._exit(4)
+        if how == "raise":
+            raise ValueError("boom")
+        if how == "hook":
+            sys.excepthook = lambda kind, error, frames: print("own hook:", error, flush=True)
+            raise ValueError("boom")
+        if how == "crash":
+            import ctypes
+            ctypes.string_at(0)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if how not in ("late", "done"):
+        dist.barrier()
+    print("end", rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("exit", 3, "error[training-failed]: rank 1 on {host}: the program exited with code 3"),
+        ("words", 1, "error[training-failed]: rank 1 on {host}: SystemExit: it says why"),
+        ("_exit", 4, "is gone: its worker exited with code 4 without a word"),
+        ("raise", 1, "error[training-failed]: rank 1 on {host}: ValueError: boom"),
+        ("hook", 1, "own hook: boom"),
+        ("crash", 139, "is gone: SIGSEGV"),
+        ("kill", 137, "is gone: SIGKILL"),
+    ],
+)
+def test_the_end_of_a_script_is_the_ranks_and_the_others_are_told(
+    ranks: Ranks, tmp_path: Path, how: str, code: int, said: str
+) -> None:
+    processes = ranks(write(tmp_path, "ends.py", ENDS), how)
+    assert [process.wait(60) for process in processes] == [14, code], processes[1].err
+    said = said.format(host=os.uname().nodename)
+    assert said in processes[1].err + processes[1].out
+    assert said.partition(": ")[2] in processes[0].err or how == "hook"
+    raised = how in ("exit", "words", "raise", "hook")
+    assert processes[0].err.count("error[") == 1 + raised  # its own, and the quoted one
+    if raised:
+        assert "atexit 1" in processes[1].out and "error[" in processes[1].err
+    if how == "raise":
+        assert 'ends.py", line ' in processes[0].err and "script.py" not in processes[0].err
+
+
+def test_threads_and_atexit_handlers_end_as_they_do_in_plain_python(ranks: Ranks, tmp_path: Path) -> None:
+    processes = ranks(write(tmp_path, "ends.py", ENDS), "late")
+    assert [process.wait(60) for process in processes] == [0, 0], processes[0].err
+    for rank, process in enumerate(processes):
+        assert process.out.splitlines() == [f"end {rank}", f"thread {rank}", f"atexit {rank}"]
+        assert "error[" not in process.err
+
+
+def test_rank_0_keeps_the_store_for_a_rank_whose_script_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "slow.py",
+        """
+        import os, time
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if os.environ["RANK"] == "1":
+            time.sleep(3)
+            dist.distributed_c10d._get_default_store().set("late", "1")
+            print("set", flush=True)
+        """,
+    )
+    processes = ranks(script)
+    processes[0].wait_for("keeping the store for rank 1, still at work")
+    assert [process.wait(60) for process in processes] == [0, 0], processes[1].err
+    assert processes[1].out == "set\n"
+
+
+HANDLES = """
+    import os, signal, sys, time
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    if sys.argv[1] == "handles":
+        signal.signal(signal.SIGTERM, lambda number, frame: (print("saved", flush=True), sys.exit(0)))
+    if sys.argv[1] == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_reaches_the_script_and_ends_the_run_in_seconds(
+    ranks: Ranks, tmp_path: Path, number: int, code: int
+) -> None:
+    processes = ranks(write(tmp_path, "handles.py", HANDLES), "nothing")
+    for process in processes:
+        process.wait_for("ready")
+    began = time.monotonic()
+    processes[1].process.send_signal(number)
+    assert [process.wait(20) for process in processes] == [14, code], processes[0].err
+    assert time.monotonic() - began < 5
+    name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+    assert f"error[stopped]: stopped by {name}" in processes[1].err
+    assert "left with error[stopped]" in processes[0].err
+
+
+def test_a_script_that_handles_a_signal_ends_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
+    processes = ranks(write(tmp_path, "handles.py", HANDLES), "handles")
+    for process in processes:
+        process.wait_for("ready")
+        process.process.send_signal(signal.SIGTERM)
+    assert [process.wait(20) for process in processes] == [0, 0]
+    assert [process.out for process in processes] == ["ready\nsaved\n"] * 2
+
+
+def test_a_second_signal_ends_a_script_that_ignores_the_first(ranks: Ranks, tmp_path: Path) -> None:
+    processes = ranks(write(tmp_path, "handles.py", HANDLES), "ignores")
+    processes[1].wait_for("ready")
+    for _ in range(2):
+        processes[1].process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # the moment between two presses
+    assert [process.wait(20) for process in processes] == [14, 143]
+    assert "stopped by SIGTERM at once, by a second signal" in processes[1].err
+
+
+def test_a_file_that_is_being_saved_when_the_run_ends_is_finished_first(ranks: Ranks, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "saves.py",
+        """
+        import os, time, torch, torch.distributed as dist
+
+        class Slow:
+            def __reduce__(self):
+                print("saving", flush=True)
+                time.sleep(3)
+                return (str, ("done",))
+
+        dist.init_process_group("gloo")
+        if os.environ["RANK"] == "0":
+            torch.save(Slow(), "slow.pt")
+            print("saved", flush=True)
+            time.sleep(60)
+        while not os.path.exists("slow.pt"):
+            time.sleep(0.01)
+        raise ValueError("boom")
+        """,
+    )
+    processes = ranks(script)
+    assert [process.wait(30) for process in processes] == [14, 1], processes[0].err
+    assert (tmp_path / "slow.pt").stat().st_size > 100 and processes[0].out.startswith("saving\n")
+
+
+def test_launch_starts_a_script_again_after_it_has_failed(start: Start, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "again.py",
+        """
+        import os, sys
+        restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("attempt", restarts, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)
+        sys.exit(3 if restarts == "0" and os.environ["RANK"] == "1" else 0)
+        """,
+    )
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, "--max_restarts", 2, "--run_dir", "kept", script, cwd=tmp_path)
+    assert launch.wait(60) == 0, launch.err
+    assert "restart 1 of 2 after error[training-failed]: rank 1 on " in launch.err
+    assert launch.out.count("attempt 1 of 2") == 2
+    assert "attempt 0 of 2" in (tmp_path / "kept" / "log-rank1.txt").read_text()
+
+
+def test_launch_has_imported_torchvision_for_all_ranks_of_a_script_that_needs_it(start: Start, tmp_path: Path) -> None:
+    text = "import sys\nloaded = [name in sys.modules for name in ('torch.nn', 'torchvision', 'wave')]\n"
+    script = write(tmp_path, "vision.py", f"{text}print(loaded, flush=True)\nimport torchvision\nimport wave\n")
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)
+    assert launch.wait(60) == 0, launch.err
+    assert launch.out.count("[True, True, False]") == 2
+
+
+def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start: Start, tmp_path: Path) -> None:
+    script = write(tmp_path, "ends.py", ENDS)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    launch = start(*DDP_MANUAL, "launch", "--nproc_per_node=2", "--standalone", script, "exit", cwd=folder)
+    assert launch.wait(60) == 3, launch.err
+    assert "rank 1 failed first, with exit code 3: error[training-failed]" in launch.err
+    assert [*folder.iterdir()] == []
+
+
+def test_two_launches_are_the_hosts_of_one_run(start: Start, tmp_path: Path) -> None:
+    """On one machine, so that both hosts of the run are the same one."""
+    script = write(tmp_path, "group.py", OPENS_A_GROUP)
+    port = free_port()
+    hosts = ["--nnodes", 2, "--nproc", 1, "--master_addr", "127.0.0.1", "--master_port", port]
+    launch = [*DDP_MANUAL, "launch", *hosts, "--node_rank"]
+    second = start(*launch, 1, script, cwd=tmp_path)
+    second.wait_for(f"[rank 1] nothing listens at 127.0.0.1:{port}")  # rank 0 says nothing in this terminal
+    first = start(*launch, 0, script, cwd=tmp_path)
+    assert [first.wait(60), second.wait(60)] == [0, 0], second.err
+    assert [first.out, second.out] == ["[rank 0] total 2\n", "[rank 1] total 2\n"]

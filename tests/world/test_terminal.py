@@ -1,0 +1,191 @@
+"""What a person sees at a terminal 80 columns wide, for real: a pseudo terminal, Ctrl-C typed, and commands pasted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONGER, REPOSITORY, SHORT, Start, clean_environment
+
+BAR = re.compile(r"^[━╸╺]{10} +\d+/\d+ \d:\d\d:\d\d epoch 1/\d+ loss \d.\d{4} accuracy ")
+PROMPT = "$ "
+
+
+class Terminal:
+    """A terminal in which a shell runs commands; ``python`` is the one that runs the tests."""
+
+    def __init__(self, command: str, env: dict[str, str]) -> None:
+        self._ours, self._theirs = pty.openpty()
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        # Opened by the leader of a session, it becomes its terminal, from which Ctrl-C comes.
+        shell = f"exec <>{os.ttyname(self._theirs)} >&0 2>&0; trap : INT; {command}; printf '{PROMPT}'"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = clean_environment(PATH=path, TERM="xterm-256color", NO_COLOR="", **env)
+        self.process = subprocess.Popen(["sh", "-c", shell], cwd=REPOSITORY, env=env, start_new_session=True)
+        self.raw = ""
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        received = b""
+        with suppress(OSError):  # of a terminal that nobody has open any more
+            while piece := os.read(self._ours, 65536):
+                received += piece
+                self.raw = received.decode(errors="replace")
+
+    def _read_the_rest(self) -> None:
+        if self._reading.is_alive():
+            os.close(self._theirs)
+            self._reading.join(5)
+
+    @property
+    def lines(self) -> list[str]:
+        """What is on the screen, without colours; a line that is wider than the screen is one line."""
+        rows, row, column = [""], 0, 0
+        for word in re.split(r"(\r|\n|\x1b\[[0-9;?]*[A-Za-z])", self.raw):
+            if word == "\n":
+                row += 1
+                rows += [""] * (row == len(rows))
+            elif word == "\r":
+                column = 0
+            elif word == "\x1b[1A":
+                row -= 1
+            elif word == "\x1b[2K":
+                rows[row] = ""
+            elif not word.startswith("\x1b"):
+                rows[row] = rows[row][:column].ljust(column) + word + rows[row][column + len(word) :]
+                column += len(word)
+        return rows
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, seen: Callable[[list[str]], object], timeout: float = 60) -> list[str]:
+        deadline = time.monotonic() + timeout
+        while not seen(self.lines):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.raw
+            time.sleep(0.02)
+        return self.lines
+
+    def wait(self, timeout: float = 30) -> list[str]:
+        """Wait until the command has ended and the shell asks for the next one; returns the lines above."""
+        self.process.wait(timeout)
+        self._read_the_rest()
+        *lines, last = self.lines
+        assert last == PROMPT, self.raw
+        assert "━" not in "".join(lines)
+        return lines
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._read_the_rest()
+        os.close(self._ours)
+
+
+Type = Callable[..., Terminal]
+
+
+@pytest.fixture
+def at_terminal() -> Iterator[Type]:
+    """Type a command at a terminal of its own."""
+    opened: list[Terminal] = []
+
+    def at_terminal(command: str, **env: str) -> Terminal:
+        opened.append(Terminal(command, env))
+        return opened[-1]
+
+    yield at_terminal
+    for terminal in opened:
+        terminal.close()
+
+
+@pytest.fixture
+def typed(port: int, small_data: Path, tmp_path: Path) -> Callable[..., str]:
+    """The line that starts one of two ranks, as a person types it."""
+
+    def typed(rank: int, *options: object) -> str:
+        place = ["--world_size", 2, "--rank", rank, "--master_port", port]
+        files = ["--data_dir", small_data, "--run_dir", tmp_path / "run"]
+        return shlex.join(
+            map(str, ["python", "run_multi_gpu_train.py", *place, *SHORT, *LONGER, 500, *options, *files])
+        )
+
+    return typed
+
+
+def has_bar(lines: list[str]) -> bool:
+    return any(BAR.match(line) for line in lines)
+
+
+def command_below(lines: list[str], text: str) -> str:
+    (found,) = [number for number, line in enumerate(lines) if text in line]
+    return lines[found + 1].strip()
+
+
+def test_the_bar_fits_80_columns_and_gives_way_to_an_error_whose_command_can_be_pasted(
+    at_terminal: Type, start: Start, typed: Callable[..., str], tmp_path: Path
+) -> None:
+    first = [typed(rank, "--checkpoint_steps", 20) for rank in range(2)]
+    terminal, other = at_terminal(first[0]), start("sh", "-c", f"exec {first[1]}", cwd=REPOSITORY)
+    bar = next(line for line in terminal.wait_for(has_bar) if BAR.match(line))
+    assert len(bar.rstrip()) <= 77  # so that ^C, which the terminal shows, does not begin another line
+    os.kill(other.worker, signal.SIGKILL)
+    lines = terminal.wait()
+    assert "\x1b[1;31merror[peer-lost]:\x1b[0m rank 1 (" in terminal.raw
+    go_on = f"--resume auto --run_dir {tmp_path / 'run'}"
+    here = command_below(lines, f"each rank with its first command and {go_on}; here:")
+    assert here == f"{first[0].partition(' --run_dir')[0]} {go_on}"
+    other.wait()
+    assert f"{first[1].partition(' --run_dir')[0]} {go_on}\n" in other.err
+    again = [at_terminal(here), at_terminal(f"{first[1]} --resume auto")]
+    again[0].wait_for(lambda lines: any("going on after step " in line for line in lines))
+    again[0].wait_for(has_bar)
+    again[0].type("\x03")
+    for rank, stopped in enumerate(again):
+        lines = stopped.wait()
+        assert any("error[stopped]: stopped by Ctrl-C (SIGINT) on rank 0 after step " in line for line in lines)
+        assert any(line.startswith("  why:  that is this rank; ") for line in lines) is (rank == 0)
+        assert command_below(lines, f"go on: each rank with its first command and {go_on}; here:").startswith(
+            f"python run_multi_gpu_train.py --world_size 2 --rank {rank} "
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_on_a_rank_that_waits_alone_is_answered_in_one_line(
+    at_terminal: Type, typed: Callable[..., str], rank: int
+) -> None:
+    terminal = at_terminal(typed(rank))
+    terminal.wait_for(lambda lines: lines[-1] == "" and lines[-2:][0].startswith("  ("))  # the last line of the advice
+    before = len(terminal.lines)
+    terminal.type("\x03")
+    said = "error[stopped]: stopped by Ctrl-C (SIGINT) while it waited for the other ranks"
+    assert terminal.wait()[before - 1 :] == [said]
+
+
+def test_a_rank_that_is_stopped_while_others_wait_is_told_to_start_again_without_resume(
+    start_rank: Start,
+) -> None:
+    ranks = [start_rank(rank, 3) for rank in range(2)]
+    ranks[1].wait_for("2 of 3 here")
+    ranks[1].process.send_signal(signal.SIGTERM)
+    assert ranks[1].wait(10) == 143
+    said = "error[stopped]: stopped by SIGTERM\n  next: start this rank again: the others wait for it\n"
+    assert ranks[1].err.endswith(said)
+    assert ranks[0].process.poll() is None
