@@ -2,14 +2,16 @@
 
 python -m benchmarks.coordinator_process RANKS NONCE [TOKEN]
 
-It answers the line "port" with its port, and every other line with the CPU seconds it has used. It ends when its input
-ends. ``hosted`` starts it.
+It answers the line "port" with its port, "figures" with its CPU seconds, bytes of memory and open files, and every
+other line with the CPU seconds it has used. At "join" it also connects as rank 0's own agent, which at "finish" has
+finished. It ends when its input ends. ``hosted`` starts it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,10 +19,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from benchmarks.measuring import REPOSITORY
-from benchmarks.simulated_ranks import LOOPBACK, Order, allow_many_connections, rank_infos, run_info, seal
+from benchmarks.simulated_ranks import (
+    LOOPBACK,
+    Order,
+    allow_many_connections,
+    rank_infos,
+    ready_of,
+    run_info,
+    seal,
+)
+from ddp_manual.agent.collectives import Records
+from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
+from ddp_manual.agent.health import heartbeat_period
+from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0
 
@@ -62,6 +78,46 @@ def simulated_ranks(order: Order) -> Iterator[Tell]:
         yield tell
 
 
+class RankZero:
+    """The connection of rank 0's own agent, which is in the coordinator's process."""
+
+    def __init__(self, ranks: int, nonce: str, port: int) -> None:
+        self._info, self._nonce, self._port = rank_infos(ranks)[0], nonce, port
+        self._period = heartbeat_period(run_info(ranks))
+        self._connection: Connection
+
+    async def join(self) -> None:
+        _, self._connection = await asyncio.get_running_loop().create_connection(Connection, LOOPBACK, self._port)
+        connection = self._connection
+        await connection.receive()
+        connection.send({"hello": {**asdict(self._info), "nonce": self._nonce}})
+        assert "welcome" in (await connection.receive() or {})
+        connection.let_send(LONGEST_ANSWER)
+        connection.send({"ready": asdict(ready_of(self._info))})
+        connection.handle(self._take, self._gone)
+        while not connection.closed:
+            connection.send({"beat": None})
+            await asyncio.sleep(self._period)
+
+    async def finish(self) -> None:
+        self._connection.send({"finished": True})
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "probe" in message:
+            self._connection.send({"probed": [], "for": message["for"]})
+        elif "records" in message:
+            self._connection.send({"records": Records().answer(message["records"]), "of": message["of"]})
+
+    def _gone(self, reason: str) -> None:
+        print(f"rank 0 has lost its connection: {reason}", file=sys.stderr, flush=True)
+
+
+def figures() -> dict[str, float]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    memory = pages * os.sysconf("SC_PAGE_SIZE")
+    return {"cpu": time.process_time(), "memory": memory, "files": len(os.listdir("/proc/self/fd"))}
+
+
 async def serve(ranks: int, nonce: str, token: str | None) -> None:
     allow_many_connections()
     coordinator = Coordinator(run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT)
@@ -69,11 +125,22 @@ async def serve(ranks: int, nonce: str, token: str | None) -> None:
     await coordinator.serve(listener)
     ended = asyncio.Event()
 
+    own = RankZero(ranks, nonce, listener.getsockname()[1])
+
     def answer() -> None:
-        if line := sys.stdin.readline():
-            print(listener.getsockname()[1] if line == "port\n" else time.process_time(), flush=True)
+        line = sys.stdin.readline().strip()
+        if line == "port":
+            print(listener.getsockname()[1], flush=True)
+        elif line == "figures":
+            print(json.dumps(figures()), flush=True)
+        elif line:
+            if line in ("join", "finish"):
+                asked.append(asyncio.ensure_future(getattr(own, line)()))
+            print(time.process_time(), flush=True)
         else:
             ended.set()
+
+    asked: list[asyncio.Future[None]] = []
 
     asyncio.get_running_loop().add_reader(sys.stdin, answer)
     await ended.wait()

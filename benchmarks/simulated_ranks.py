@@ -24,8 +24,9 @@ from typing import Any
 from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.health import heartbeat_period
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, encode
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo
 from ddp_manual.training.config import TrainConfig
+from ddp_manual.wire import encode
 
 LOOPBACK = "127.0.0.1"
 # An address without a name in any hosts file: see ``ask_for_no_names``.
@@ -89,7 +90,7 @@ def rank_infos(world_size: int) -> list[RankInfo]:
         answer_port=20000,
         local_rank=None,
         versions=installed_versions(),
-        code=code_digests(None),
+        code=code_digests(),
         allow_mismatch=False,
         options={
             **options,
@@ -105,6 +106,19 @@ def rank_infos(world_size: int) -> list[RankInfo]:
     return infos
 
 
+def ready_of(info: RankInfo) -> Ready:
+    """Return what a rank knows once its worker has loaded torch."""
+    return Ready(
+        pid=info.pid,
+        device="cpu",
+        backend="gloo",
+        gpus=[],
+        versions={**info.versions, "cuda": None, "nccl": None},
+        options={"device": ["cpu", "default"], "backend": ["gloo", "default"]},
+        store=["10.0.0.1", 41000] if info.rank == 0 else [],
+    )
+
+
 class SimulatedRank:
     """Sends at once what an agent sends when its worker has loaded torch."""
 
@@ -117,16 +131,7 @@ class SimulatedRank:
         self._hello = {**asdict(info), "nonce": self._nonce}
         # Prepared here, because real ranks do this work on machines of their own.
         self._hello_line = None if self._seal else encode({"hello": self._hello})
-        ready = Ready(
-            pid=info.pid,
-            device="cpu",
-            backend="gloo",
-            gpus=[],
-            versions={**info.versions, "cuda": None, "nccl": None},
-            options={"device": ["cpu", "default"], "backend": ["gloo", "default"]},
-            store=["10.0.0.1", 41000] if info.rank == 0 else [],
-        )
-        self._ready_line = encode({"ready": asdict(ready)}) + encode({"beat": None})
+        self._ready_line = encode({"ready": asdict(ready_of(info))}) + encode({"beat": None})
         self._received = b""
         self._step = 0
         self.connection = socket.socket()

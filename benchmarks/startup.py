@@ -31,9 +31,13 @@ LOOK_EVERY = 0.01
 TORCHRUN = "torchrun, plain tutorial, 2 ranks"
 
 
+def environment(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+
+
 def until_first_step(commands: Sequence[Sequence[str]], tree: Path, stepped: Callable[[bytes], bool]) -> float:
     """Start the commands, wait until ``stepped`` of their output is true, and end them; returns the seconds."""
-    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    env = environment(tree)
     with tempfile.TemporaryFile() as output:
         started = time.perf_counter()
         processes = [
