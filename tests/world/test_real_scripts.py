@@ -53,7 +53,8 @@ def test_a_second_rank_1_and_a_missing_rank_2_are_named_with_the_command_of_the_
         assert f"rank 1 ({HOST}, pid {second.worker}) was refused: rank-taken" in rank.err
         error = last_error(rank.err)
         assert error.startswith("error[rank-missing]: 1 of 3 ranks never joined within 6 s: rank 2\n")
-        command = error.partition("next: ")[2].splitlines()[0]
+        first, command = error.partition("next: ")[2].splitlines()[:2]
+        assert first == "mend what the refused rank was told in its own terminal, then:"
         assert "run --world_size 3 --rank 2 " in command and command.endswith(" ".join([*script.words, *arguments]))
 
 
