@@ -139,9 +139,12 @@ class RankProcess:
     def wait(self, timeout: float = 120) -> int:
         """Return the exit code; fail with the output if the process does not end in time."""
         try:
-            return self.process.wait(timeout)
+            code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             pytest.fail(f"{self.arguments} still runs after {timeout} s; it said:\n{self.err}")
+        if code == -signal.SIGABRT:
+            print(f"{self.arguments} was aborted; it said:\n{self.err}")
+        return code
 
     def wait_for(self, text: str, timeout: float = 60) -> float:
         """Wait until stdout or stderr holds ``text``; return the seconds since the process started."""

@@ -281,32 +281,27 @@ def run_in_fork(
             del logging.Logger.manager.loggerDict[name]
         run(words, [*python_path(), *path])
 
-    end_with(program, keep=lambda: False)
+    end_with(program)
 
 
-def end_with(program: Callable[[], None], *, keep: Callable[[], bool]) -> None:
-    """Run a program, and end the process without Python's teardown, which takes 1 s with torch loaded: an agent that is
-    not a fork has no torch.
+def end_with(program: Callable[[], None]) -> None:
+    """Run a program, and end the process as Python would, but without the teardown of its modules.
 
-    Args:
-        keep: whether to leave the end of the process to Python after all.
+    With torch loaded that takes 1 s, and what it does in a fork of a process that has loaded torch proves nothing of a
+    new process: on some machines such forks were aborted in it.
     """
     code = 1
     try:
         program()
         code = 0
     except SystemExit as leaving:
-        if keep():
-            raise
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
     except BaseException as error:
-        if keep() or isinstance(error, KeyboardInterrupt):  # which Python ends with the signal itself
+        if isinstance(error, KeyboardInterrupt):  # which Python ends with the signal itself
             raise
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    if keep():
-        return
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -443,7 +438,6 @@ def become(request: dict[str, Any], path: Sequence[str], started_with: Mapping[s
         path: sys.path of a new Python without a program and without PYTHONPATH.
         started_with: the environment of the server.
     """
-    atexit.register(gc.unfreeze)  # before the last collection, or triton complains of what it finds left
     os.environ.clear()
     os.environ.update(request["env"])
     time.tzset()
@@ -524,4 +518,4 @@ if __name__ == "__main__":
     assert len(os.listdir("/proc/self/task")) == 1
     gc.freeze()
     request = serve(listener, lifeline)
-    end_with(lambda: become(request, own_path, own_environment), keep=lambda: "torch" in sys.modules)
+    end_with(lambda: become(request, own_path, own_environment))
