@@ -204,15 +204,14 @@ class RunPaths:
                     os.replace(failure, next(name for name in names if not name.exists()))
 
     def check(self, *, resuming: bool) -> None:
-        """Raise what ``create`` would raise, and leave no folder that was not there before."""
+        """Raise what ``create`` would raise; makes no folder: launches on several hosts may check the same."""
         if self.holder is not None:
             with self.locked():  # unless it is still held after a few seconds
                 pass
-        missing = [folder for folder in (self.run_dir, *self.run_dir.parents) if not folder.exists()]
-        self.create(resuming=resuming)
-        for folder in missing:
-            with suppress(OSError):  # another process uses it by now
-                folder.rmdir()
+        with writing(self.run_dir, "--run_dir"):
+            self._refuse_another_run(resuming=resuming)
+            there = next(folder for folder in (self.run_dir, *self.run_dir.absolute().parents) if folder.exists())
+            tempfile.TemporaryFile(dir=there).close()
 
     def create(self, *, resuming: bool = False) -> RunPaths:
         """Make the folder.
@@ -225,16 +224,19 @@ class RunPaths:
         """
         with writing(self.run_dir, "--run_dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            there = next((path for path in (self.config, self.checkpoints) if path.exists()), None)
-            if there is not None and not resuming:
-                raise BadOption(
-                    f"--run_dir {self.run_dir} already holds a run",
-                    why=f"{there} exists; training into it would overwrite its model and metrics",
-                    next="choose another --run_dir, or leave the option out for a new one\n"
-                    "or go on with that run: --resume auto",
-                )
+            self._refuse_another_run(resuming=resuming)
             tempfile.TemporaryFile(dir=self.run_dir).close()
         return self
+
+    def _refuse_another_run(self, *, resuming: bool) -> None:
+        there = next((path for path in (self.config, self.checkpoints) if path.exists()), None)
+        if there is not None and not resuming:
+            raise BadOption(
+                f"--run_dir {self.run_dir} already holds a run",
+                why=f"{there} exists; training into it would overwrite its model and metrics",
+                next="choose another --run_dir, or leave the option out for a new one\n"
+                "or go on with that run: --resume auto",
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:

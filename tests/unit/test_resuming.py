@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_manual import TrainConfig, train
+from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import result_text
@@ -234,3 +236,14 @@ def test_a_model_of_an_epoch_that_is_trained_again_is_removed(
     RunFiles(paths, keep=3, trackers=Trackers(())).rewind(position, history, nn.Linear(1, 1), complete=False)
     assert paths.model.exists() is stays
     assert accuracies(tmp_path) == [0.5] * position.epoch
+
+
+@pytest.mark.parametrize("named", ["new/run", "file/run"])
+def test_a_folder_is_checked_without_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """Launches on two hosts share one: a folder that one had made and removed again could be missing for the other."""
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("a folder was made"))
+    (tmp_path / "file").touch()
+    expected = pytest.raises(BadOption, match="cannot be written") if named == "file/run" else nullcontext()
+    with expected:
+        RunPaths(tmp_path / named).check(resuming=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
