@@ -208,10 +208,7 @@ class RunPaths:
         if self.holder is not None:
             with self.locked():  # unless it is still held after a few seconds
                 pass
-        with writing(self.run_dir, "--run_dir"):
-            self._refuse_another_run(resuming=resuming)
-            there = next(folder for folder in (self.run_dir, *self.run_dir.absolute().parents) if folder.exists())
-            tempfile.TemporaryFile(dir=there).close()
+        self._check_is_free(resuming=resuming)
 
     def create(self, *, resuming: bool = False) -> RunPaths:
         """Make the folder.
@@ -224,19 +221,22 @@ class RunPaths:
         """
         with writing(self.run_dir, "--run_dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._refuse_another_run(resuming=resuming)
-            tempfile.TemporaryFile(dir=self.run_dir).close()
+        self._check_is_free(resuming=resuming)
         return self
 
-    def _refuse_another_run(self, *, resuming: bool) -> None:
-        there = next((path for path in (self.config, self.checkpoints) if path.exists()), None)
-        if there is not None and not resuming:
-            raise BadOption(
-                f"--run_dir {self.run_dir} already holds a run",
-                why=f"{there} exists; training into it would overwrite its model and metrics",
-                next="choose another --run_dir, or leave the option out for a new one\n"
-                "or go on with that run: --resume auto",
-            )
+    def _check_is_free(self, *, resuming: bool) -> None:
+        """Raise BadOption if the folder holds another run, or it, or the first above that exists, cannot be written."""
+        with writing(self.run_dir, "--run_dir"):
+            there = next((path for path in (self.config, self.checkpoints) if path.exists()), None)
+            if there is not None and not resuming:
+                raise BadOption(
+                    f"--run_dir {self.run_dir} already holds a run",
+                    why=f"{there} exists; training into it would overwrite its model and metrics",
+                    next="choose another --run_dir, or leave the option out for a new one\n"
+                    "or go on with that run: --resume auto",
+                )
+            exists = next(folder for folder in (self.run_dir, *self.run_dir.absolute().parents) if folder.exists())
+            tempfile.TemporaryFile(dir=exists).close()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
