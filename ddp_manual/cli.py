@@ -142,6 +142,13 @@ def program_options(function: Any) -> Any:
     return function
 
 
+def launched_program(function: Any) -> Any:
+    """Give a command what starts all ranks has: the program, its options, and those of the ranks."""
+    form = "[SCRIPT [ARGUMENTS]... | -- TRAIN_OPTIONS...]"
+    program = click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=form)
+    return program_options(options_of(WorldSpec, only=LAUNCH_OPTIONS)(program(function)))
+
+
 def check_has_no_script(context: click.Context, **of_script: Any) -> None:
     """Refuse options that only a script of the user's own can have, where there is none.
 
@@ -412,9 +419,7 @@ def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
 @click.option("--export", multiple=True, metavar="NAME[=VALUE],...", help="Variables to pass on to the hosts.")
 @click.option("--dry_run", is_flag=True, help="Print what would be run on each host, and run nothing.")
 @click.option("--standalone", is_flag=True, help="Does nothing: torchrun needs it to start all ranks on one machine.")
-@program_options
-@options_of(WorldSpec, only=LAUNCH_OPTIONS)
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]... | -- TRAIN_OPTIONS...]")
+@launched_program
 @click.pass_context
 def launch(
     context: click.Context,
@@ -551,9 +556,7 @@ def hosted() -> int:
 @click.option("--tmux", "in_tmux", is_flag=True, help="Open them as panes of a new tmux session, through ssh.")
 @click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
 @json_option
-@program_options
-@options_of(WorldSpec, only=LAUNCH_OPTIONS)
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]... | -- TRAIN_OPTIONS...]")
+@launched_program
 @click.pass_context
 def list_commands(
     context: click.Context,
