@@ -36,6 +36,7 @@ from ddp_manual.agent.collectives import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.health import heartbeat_period
+from ddp_manual.agent.seats import Seats
 from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0
@@ -120,7 +121,7 @@ def figures() -> dict[str, float]:
 
 async def serve(ranks: int, nonce: str, token: str | None) -> None:
     allow_many_connections()
-    coordinator = Coordinator(run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT)
+    coordinator = Coordinator(run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, Seats(0, ""))
     listener = socket.create_server((LOOPBACK, 0), backlog=4096)
     await coordinator.serve(listener)
     ended = asyncio.Event()

@@ -21,7 +21,7 @@ def work() -> None:
     """Be the worker, in place of the usual one; the agent has started this process."""
     from ddp_manual.worker.reporter import Reporter
 
-    run, name = Reporter._run, sys.argv[4]
+    run, name = Reporter._run, next(word for word in sys.argv if word.startswith("rank="))
 
     def note_and_run(reporter: Reporter) -> None:
         note = Path(os.environ[FOLDER], f"reporter-{name}")

@@ -21,6 +21,7 @@ from ddp_manual.world_spec import WorldSpec
 if TYPE_CHECKING:
     from ddp_manual.training.main import train
     from ddp_manual.training.replicas import check_replicas
+    from ddp_manual.worker.holding import held, hold
     from ddp_manual.worker.join import join
     from ddp_manual.worker.spawn import spawn
     from ddp_manual.worker.world import World
@@ -34,6 +35,8 @@ __all__ = [
     "WorldSpec",
     "__version__",
     "check_replicas",
+    "held",
+    "hold",
     "join",
     "spawn",
     "train",
@@ -43,6 +46,8 @@ __all__ = [
 _LATER = {
     "World": "ddp_manual.worker.world",
     "check_replicas": "ddp_manual.training.replicas",
+    "held": "ddp_manual.worker.holding",
+    "hold": "ddp_manual.worker.holding",
     "join": "ddp_manual.worker.join",
     "spawn": "ddp_manual.worker.spawn",
     "train": "ddp_manual.training.main",

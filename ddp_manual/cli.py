@@ -35,7 +35,7 @@ CONTEXT = {
 PATH: Any = click.Path(path_type=Path)
 
 # The headings of a command's help, and the options below them.
-GROUPS = ("identity", "rendezvous", "training", "data", "output", "checkpoints", "other")
+GROUPS = ("identity", "rendezvous", "lost ranks", "training", "data", "output", "checkpoints", "other")
 GROUP_OF = {field.name: field.metadata["group"] for kind in (WorldSpec, TrainConfig) for field in option_fields(kind)}
 
 
@@ -52,7 +52,8 @@ class GroupedCommand(click.Command):
 
 # A program chooses its devices itself; launch chooses the place of each rank.
 PROGRAM_OPTIONS = tuple(field.name for field in option_fields(WorldSpec) if field.name not in ("device", "backend"))
-LAUNCH_OPTIONS = tuple(name for name in PROGRAM_OPTIONS if name not in ("world_size", "rank", "local_rank", "run_id"))
+OF_ITS_OWN = ("world_size", "rank", "local_rank", "run_id", "max_restarts")
+LAUNCH_OPTIONS = tuple(name for name in PROGRAM_OPTIONS if name not in OF_ITS_OWN)
 # How accelerate spells options of launch.
 ALSO_SPELLED = {"master_addr": "--main_process_ip", "master_port": "--main_process_port"}
 
@@ -242,8 +243,9 @@ def check(as_json: bool, **flags: Any) -> int:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text; with --watch one a line.")
 @click.option("--stacks", is_flag=True, help="Ask every rank for its Python stacks, to see where a run hangs.")
+@click.option("--shrink", is_flag=True, help="Have the run go on without the ranks that are lost (--on_loss wait).")
 @options_of(WorldSpec, only=("master_addr", "master_port", "token_file"))
-def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> int:
+def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any) -> int:
     """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing.
 
     With --watch, the exit code is that of the failure that has ended the run.
@@ -255,7 +257,7 @@ def status(watch: bool, as_json: bool, stacks: bool, **flags: Any) -> int:
         redraws = watch and not as_json and sys.stdout.isatty()
         with terminal.redrawing() if redraws else nullcontext(_say) as show:
             text = json.dumps if as_json else status.text
-            seen = status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks)
+            seen = status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks, shrink=shrink)
     except errors.DdpManualError as error:
         if as_json:
             _say(json.dumps({"error": error.as_dict()}))
@@ -497,7 +499,7 @@ def launch(
         task, of_task = TrainConfig.from_file(train_flags.pop("config_file"), **given(TrainConfig, train_flags)), {}
         typed_after = given(WorldSpec, train_flags)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
-    spec = WorldSpec(**options, sources=sources)
+    spec = WorldSpec(**{"max_restarts": max_restarts, **options}, sources=sources)
     if by_ssh:
         from ddp_manual.agent import ssh
 

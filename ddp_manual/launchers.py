@@ -258,7 +258,7 @@ _set_by_us: dict[str, str] = {}
 
 @contextmanager
 def set_rank_variables(
-    world_size: int, rank: int, place: Place, store_address: str, store_port: int, interfaces: Mapping[str, str]
+    place: Place, store_address: str, store_port: int, interfaces: Mapping[str, str]
 ) -> Iterator[None]:
     """Set the variables that torchrun would set, for the user's code and libraries.
 
@@ -266,7 +266,7 @@ def set_rank_variables(
         store_address, store_port: where torch's store is; "" without a store.
         interfaces: the variables of gloo and NCCL, for those that the user has not set.
     """
-    wanted = _identity_variables(world_size, rank, place)
+    wanted = _identity_variables(place)
     if store_address:
         # With these, init_process_group() in any library joins the store as a client.
         wanted |= _store_variables(store_address, store_port)
@@ -279,32 +279,25 @@ def set_rank_variables(
             _set_by_us.clear()
 
 
-def become_rank(
-    world_size: int,
-    rank: int,
-    place: Place,
-    placed: Mapping[str, Any],
-    *,
-    restarts: tuple[int, int],
-    hosted: bool,
-) -> None:
+def become_rank(place: Place, placed: Mapping[str, Any], *, restarts: tuple[int, int], hosted: bool) -> None:
     """Set all the variables that torchrun sets, for good: the program of this process is a rank from now on.
 
     Args:
         placed: the agent's message with the place: also where torch's store is, and which run this is.
-        restarts: how often the ranks were started again, and how often they may be.
+        restarts: how often the ranks were started again, without those after a rank was lost, and how often they may
+            be.
         hosted: whether the store is there already, so that rank 0 joins it as a client too.
     """
     wanted: dict[str, str | None] = {
-        **_identity_variables(world_size, rank, place),
+        **_identity_variables(place),
         "GROUP_RANK": str(place.node),
         "GROUP_WORLD_SIZE": str(place.nodes),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
         **_store_variables(*placed["store"]),
         "TORCHELASTIC_RUN_ID": placed["run"]["run_id"],
-        "TORCHELASTIC_RESTART_COUNT": str(restarts[0]),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.get("generation", 0)),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
         "OMP_NUM_THREADS": str(cpu_threads(place.local_world_size)),
         **_interface_variables(placed["interfaces"]),
@@ -314,10 +307,10 @@ def become_rank(
     _put(wanted)
 
 
-def _identity_variables(world_size: int, rank: int, place: Place) -> dict[str, str]:
+def _identity_variables(place: Place) -> dict[str, str]:
     return {
-        "WORLD_SIZE": str(world_size),
-        "RANK": str(rank),
+        "WORLD_SIZE": str(place.world_size),
+        "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
     }

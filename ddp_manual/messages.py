@@ -38,8 +38,12 @@ LONGEST_PLACE = 200
 # Numbers and chains that a heartbeat may say of a group.
 LONGEST_CHAINS = 256
 
+# What ranks do when one of them is lost.
+LEAVE, WAIT, SHRINK = "leave", "wait", "shrink"
+
 JOINING = "joining"
 RUNNING = "running"
+SAVING = "saving"
 LEAVING = "leaving"
 ENDED = "ended"
 
@@ -50,7 +54,8 @@ _ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
 
 # The JSON type of a field, by what its annotation begins with.
 _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **{"int": int, "int | None": (int, type(None)), "float": (int, float), "bool": bool},
+    **{"int": int, "int | None": (int, type(None)), "bool": bool},
+    **{"float": (int, float), "float | None": (int, float, type(None))},
     **{"str": str, "str | None": (str, type(None))},
     **{"Mapping": dict, "Sequence": list},
 }
@@ -117,8 +122,14 @@ class RankInfo(_FromNetwork):
     allow_mismatch: bool = False
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Option -> [value, source], for options that the ranks must agree on and that are known without torch."""
+    starts_again: bool = False
+    """Whether its agent starts another worker by itself when one is lost."""
+    goes_on: Mapping[str, Any] = field(default_factory=dict)
+    """Of a rank that has lost rank 0: ``RunSoFar`` of the run that it was in."""
 
     def _check_values(self) -> None:
+        if self.goes_on:
+            RunSoFar.from_message(self.goes_on)
         if self.local_rank is not None and self.local_rank < 0:
             raise TypeError("local_rank is not an index")
         if not 0 <= self.since < 1e11 or not 0 <= self.answer_port < 65536:
@@ -136,6 +147,34 @@ class RankInfo(_FromNetwork):
     @property
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSoFar(_FromNetwork):
+    """What the ranks of a run know of it, and tell a new rank 0."""
+
+    run_id: str
+    run_dir: str | None
+    generation: int
+    """How often the ranks have begun anew, since others took the places of lost ones."""
+    losses: int
+    """How often ranks were lost."""
+    lost_seconds: float
+    """From each loss until all ranks went on."""
+    lost: str = ""
+    """How rank 0 was lost."""
+    seconds: float = 0.0
+    """Since then."""
+    held: Sequence[int] = field(default_factory=list)
+    """The ``Moment`` of the state that the rank holds; [] if it holds none."""
+
+    def _check_values(self) -> None:
+        _check_names([self.run_id, self.lost])
+        numbers = [self.generation, self.losses, *self.held]
+        if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers):
+            raise TypeError("impossible number")
+        if len(self.held) not in (0, 2):
+            raise TypeError("a moment is not a generation and a step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +257,11 @@ class RunInfo(_FromNetwork):
     stall_timeout: float
     script: bool
     """Whether the ranks run the user's own script, whose options are unknown here."""
+    on_loss: str = LEAVE
+    """What the ranks do when one of them is lost: see ``WorldSpec``."""
+    rejoin_timeout: float = 0.0
+    shrink_after: float | None = None
+    on_loss_of_own_code: bool = False
 
     def _check_values(self) -> None:
         _ip_address(self.address)
@@ -240,8 +284,12 @@ class RunInfo(_FromNetwork):
 
 @dataclass(kw_only=True)
 class Place:
-    """A rank's place among the hosts of the run."""
+    """A rank's place in the world, and among the hosts of the run."""
 
+    rank: int
+    """In torch's process group. In a world that has shrunk the ranks count anew there; otherwise the rank's own."""
+    world_size: int
+    """The number of ranks that are in the process group."""
     local_rank: int
     """Index of its GPU on the host."""
     local_world_size: int

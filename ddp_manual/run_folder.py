@@ -118,6 +118,7 @@ class RunPaths:
     run_dir: Path
     config = _Named("config.json")
     metrics = _Named("metrics.jsonl")
+    losses = _Named("losses.jsonl")
     accuracies = _Named("accuracies.json")
     model = _Named("model.pt")
     samples = _Named("samples.png")

@@ -12,11 +12,13 @@ from typing import Any
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
 from ddp_manual.identity import TORCHRUN, nobody_says_of_how_many
+from ddp_manual.messages import LEAVE, SHRINK, WAIT
 from ddp_manual.options import Options, number_below, option, option_fields
 
 # The ranks of a run need not agree on these.
 identity = partial(option, group="identity", shared=False)
 rendezvous = partial(option, group="rendezvous", shared=False)
+loss = partial(option, group="lost ranks", shared=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,21 @@ class WorldSpec(Options):
     allow_mismatch: bool = rendezvous(
         False, "Go on, with a warning, where code, versions or variables differ between ranks."
     )
+    on_loss: str = loss(
+        LEAVE,
+        "When a rank is lost: leave ends the run; wait keeps its seat until its command is typed again, and then goes "
+        "on from the same step; shrink goes on without it. Rank 0's value is used, as of the next two.",
+        choices=(LEAVE, WAIT, SHRINK),
+    )
+    rejoin_timeout: float = loss(1800.0, "Seconds that a lost rank's seat is kept; then the run ends.", above=0)
+    shrink_after: float | None = loss(
+        None, "With --on_loss wait: seconds after which the run goes on without a lost rank.", minimum=0
+    )
+    on_loss_of_own_code: bool = loss(False, "A rank whose own code raised counts as lost too; rank 0's value is used.")
+    max_restarts: int = loss(3, "How often a rank may be lost by its own code; rank 0's value is used.", minimum=0)
+    standby_addr: str | None = loss(
+        None, "HOST[:PORT] where ranks that have lost rank 0 look for it too, besides its address."
+    )
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     """Option -> "flag" or "from VARIABLE"; an option that is missing here has its default or an argument."""
 
@@ -95,6 +112,12 @@ class WorldSpec(Options):
                 why=f"{self.named('master_addr')}: it stands for all addresses of a host",
                 next="give the host name or the IP address of rank 0's machine, the same on every rank\n"
                 f"rank 0 may listen at all its addresses: --listen_addr {self.master_addr}",
+            )
+        if self.standby_addr is not None and self.standby is None:
+            raise BadOption(
+                f"--standby_addr {self.standby_addr!r} is no HOST or HOST:PORT",
+                why=self.named("standby_addr"),
+                next="name a host of the run, such as hostB or hostB:29500",
             )
         if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
             raise BadOption(
@@ -144,6 +167,16 @@ class WorldSpec(Options):
         if not by_hand and sources.get("master_addr") != "flag":
             launchers.check_rank_0_is_found()
         return cls(**values, sources=sources)
+
+    @property
+    def standby(self) -> tuple[str, int] | None:
+        """Where ranks that have lost rank 0 look for it too; None if nothing, or nothing that can be, was given."""
+        found = re.fullmatch(
+            r"(?:([^][:\s]+)|\[([^][\s]+)\])(?::(\d{1,5}))?|([^][\s]*:[^][\s]*)", self.standby_addr or ""
+        )
+        if found is None or (port := int(found[3] or self.master_port)) > 65535:
+            return None
+        return found[1] or found[2] or found[4], port
 
     @property
     def from_variables(self) -> list[str]:

@@ -54,7 +54,7 @@ async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -
     )
     worker = ScriptWorker(attach["pid"], connection, faults, terminal.print_error)
     # ``worker`` shows the error: the script raises it as an exception, or else it is printed.
-    await Agent(spec, task, start_worker=lambda: worker, log=terminal.log, print_error=lambda error: None).run()
+    await Agent(spec, task, start_worker=lambda held: worker, log=terminal.log, print_error=lambda error: None).run()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,10 @@ from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
 from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
-from ddp_manual.agent.verdicts import STACKS, Watch
-from ddp_manual.errors import DdpManualError, MasterLost, PeerLost
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, last_words
+from ddp_manual.agent.seats import Seats
+from ddp_manual.agent.verdicts import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
+from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict
+from ddp_manual.messages import LEAVE, SHRINK, Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
 from ddp_manual.terminal import Waiting, as_ranges, in_words
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
@@ -56,10 +57,16 @@ class Coordinator:
         rank_0: what the other ranks are compared with.
         own_nonce: the nonce in the hello of rank 0's own agent; no other process may be rank 0.
         join_timeout: seconds from now until all ranks must have joined; then they have at least 600 s to load torch.
+        seats: what happens when a rank is lost.
     """
 
-    def __init__(self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float) -> None:
+    def __init__(
+        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, seats: Seats
+    ) -> None:
         self.roll_call = RollCall(run, rank_0)
+        self.seats = seats
+        self.record: dict[str, Any] | None = None
+        """Of the last loss, once all ranks have gone on after it."""
         self._handshakes = Handshakes(self.roll_call, seal, own_nonce)
         self._peers: dict[int, Peer] = {}
         self._waits_since = self._ticked = time.monotonic()
@@ -71,8 +78,12 @@ class Coordinator:
         self._over = self._stopping = False
         self._next_news = self._next_beat = 0.0
         self._probes: Probes | None = None
+        self._placed: set[int] = set()
+        """The ranks that have gone on together, for the last time."""
+        self._own_code: set[int] = set()
         self._gathering = False
         self._looking = asyncio.Lock()
+        self._working: set[asyncio.Future[None]] = set()
 
     @property
     def run(self) -> RunInfo:
@@ -142,6 +153,9 @@ class Coordinator:
         if peer.rank is not None:
             if self._peers.get(peer.rank) is peer:  # not if it has left, and another process has its rank now
                 self._take_from_rank(peer, peer.rank, message)
+                self._give_up_lost()
+        elif peer.was_rank:
+            return  # its last words
         elif peer.awaits_answer or peer in self._handshakes.claims:
             raise Unreadable("it says more before it is answered")
         elif "look" in message:
@@ -154,8 +168,11 @@ class Coordinator:
             info = self._handshakes.read_hello(peer, sealed)
             if info is None:
                 return
+            if info.goes_on and not self._go_on_with(peer, info):
+                return
             holder = self._peers.get(info.rank)
-            if not self.roll_call.complete or (holder is not None and not holder.left):
+            comes_back = holder is None and info.rank in self.roll_call.left_out
+            if not self.roll_call.complete or comes_back or (holder is not None and not holder.left):
                 self._handshakes.claims[peer] = info
                 self._peers.update(self._handshakes.admit_claims(peer))
                 return
@@ -170,11 +187,12 @@ class Coordinator:
             reason = printable(reason)
             if peer.left:
                 return
-            if not self.roll_call.complete:
+            if not self.roll_call.complete or rank in self.roll_call.left_out:
                 how = "is gone: its process has ended" if reason in PROCESS_ENDED else f"is gone: {reason}"
                 self._miss_again(rank, how)
             elif not self._over:
                 self._watch.end_because_of_gone(rank, reason)
+                self._give_up_lost()
 
     # -- the roll call ------------------------------------------------------------------------------------------
 
@@ -192,6 +210,88 @@ class Coordinator:
         self._handshakes.refuse(peer, error)
         self._miss_again(rank, how)
 
+    def _go_on_with(self, peer: Peer, info: RankInfo) -> bool:
+        """Take the run that a rank was in before it has lost rank 0; return False if that is another run."""
+        so_far, run = RunSoFar.from_message(info.goes_on), self.run
+        if not self.seats.began:
+            self.seats.adopt(so_far, self.roll_call.rank_0, time.monotonic())
+            self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=so_far.run_dir)
+            self._join_timeout, self._waits_since = run.rejoin_timeout, time.monotonic()
+            self._watch.send_to_all({"line": f"going on with run {so_far.run_id}, which {info.who} was in"})
+        elif so_far.run_id != run.run_id:
+            other = MasterLost(
+                f"another run has rank 0's address by now: {run.run_id}, not {so_far.run_id}",
+                why=f"its rank 0 is on {run.host} (pid {run.pid})",
+                next="start all ranks again",
+            )
+            self._handshakes.refuse(peer, other)
+            return False
+        self.seats.take_held(info.rank, so_far.held, so_far.held[1] if so_far.held else 0)
+        return True
+
+    def _give_up_lost(self) -> None:
+        """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
+        lost, self._watch.lost = self._watch.lost, {}
+        if not lost or not self.roll_call.complete:
+            return
+        alone = {rank for rank, loss in lost.items() if not self._goes_on(rank, loss)}
+        self._own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE}
+        peers = {rank: self._peers.pop(rank) for rank in alone if rank in self._peers}
+        for rank in alone:
+            self.roll_call.leave(rank)
+        self._begin_again({rank: loss.verdict for rank, loss in lost.items()})
+        for rank, peer in peers.items():
+            peer.rank, peer.was_rank = None, True
+            if lost[rank].kind == SILENT:  # it may be back before another process has its seat
+                peer.connection.send({"seat": "lost"})
+                peer.connection.close()
+            else:
+                look, _, _ = lost[rank].verdict["next"].rpartition("\nthen ")
+                seat = f"then give this rank back, on any host: the others wait for it\n{self.run.command_for(rank)}"
+                peer.connection.send({"verdict": {**lost[rank].verdict, "next": "\n".join(filter(None, (look, seat)))}})
+
+    def _goes_on(self, rank: int, loss: Loss) -> bool:
+        """Return whether the agent of a lost rank starts another worker by itself."""
+        here = rank in self._peers and loss.kind != SILENT
+        return here and (self.roll_call.info(rank).starts_again or loss.kind == BROKEN)
+
+    def _begin_again(self, lost: Mapping[int, Verdict], back: Collection[int] = ()) -> None:
+        now = time.monotonic()
+        self._watch.stop()
+        self._watch = Watch(self.roll_call, self._peers, now)
+        at_work = self._placed & self.roll_call.members.keys()
+        self.roll_call.begin_again(at_work)
+        self.seats.begin(lost, now, back)
+        self._probes, self._stopping = None, False
+        self._join_timeout, self._waits_since, self._all_were_here = self.run.rejoin_timeout, now, False
+        for rank in at_work:
+            self._peers[rank].begins_again = True
+            self._peers[rank].connection.send({"again": True})
+        if self.run.on_loss == SHRINK:
+            self.shrink()
+        self._hear_held()
+
+    def shrink(self) -> bool:
+        """Go on without the ranks that are missing; return whether any is."""
+        missing = self.roll_call.missing
+        if self.roll_call.complete or not self.seats.began or not missing:
+            return False
+        self.roll_call.left_out.update(missing)
+        self.roll_call.changed = True
+        return True
+
+    def _hear_held(self) -> None:
+        """Say what is held of a lost rank's work, once all ranks have replied, or end the run."""
+        here = self._placed & self.roll_call.members.keys()
+        line = self.seats.kept(self.run, here, self.roll_call.missing)
+        if line is None or self._watch.failure is not None:
+            return
+        restarted = [rank for rank in self.seats.lost if rank in here]
+        if (refusal := self.seats.refusal(restarted, self._own_code, here)) is not None:
+            self._watch.end_the_run(refusal)
+        else:
+            self._watch.send_to_all({"line": line})
+
     def _refuse_all(self, error: DdpManualError) -> None:
         """End the wait of every rank."""
         members = self.roll_call.infos()
@@ -202,7 +302,11 @@ class Coordinator:
 
     def _advance(self) -> None:
         """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
-        if self.roll_call.complete or self._watch.failure is not None or not self.roll_call.all_here:
+        if self.roll_call.complete:
+            if back := self.roll_call.take_back():
+                self._begin_again({}, back)
+            return
+        if self._watch.failure is not None or not self.roll_call.all_here:
             return
         if self._probes is None:  # while the workers load torch
             self._probes = Probes(self.roll_call.infos(), self.roll_call.places(), time.monotonic())
@@ -226,12 +330,29 @@ class Coordinator:
         self.roll_call.complete = True
         ready = self.roll_call.members[0].ready
         assert ready is not None
+        now = time.monotonic()
+        gone_on = self.seats.complete(self.run, {info.rank: info for info in self.roll_call.infos()}, now)
+        if gone_on is not None:
+            line, self.record = gone_on
+            self._watch.send_to_all({"line": line})
+        _, source = self.seats.newest(places)
+        again = {
+            "generation": self.seats.generation,
+            "holds": self.run.on_loss != LEAVE,
+            "state_from": places[source].rank if source is not None else None,
+            "losses": {"count": self.seats.count, "seconds": round(self.seats.seconds, 3)},
+            "of_run": {"run_id": self.run.run_id, "run_dir": self.run.run_dir},
+        }
         self._watch.health.async_collectives = ready.backend == "nccl"
-        self._watch.health.restart(time.monotonic())
-        for rank, peer in self._peers.items():
+        self._watch.health.restart(now)
+        for rank in self.roll_call.left_out:
+            self._watch.health.leave(rank)
+        self._placed = {*places}
+        for rank, place in places.items():
+            peer = self._peers[rank]
             roster = {"roster": self.roll_call.roster()} if rank == 0 else {}
-            place = {"place": vars(places[rank]), "store": list(ready.store), "rank_0_pid": ready.pid}
-            peer.connection.send({**place, **roster, "on_cpu": on_cpu})
+            placed = {"place": vars(place), "store": list(ready.store), "rank_0_pid": ready.pid}
+            peer.connection.send({**placed, **roster, **again, "on_cpu": on_cpu})
 
     def _wait_for_ranks(self, now: float, *, late: bool) -> None:
         for rank in self.roll_call.silent(now) if not late else []:
@@ -246,8 +367,12 @@ class Coordinator:
         if self._all_were_here != self.roll_call.all_here:
             self._all_were_here, self._waits_since = self.roll_call.all_here, now
         waited = now - self._waits_since
+        if self.run.shrink_after is not None and waited > self.run.shrink_after:
+            self.shrink()
         if waited > self._wait_within and not self.roll_call.complete:
-            self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited))
+            never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
+            missing = missing_ranks_error(self.roll_call.news(), self.run, waited)
+            self._refuse_all(missing if never_taken is None else from_dict(never_taken, never_taken["exit_code"]))
         elif self.roll_call.changed and now >= self._next_news:
             self._next_news = now + len(self._peers) * NEWS_EACH
             self._send_news()
@@ -258,13 +383,23 @@ class Coordinator:
 
     def _send_news(self) -> None:
         self.roll_call.changed = False
-        clock = {"waited": time.monotonic() - self._waits_since, "timeout": self._wait_within}
+        clock = {
+            "waited": time.monotonic() - self._waits_since,
+            "timeout": self._wait_within,
+            "again": self.seats.began,
+        }
         self._watch.send_to_all({"news": {**self.roll_call.news(), **clock}})
 
     # -- what ranks say -----------------------------------------------------------------------------------------
 
     def _take_from_rank(self, peer: Peer, rank: int, message: dict[str, Any]) -> None:
-        if "beat" in message:
+        if peer.begins_again and not message.keys() & {"ready", "bye", "held", "probed"}:
+            # What it says of the worker that its agent replaces does not count any more.
+            self.roll_call.hear(rank, time.monotonic())
+        elif "held" in message:
+            self.seats.take_held(rank, message["held"], int(message["steps_done"]))
+            self._hear_held()
+        elif "beat" in message:
             now = time.monotonic()
             beat = None if message["beat"] is None else Beat.from_message(message["beat"])
             self._watch.hear(rank, beat, now)
@@ -272,6 +407,7 @@ class Coordinator:
                 self._gathering = True
                 asyncio.get_running_loop().call_soon(self._gather)
         elif "ready" in message:
+            peer.begins_again = False
             for other, error in self.roll_call.get_ready(rank, Ready.from_message(message["ready"])):
                 self._dismiss(other, error, "has left: it was refused")
             self._advance()
@@ -291,7 +427,7 @@ class Coordinator:
             self._watch.take_reply(rank, int(message["of"]), message["records"])
         elif "bye" in message:
             peer.left = True
-            if self.roll_call.complete:
+            if self.roll_call.complete and rank not in self.roll_call.left_out:
                 self._watch.health.leave(rank)
             else:
                 self._miss_again(rank, f"left again: {printable(str(message['bye']))}")
@@ -304,7 +440,7 @@ class Coordinator:
     def _take_failure(self, peer: Peer, rank: int, message: Mapping[str, Any]) -> None:
         """Take what has ended a worker: its own last words or, if it is ``lost``, what its agent says about it."""
         verdict = verdicts.verdict_about(self.roll_call.info(rank), message["failed"], judged="lost" in message)
-        if self.roll_call.complete:
+        if self.roll_call.complete and rank not in self.roll_call.left_out:
             broken_at = printable(str(message["place"])) if message.get("broken") else None
             crashed = "lost" in message and verdict["exit_code"] - 128 in verdicts.CRASHES
             in_a_collective = crashed or message.get("in_a_collective") is True
@@ -336,6 +472,7 @@ class Coordinator:
             self._wait_for_ranks(now, late=passed > 1)
         if self.roll_call.complete and self._watch.failure is None:
             self._watch.check(now)
+        self._give_up_lost()
 
     # -- observers ---------------------------------------------------------------------------------------------
 
@@ -346,16 +483,18 @@ class Coordinator:
             if peer.connection.unsent:
                 raise Unreadable("it has not read the last answer")
             peer.awaits_answer = True
-            self._watch.in_background(self._show(peer, stacks=bool(look.get("stacks"))))
+            done = {"shrunk": self.shrink()} if look.get("shrink") else {}
+            self._working.add(work := asyncio.ensure_future(self._show(peer, done, stacks=bool(look.get("stacks")))))
+            work.add_done_callback(self._working.discard)
 
-    async def _show(self, peer: Peer, *, stacks: bool) -> None:
+    async def _show(self, peer: Peer, done: Mapping[str, Any], *, stacks: bool) -> None:
         everybody = range(self.run.world_size) if stacks and self.roll_call.complete else ()
         most = LONGEST_ANSWER // (2 * self.run.world_size)  # the roster takes the rest of what an observer reads
         found = {str(rank): text[-most:] for rank, text in (await self._watch.stacks_of(everybody)).items()}
         async with self._looking:
             if not peer.connection.closed:
                 began = time.monotonic()
-                seen = {**self._describe_run(), **({"stacks": found} if stacks else {})}
+                seen = {**self._describe_run(), **done, **({"stacks": found} if stacks else {})}
                 self._handshakes.answer_look(peer, seen)
                 await asyncio.sleep((1 / LOOKS_SHARE - 1) * (time.monotonic() - began))
 

@@ -38,6 +38,10 @@ class Peer:
     nonce: str = ""
     left: bool = False
     """Whether this rank has said goodbye."""
+    was_rank: bool = False
+    """Whether this was a rank that has lost its seat."""
+    begins_again: bool = False
+    """Whether its agent replaces its worker, and has not said yet that the new one is ready."""
     awaits_answer: bool = False
     """Whether it has asked to see the run, and has not been shown it yet; until then it may say nothing more."""
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,10 @@ from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_arguments import named_arguments
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
+from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch, from_dict
-from ddp_manual.messages import RankInfo, RunInfo, Steps
+from ddp_manual.messages import LEAVE, RankInfo, RunInfo, RunSoFar, Steps
+from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import POLL_EVERY, Waiting, counted
 from ddp_manual.wire import LONGEST_ANSWER, printable
@@ -83,10 +86,26 @@ class Join:
 
     Args:
         log: prints a line for this rank.
+        so_far: the run that this rank was in, if it has lost rank 0.
     """
 
-    def __init__(self, spec: WorldSpec, task: Task, *, steps: Steps, log: Callable[[str], None]) -> None:
-        self.info = RankInfo(rank=spec.rank, world_size=spec.world_size, host=launchers.host_name(), pid=os.getpid())
+    def __init__(
+        self,
+        spec: WorldSpec,
+        task: Task,
+        *,
+        steps: Steps,
+        log: Callable[[str], None],
+        so_far: RunSoFar | None = None,
+    ) -> None:
+        self.info = RankInfo(
+            rank=spec.rank,
+            world_size=spec.world_size,
+            host=launchers.host_name(),
+            pid=os.getpid(),
+            starts_again=spec.rank == 0 or task.launched is not None or spec.started_by is not None,
+            goes_on=dataclasses.asdict(so_far) if so_far is not None else {},
+        )
         """What this rank knows of itself so far, and says in its hello."""
         self.coordinator: Coordinator | None = None
         self.probe_server: asyncio.Server | None = None
@@ -127,7 +146,7 @@ class Join:
                     address, port = await read_torchrun_address(spec, self._task.attempt, self._waiting)
                     self._spec = dataclasses.replace(spec, master_addr=address, master_port=port)
                     found = [address]
-                there = await find_rank_0(self._spec, found, self._waiting, self._command_for(0))
+                there = await self._find_rank_0(found)
                 assert there.connection is not None
                 where = at(there.address, self._spec.master_port)
                 step.detail = f"its agent answers at {where}"
@@ -155,6 +174,26 @@ class Join:
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
+    async def _find_rank_0(self, found: list[str]) -> Probe:
+        """Wait for rank 0 at these addresses; a rank that has lost it, also where another one may stand by."""
+        asked = asyncio.ensure_future(find_rank_0(self._spec, found, self._waiting, self._command_for(0)))
+        if not self.info.goes_on or self._spec.standby is None:
+            return await asked
+        host, port = self._spec.standby
+        self._log(f"also looking at {at(host, port)} (--standby_addr)")
+        silent = Waiting(self._spec.join_timeout, lambda line: None)
+        beside = dataclasses.replace(self._spec, master_addr=host, master_port=port)
+        also = asyncio.ensure_future(find_rank_0(beside, [host], silent, ""))
+        try:
+            await asyncio.wait([asked, also], return_when=asyncio.FIRST_COMPLETED)
+            if also.done() and also.exception() is None:
+                self._spec = beside
+                return also.result()
+            return await asked
+        finally:
+            asked.cancel()
+            also.cancel()
+
     @property
     def here(self) -> int:
         """How many ranks are here, as far as this rank knows."""
@@ -177,7 +216,8 @@ class Join:
         """Take rank 0's news of which ranks are here and which are missing, and how long rank 0 has waited for them."""
         if self._news is None or bool(self._news["missing"]) != bool(news["missing"]):
             # Rank 0's time counts for all ranks, but no rank waits longer than its own time for the missing ones.
-            own = self._spec.join_timeout + news["waited"] if news["missing"] else news["timeout"]
+            is_own = bool(news["missing"]) and not news.get("again")
+            own = self._spec.join_timeout + news["waited"] if is_own else news["timeout"]
             self._waiting = Waiting(min(own, news["timeout"]), self._log_waiting, news["waited"])
         self._news = news
         for warning in news["warnings"]:
@@ -199,7 +239,7 @@ class Join:
         missing = bool(news["missing"])
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)
-        if missing:
+        if missing and not news.get("again"):  # otherwise rank 0 has said so, once
             self._waiting.advise(advice_for(news["missing"], run))
             if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
                 raise missing_ranks_error(news, run, self._waiting.timeout)
@@ -220,8 +260,12 @@ class Join:
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
                 step.detail = "one host" if nodes == 1 else f"{nodes} hosts, tried by others"
-        if self.probe_server is not None:
+        if self.probe_server is not None and self._run.on_loss == LEAVE:
             self.probe_server.close()
+
+    def begin_again(self) -> None:
+        """Forget what rank 0 has said of who is missing: some ranks begin anew."""
+        self._news = None
 
     def fail(self, error: DdpManualError) -> None:
         self._steps.end(self._roll_call, error.what, "failed")
@@ -258,8 +302,17 @@ class Join:
             peer_timeout=spec.peer_timeout,
             stall_timeout=spec.stall_timeout,
             script=self._task.is_script or self._task.program is not None,
+            on_loss=spec.on_loss,
+            rejoin_timeout=spec.rejoin_timeout,
+            shrink_after=spec.shrink_after,
+            on_loss_of_own_code=spec.on_loss_of_own_code,
         )
-        self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout)
+        command, arguments = launchers.typed_command()
+        command = command if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
+        at_rank_0 = {name: getattr(spec, name) for name in ("master_addr", "master_port", "token_file")}
+        typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
+        seats = Seats(spec.max_restarts, f"{shlex.join([*command, 'status'])} {as_flags({**typed, 'shrink': True})}")
+        self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
         return str(address)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TextIO
 
 from ddp_manual import launchers
@@ -22,6 +22,7 @@ from ddp_manual.agent.worker_process import (
     words_for,
 )
 from ddp_manual.errors import DdpManualError
+from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launchers import start_python
 from ddp_manual.program import Program
 from ddp_manual.terminal import RankOutput
@@ -51,19 +52,28 @@ class Forker:
     Args:
         program: what the workers run; by default our own training.
         modules: what it imports besides, before the first fork.
+        in_terminal: whether the workers belong to this terminal, and write to it.
     """
 
-    def __init__(self, nproc: int, program: Program | None = None, modules: Sequence[str] = ()) -> None:
-        self._nproc, self._program = nproc, program
+    def __init__(
+        self,
+        nproc: int,
+        program: Program | None = None,
+        modules: Sequence[str] = (),
+        *,
+        in_terminal: bool = False,
+    ) -> None:
+        self._nproc, self._program, self._in_terminal = nproc, program, in_terminal
         self._words = [f"ranks={nproc}", *words_for(program), f"import={','.join(modules)}"]
+        if in_terminal:
+            self._words.append("in=terminal")
         self._start()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs, launchers.clean_variables(self._nproc):
-            self._process = start_python(
-                PROGRAM, [theirs.fileno()], self._words, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+        own = {} if self._in_terminal else {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        with theirs, nullcontext() if self._in_terminal else launchers.clean_variables(self._nproc):
+            self._process = start_python(PROGRAM, [theirs.fileno()], self._words, **own)
 
     def start_again(self) -> None:
         """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""
@@ -76,16 +86,25 @@ class Forker:
         self._process.kill()
         self._process.wait()
 
-    def start(self, rank: int, world_size: int, output: RankOutput) -> Worker:
-        """Ask for a worker; it exists once the forker has torch."""
+    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput | None = None) -> Worker:
+        """Ask for a worker; it exists once the forker has torch.
+
+        Args:
+            held: where it holds its state.
+            output: takes what it writes; None: it writes to this terminal.
+        """
         check_torch_is_installed()
+        self.start_again()
         channel, theirs = socket.socketpair()
-        (faults, *ours), their_pipes = zip(*(os.pipe() for _ in ("faults", "stdout", "stderr")), strict=True)
+        faults, their_faults = os.pipe()
+        (ours, pipes) = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True) if output else ((), ())
         with theirs, suppress(BrokenPipeError):  # the forker has just ended; the worker's channel shows that too
-            socket.send_fds(self._control, [b"."], [theirs.fileno(), *their_pipes])
-        for descriptor in their_pipes:
+            streams = pipes or (1, 2)
+            socket.send_fds(self._control, [b"."], [theirs.fileno(), their_faults, held.descriptor, *streams])
+        for descriptor in (their_faults, *pipes):
             os.close(descriptor)
-        return ForkedWorker(self._process, channel, faults, copies(ours, output), self._program)
+        copied = copies(ours, output) if output else []
+        return ForkedWorker(self._process, channel, faults, copied, self._program)
 
 
 class ProcessStarter:
@@ -100,11 +119,11 @@ class ProcessStarter:
     def close(self) -> None:
         """Do nothing: the agents end their workers."""
 
-    def start(self, rank: int, world_size: int, output: RankOutput) -> Worker:
+    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput) -> Worker:
         (out, err), theirs = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True)
         with launchers.clean_variables(self._nproc):
             streams = {"stdin": subprocess.DEVNULL, "stdout": theirs[0], "stderr": theirs[1]}
-            worker = start_process(rank, world_size, self._program, start_new_session=True, **streams)
+            worker = start_process(rank, world_size, held, self._program, start_new_session=True, **streams)
         for descriptor in theirs:
             os.close(descriptor)
         worker.copies = copies((out, err), output)

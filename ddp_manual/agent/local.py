@@ -399,7 +399,7 @@ class Launch:
         return Agent(
             own,
             dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
-            start_worker=lambda: starter.start(rank, world_size, output),
+            start_worker=lambda held: starter.start(rank, world_size, held, output),
             log=lambda line: output.print(f"{terminal.tag(rank)} {line}"),
             print_error=lambda error: output.print(self._render(rank, error)),
         )

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,21 @@ from ddp_manual.errors import (
     Stopped,
     from_dict,
 )
-from ddp_manual.messages import Beat, Place, RunInfo, Step, Steps, Verdict, last_words, more_seconds
+from ddp_manual.held_memory import HeldMemory
+from ddp_manual.messages import (
+    LEAVE,
+    SAVING,
+    Beat,
+    Place,
+    RunInfo,
+    RunSoFar,
+    Step,
+    Steps,
+    Verdict,
+    last_words,
+    more_seconds,
+)
+from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -48,6 +62,8 @@ SAME_WITHIN = 0.5
 LAST_WORD_WITHIN = 1.5
 # Seconds in which the ranks stop in order once their launcher is gone.
 STOP_WITHIN = 3.0
+# Seconds until another worker is started.
+REPLACED_WITHIN = 60.0
 # Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
 READY_WITHIN = 20.0
 
@@ -56,7 +72,8 @@ class Agent:
     """The agent of one rank, from ``run`` to the exit code.
 
     Args:
-        start_worker: starts the worker's process, or returns the one that runs already.
+        start_worker: starts a worker's process, which holds its state in that memory, or returns the one that runs
+            already.
         log: prints a line for the person at this rank's terminal.
         print_error: prints the error that ends this rank, after everything else.
     """
@@ -66,7 +83,7 @@ class Agent:
         spec: WorldSpec,
         task: Task,
         *,
-        start_worker: Callable[[], Worker],
+        start_worker: Callable[[HeldMemory], Worker],
         log: Callable[[str], None],
         print_error: Callable[[DdpManualError], None],
     ) -> None:
@@ -81,6 +98,13 @@ class Agent:
         else:
             self._signals = StopSignals(spec, task.is_script, log, self._ask_worker)
         self.worker: Worker
+        self.held = HeldMemory.create()
+        """The state of the training, which outlives the worker."""
+        self._so_far: RunSoFar | None = None
+        """What this rank tells a new rank 0, once it has been in the run."""
+        self._lost_rank_0_at = 0.0
+        self._replacing = self._trained = False
+        self._timers: list[asyncio.TimerHandle] = []
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
         self._is_own_folder = False
@@ -105,21 +129,36 @@ class Agent:
                     self.log(", ".join(self.spec.from_variables))
                 with self.steps.step("open files") as step:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
-                self.worker = self._start_worker()
+                self.worker = self._start_worker(self.held)
             except Exception as error:
                 self._ending.fail(error)
                 ended = await self._ending.wait()
                 assert ended.error is not None
                 self._print_error(ended.error)
                 return ended
-            await self.worker.attach(self._ending.guarded(self._take_from_worker), self._worker_gone)
+            await self._attach()
             self._watch_launcher()
-            self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
             self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
             self._tick()
             ended = await self._ending.wait()
             await self._leave(ended.error)
+            self.held.close()
         return ended
+
+    async def _attach(self) -> None:
+        """Connect to the worker that was started last."""
+        worker = self.worker
+
+        def take(message: dict[str, Any]) -> None:
+            if worker is self.worker and not self._replacing:
+                self._take_from_worker(message)
+
+        def gone() -> None:
+            if worker is self.worker and not self._replacing:
+                self._worker_gone()
+
+        await worker.attach(self._ending.guarded(take), gone)
+        self._join.info = dataclasses.replace(self._join.info, pid=worker.pid)
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
@@ -129,7 +168,8 @@ class Agent:
         self._is_own_folder = True
         self._begin(None)
         await self._ready
-        place = Place(local_rank=self.spec.local_rank or 0, local_world_size=1, node=0, nodes=1, host_leader=0)
+        local_rank = self.spec.local_rank or 0
+        place = Place(rank=0, world_size=1, local_rank=local_rank, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
         run = {"run_id": run_id, "run_dir": self._run_dir, "own": True}
         self.worker.send({"place": dataclasses.asdict(place), "run": run, "roster": []})
@@ -137,16 +177,32 @@ class Agent:
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
             self._begin(None)
-        run, connection = await self._join.join()
+        join = self._join
+        run, connection = await join.join()
+        self._take_run(run)
+        self._begin(run.address)
+        self._heard = time.monotonic()
+        if self._ready.done():
+            self._send({"ready": self._ready.result()})
+
+        def take(message: dict[str, Any]) -> None:
+            if join is self._join:
+                self._take(message)
+
+        def gone(reason: str) -> None:
+            if join is self._join:
+                self._coordinator_gone(reason)
+
+        connection.handle(self._ending.guarded(take), gone)
+
+    def _take_run(self, run: RunInfo) -> None:
+        """Take what run this is, and where its files go."""
+        self._is_own_folder = False
         if self._join.coordinator is not None:  # what it says has been on the network
             run, self._is_own_folder = self._join.coordinator.run, True
         elif (own := run_folder.own_run_dir(run.run_dir, self.task.run_dir)) is not None:
             run, self._is_own_folder = dataclasses.replace(run, run_dir=own), True
-        self._begin(run.address)
-        self._run, self._run_dir, self._run_id, self._heard = run, run.run_dir, run.run_id, time.monotonic()
-        if self._ready.done():
-            self._send({"ready": self._ready.result()})
-        connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
+        self._run, self._run_dir, self._run_id = run, run.run_dir, run.run_id
 
     def _begin(self, store_address: str | None) -> None:
         """Start the worker, which loads torch while this rank looks for the others or waits for them.
@@ -154,7 +210,7 @@ class Agent:
         Args:
             store_address: where rank 0's worker is to host torch's store.
         """
-        if not self._begun:
+        if not self._begun and not self._replacing:
             self._begun = True
             spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
             here = {"store_address": store_address, "started": self._started}
@@ -181,6 +237,12 @@ class Agent:
             self._ending.in_background(self._send_stacks())
         elif "records" in message:
             self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
+        elif "again" in message:
+            self._join.begin_again()
+            self._forget_worker()
+            self._ending.in_background(self._replace_worker())
+        elif "seat" in message:
+            self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
         elif "close" in message:
             self.worker.send({"close": True})
         elif "over" in message and self._placed:
@@ -196,7 +258,9 @@ class Agent:
         assert self._run is not None
         self._placed = True
         self._join.complete(nodes=message["place"]["nodes"])
-        self._run = dataclasses.replace(self._run, pid=message["rank_0_pid"])
+        self._take_run(dataclasses.replace(self._run, **message["of_run"], pid=message["rank_0_pid"]))
+        if self._run.on_loss != LEAVE:
+            self._remember(message)
         run = {name: getattr(self._run, name) for name in ("run_id", "run_dir", "stall_timeout")}
         own = self._join.own_address
         here = {"interfaces": own.variables, "wrong_for_nccl": own.wrong_for_nccl}
@@ -213,15 +277,19 @@ class Agent:
             if ours and self.worker.status is None and not isinstance(error, CollectiveMismatch):
                 error.why = f"that is this rank; the others have not waited for it\n{error.why}"
         elif own is not None:
+            own.next = str(verdict["next"]) if ours else own.next  # which says whether its seat is kept
             error = own if ours or own.identifier == verdict["identifier"] else error
         elif not ours:
             self._words_of_another = str(verdict["identifier"])
-            asyncio.get_running_loop().call_later(SAME_WITHIN, self._ending.fail, error)
+            self._fail_later(SAME_WITHIN, error)
             return
         self._ending.fail(error)
 
     def _coordinator_gone(self, reason: str) -> None:
         if self._over or self._left or self._run is None or self._words_of_another is not None:
+            return
+        if self._may_look_for_rank_0:
+            self._look_for_rank_0(f"rank 0 ({self._run.host}, pid {self._run.pid}) is gone without a word: {reason}")
             return
         before = "" if self._placed else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
@@ -323,7 +391,89 @@ class Agent:
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
-        asyncio.get_running_loop().call_later(within, self._ending.fail, error)
+        self._fail_later(within, error)
+
+    def _fail_later(self, seconds: float, error: DdpManualError) -> None:
+        """Fail, unless the rank has ended by then, or begins anew."""
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, self._ending.fail, error))
+
+    # -- another worker, or another rank 0 ----------------------------------------------------------------------------
+
+    def _forget_worker(self) -> None:
+        """Let nothing count any more that the worker has said; ``_replace_worker`` ends it."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._trained = self.has_trained
+        self._replacing, self._started = True, time.monotonic()
+        self._placed = self._begun = False
+        self._own_words = self._words_of_another = None
+        self._sent_beat = Beat()
+        self._signals.noted = False
+        self._ready = asyncio.get_running_loop().create_future()
+
+    async def _replace_worker(self) -> None:
+        """End the worker and start another one, which goes on from a state that this rank or another one holds."""
+        if self.task.program is not None:
+            await self.worker.silence()
+        saves = self.worker.beat.phase == SAVING  # a checkpoint, which is finished first
+        await self.worker.end(Stopped(signal.SIGTERM) if saves else None, own=False)
+        self._send({"held": self._moment(), "steps_done": self.held.steps_done})
+        self.worker, self._replacing = self._start_worker(self.held), False
+        await self._attach()
+        is_rank_0 = self._join.coordinator is not None and self._run is not None
+        self._begin(self._run.address if is_rank_0 and self._run is not None else None)
+
+    def _moment(self) -> Sequence[int]:
+        """Return the ``Moment`` of the newest state that is whole; [] if there is none."""
+        newest = self.held.newest()
+        return [*newest.moment] if newest is not None else []
+
+    def _remember(self, placed: Mapping[str, Any]) -> None:
+        """Remember the run, for a new rank 0; rank 0 itself writes down what was lost."""
+        assert self._run is not None
+        self._so_far = RunSoFar(
+            run_id=self._run.run_id,
+            run_dir=self._run.run_dir,
+            generation=placed["generation"],
+            losses=placed["losses"]["count"],
+            lost_seconds=placed["losses"]["seconds"],
+        )
+        coordinator = self._join.coordinator
+        if coordinator is not None and coordinator.record is not None and self._run_dir is not None:
+            with suppress(DdpManualError):  # without that line the run goes on too
+                run_folder.append_json_line(run_folder.RunPaths(Path(self._run_dir)).losses, coordinator.record)
+
+    @property
+    def _may_look_for_rank_0(self) -> bool:
+        """Whether this rank, which has lost rank 0, keeps its state for another one."""
+        return self._so_far is not None and self.spec.rank != 0
+
+    def _look_for_rank_0(self, why: str) -> None:
+        """Keep the state, and say hello again where rank 0 is expected."""
+        assert self._run is not None and self._so_far is not None
+        self._lost_rank_0_at = time.monotonic()
+        self._so_far = dataclasses.replace(self._so_far, lost=printable(why))
+        self.log(f"{why}; this rank keeps its state, and looks for rank 0 for {self._run.rejoin_timeout:.0f} s")
+        if self._join.connection is not None:
+            self._join.connection.close()
+        was_replacing = self._replacing
+        self._forget_worker()
+        self._ending.in_background(self._join_again(was_replacing=was_replacing))
+
+    async def _join_again(self, *, was_replacing: bool) -> None:
+        assert self._run is not None and self._so_far is not None
+        if was_replacing:
+            await wait_until(lambda: not self._replacing, REPLACED_WITHIN)
+        else:
+            await self._replace_worker()
+        self._join.close({})
+        spec = dataclasses.replace(self.spec, join_timeout=self._run.rejoin_timeout)
+        seconds = time.monotonic() - self._lost_rank_0_at
+        so_far = dataclasses.replace(self._so_far, held=self._moment(), seconds=seconds)
+        self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far)
+        self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
+        await self._work_with_others()
 
     async def _leave_in_order(self) -> None:
         """Say goodbye after the worker has left. Rank 0 leaves last, because its worker has torch's store."""
@@ -398,7 +548,7 @@ class Agent:
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
-        if self._run is None or self._left or self._over:
+        if self._run is None or self._join.connection is None or self._left or self._over:
             return
         if passed > self._run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now
@@ -415,6 +565,9 @@ class Agent:
                 f"has been silent for {now - self._heard:.0f} s",
                 "its agent is stopped or frozen, its host is down, or the network between the hosts is cut",
             )
+            if self._may_look_for_rank_0:
+                self._look_for_rank_0(lost.what)
+                return
             self._send({"failed": last_words(lost)})  # rank 0 reads it if it was only stopped, and goes on
             self._ending.fail(lost)
 
@@ -478,7 +631,7 @@ class Agent:
     @property
     def has_trained(self) -> bool:
         """Whether the worker has taken a step."""
-        return self._begun and self.worker.beat.step > 0
+        return self._trained or (self._begun and self.worker.beat.step > 0)
 
     async def _let_others_read(self) -> None:
         """Wait until the other ranks have read what was sent last, at most for a moment."""

@@ -252,12 +252,13 @@ def _never_came(
     )
 
 
-async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool = False) -> dict[str, Any]:
+async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) -> dict[str, Any]:
     """Ask the coordinator that has greeted for its run as it is now; when the run ends, it shows it once more.
 
     Args:
         where: the coordinator's address, for an error message.
-        stacks: ask for the Python stacks of every rank too, once the ranks have met.
+        asked: ``stacks``, for the Python stacks of every rank too, once the ranks have met; ``shrink``, to have the run
+            go on without the ranks that are missing.
 
     Raises:
         MasterLost: the run has ended, or its coordinator does not answer.
@@ -267,7 +268,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, *, stacks: bool
     there.connection.let_send(LONGEST_ANSWER)
     seal = Seal(token)
     there.nonces[:] = [there.nonces[-1] if there.nonces else "", secrets.token_hex(8)]
-    look = seal.close(f"look {there.greeting['challenge']}", {"stacks": stacks, "nonce": there.nonces[-1]})
+    look = seal.close(f"look {there.greeting['challenge']}", {**asked, "nonce": there.nonces[-1]})
     there.connection.send({"look": look})
     reason = "it closed the connection"
     try:

@@ -10,7 +10,7 @@ torch's own ``wait_for_workers`` is not used: it counts connections, so a rank t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -52,7 +52,7 @@ class RollCall:
 
     def __init__(self, run: RunInfo, rank_0: RankInfo) -> None:
         self.run = run
-        self._rank_0 = rank_0
+        self.rank_0 = rank_0
         self.members: dict[int, Member] = {}
         self.complete = False
         """Whether all ranks have joined; a process that comes later is too late."""
@@ -61,6 +61,8 @@ class RollCall:
         self.refused: deque[str] = deque(maxlen=MOST_NAMED)
         self.gone: deque[str] = deque(maxlen=MOST_NAMED)
         self.warnings: deque[str] = deque(maxlen=MOST_NAMED)
+        self.left_out: set[int] = set()
+        """The lost ranks without which the run goes on."""
         self._loading: set[int] = set()
         self._ready_on: dict[str, set[int]] = {}
         """Host -> its ranks that are ready."""
@@ -83,9 +85,9 @@ class RollCall:
         Returns:
             True: it is a rank now. False: undecided; call this again. An error: why it is refused.
         """
-        refusal, warnings = unlike(info, self._rank_0, self.run, wall_clock)
+        refusal, warnings = unlike(info, self.rank_0, self.run, wall_clock)
         if false_rank_0:
-            refusal = self._taken(info, self._rank_0, frozen=False)
+            refusal = self._taken(info, self.rank_0, frozen=False)
         holder = self.members.get(info.rank)
         if refusal is None and holder is not None:
             frozen = now - holder.heard > FROZEN_AFTER_BEATS * heartbeat_period(self.run)
@@ -95,7 +97,7 @@ class RollCall:
         if refusal is not None:
             self.refuse(info.who, refusal, now)
             return refusal
-        self.members[info.rank] = Member(_without_copies(info, self._rank_0), now)
+        self.members[info.rank] = Member(_without_copies(info, self.rank_0), now)
         self._loading.add(info.rank)
         self.warnings += warnings
         self.changed = True
@@ -157,16 +159,33 @@ class RollCall:
             member.ready = replace(member.ready, device="cpu", backend="gloo", gpus=[])
         return why
 
-    def leave(self, rank: int, how: str) -> None:
+    def begin_again(self, ranks: Collection[int]) -> None:
+        """Begin anew, with other workers of these ranks, which are here."""
+        self.complete, self.changed = False, True
+        self.gone.clear()
+        for rank in ranks:
+            member = self.members[rank]
+            member.ready = None
+            self._loading.add(rank)
+            self._ready_on.get(member.info.host_id, set()).discard(rank)
+
+    def take_back(self) -> set[int]:
+        """Take back, and return, the ranks that have come to a world that has shrunk and are ready."""
+        back = {rank for rank in self.left_out & self.members.keys() if self.members[rank].ready is not None}
+        self.left_out -= back
+        return back
+
+    def leave(self, rank: int, how: str = "") -> None:
         """Make a rank missing again.
 
         Args:
-            how: what happened to it, such as "is gone: its process has ended".
+            how: what happened to it, such as "is gone: its process has ended"; "" if another line says so.
         """
         member = self.members.pop(rank)
         self._loading.discard(rank)
         self._ready_on.get(member.info.host_id, set()).discard(rank)
-        self.gone.append(f"{member.info.who} {how}")
+        if how:
+            self.gone.append(f"{member.info.who} {how}")
         self.changed = True
 
     def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
@@ -188,7 +207,8 @@ class RollCall:
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in range(self.run.world_size) if rank not in self.members]
+        known = self.members.keys() | self.left_out
+        return [rank for rank in range(self.run.world_size) if rank not in known]
 
     @property
     def first_missing(self) -> int:
@@ -196,11 +216,11 @@ class RollCall:
 
     @property
     def all_here(self) -> bool:
-        return len(self.members) == self.run.world_size
+        return len(self.members.keys() | self.left_out) == self.run.world_size
 
     @property
     def all_ready(self) -> bool:
-        return self.all_here and not self._loading
+        return self.all_here and not self._loading - self.left_out
 
     def info(self, rank: int) -> RankInfo:
         return self.members[rank].info
@@ -211,7 +231,7 @@ class RollCall:
 
     def infos(self) -> list[RankInfo]:
         """In the order of the ranks."""
-        return [self.members[rank].info for rank in sorted(self.members)]
+        return [self.members[rank].info for rank in sorted(self.members.keys() - self.left_out)]
 
     def places(self) -> dict[int, Place]:
         """The place of each rank, once all are here."""
@@ -238,7 +258,7 @@ class RollCall:
 
     def _pairs(self) -> list[tuple[RankInfo, Ready]]:
         """The ranks that are ready, in their order."""
-        members = [self.members[rank] for rank in sorted(self.members)]
+        members = [self.members[rank] for rank in sorted(self.members.keys() - self.left_out)]
         return [(member.info, member.ready) for member in members if member.ready is not None]
 
     def news(self) -> dict[str, Any]:
@@ -250,6 +270,7 @@ class RollCall:
         shown = sorted(self.members)[:MOST_NAMED]
         return {
             "here": len(self.members),
+            "left_out": as_ranges(sorted(self.left_out))[: MOST_RANGES + 1],
             "named": [f"{rank} ({self.members[rank].info.host})" for rank in shown],
             "missing": as_ranges(self.missing)[: MOST_RANGES + 1],
             "loading": as_ranges(sorted(self._loading))[: MOST_RANGES + 1],
@@ -263,7 +284,7 @@ class RollCall:
         """What a person wants to know of each rank that is here."""
         places = self.places() if self.all_here else {}
         return [
-            _describe(member, places[rank].local_rank if places else member.info.local_rank)
+            _describe(member, places[rank].local_rank if rank in places else member.info.local_rank)
             for rank, member in sorted(self.members.items())
         ]
 
@@ -300,6 +321,7 @@ def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] |
         gpus: rank -> the UUIDs of the GPUs it could use, as far as they are known.
     """
     seen = gpus or {}
+    numbers = {info.rank: number for number, info in enumerate(infos)}
     hosts: dict[str, dict[int, int]] = {}
     for info in infos:
         positions = hosts.setdefault(info.host_id, {})
@@ -319,11 +341,13 @@ def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] |
 
     return {
         info.rank: Place(
+            rank=numbers[info.rank],
+            world_size=len(numbers),
             local_rank=local_rank(info),
             local_world_size=len(hosts[info.host_id]),
             node=nodes[info.host_id],
             nodes=len(nodes),
-            host_leader=next(iter(hosts[info.host_id])),
+            host_leader=numbers[next(iter(hosts[info.host_id]))],
         )
         for info in infos
     }

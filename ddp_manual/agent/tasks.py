@@ -7,16 +7,19 @@ import asyncio
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 
 from ddp_manual import launchers, run_folder, terminal
 from ddp_manual.agent.ending import Ended
 from ddp_manual.agent.join import Task
+from ddp_manual.agent.launched_worker import Forker
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
-from ddp_manual.agent.worker_process import start_process
+from ddp_manual.agent.worker_process import check_torch_is_installed, start_process
 from ddp_manual.errors import DdpManualError
 from ddp_manual.identity import OWN_NAME
+from ddp_manual.messages import LEAVE
 from ddp_manual.options import as_flags
 from ddp_manual.program import Program
 from ddp_manual.training import checkpoint_files
@@ -156,7 +159,7 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
         terminal.log("no --world_size was given: this is the only rank (of two, one has --world_size 2 --rank 0)")
     restarts = launchers.torchrun_restarts() if spec.agent_store else (0, 0)
     task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
-    return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
+    return in_this_terminal(spec, task)
 
 
 def with_time_for_programs(spec: WorldSpec) -> WorldSpec:
@@ -173,7 +176,7 @@ def check_options(spec: WorldSpec, config: TrainConfig) -> None:
     config.check_world(spec)
     if spec.rank == 0:
         config.check_trackers(spec)
-        checkpoint_files.check_run_dir(config)
+        checkpoint_files.check_run_dir(config, may_go_on=spec.on_loss != LEAVE)
 
 
 def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
@@ -186,9 +189,21 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
     task = training_task(spec, config)
     if spec.source("world_size") == "default" and not config.no_ddp:
         terminal.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
-    return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
+    return in_this_terminal(spec, task)
+
+
+def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
+    """Run one rank, and print the error that ends it."""
+    if spec.on_loss == LEAVE or task.program is not None:
+        return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
+    check_torch_is_installed()
+    # It has torch when a worker has to be replaced, which then takes a fork.
+    with closing(Forker(1, in_terminal=True)) as spare:
+        start_worker = partial(spare.start, spec.rank, spec.world_size)
+        agent = Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=terminal.print_error)
+        return asyncio.run(agent.run())
 
 
 def agent_in_this_terminal(spec: WorldSpec, task: Task, print_error: Callable[[DdpManualError], None]) -> Agent:
-    start_worker = partial(start_process, spec.rank, spec.world_size, task.program)
+    start_worker = partial(start_process, spec.rank, spec.world_size, program=task.program)
     return Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=print_error)

@@ -10,6 +10,7 @@ import itertools
 import signal
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_manual.agent.collectives import Comparison, rank_words
@@ -20,19 +21,33 @@ from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
     MasterLost,
+    OutOfMemory,
     PeerFailed,
     PeerLost,
     PeerStalled,
     ReplicasDiffer,
+    TrainingFailed,
     from_dict,
     signal_name,
 )
-from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, RunInfo, Verdict, last_words, more_seconds, shortened
+from ddp_manual.messages import (
+    LEAVE,
+    LONGEST_TEXT,
+    Beat,
+    RankInfo,
+    RunInfo,
+    Verdict,
+    last_words,
+    more_seconds,
+    shortened,
+)
 from ddp_manual.terminal import as_ranges, counted, in_words
 from ddp_manual.wire import encode
 
 # All ranks find these at the same moment, with the same words.
 FOUND_ALIKE = (ConfigMismatch.identifier, ReplicasDiffer.identifier)
+# An error of a rank's own code after which another try may go well.
+MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 STACKS_WITHIN = 2.0
 # Shorter than an agent whose worker has failed waits for a verdict, also if rank 0 has to ask twice.
@@ -200,6 +215,19 @@ def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:
     return sorted([*first.values()][:2])
 
 
+# How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; or one of its
+# collectives has broken, and nobody is to blame.
+GONE, SILENT, OWN_CODE, BROKEN = "gone", "silent", "own code", "broken"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A rank that is lost, and how."""
+
+    verdict: Verdict
+    kind: str
+
+
 class Watch:
     """Watches the ranks that have joined.
 
@@ -212,6 +240,8 @@ class Watch:
         self.health = Health(roll_call.run, now)
         self.failure: Verdict | None = None
         """What ends the run."""
+        self.lost: dict[int, Loss] = {}
+        """The ranks that were lost, in a run that keeps their seats, until the coordinator has heard of them."""
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
@@ -223,9 +253,9 @@ class Watch:
         self._requests = itertools.count(STACKS + 1)
         self._comparison = Comparison()
         self._looking = False
-        self._unless_mismatch: tuple[Verdict, Sequence[int]] | None = None
+        self._unless_mismatch: tuple[Verdict, Sequence[int]] | Loss | None = None
         self._naming_stalled = False
-        self._said_stall = False
+        self._said_stall = self._stopped = False
         self._working: set[asyncio.Task[None]] = set()
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
@@ -240,7 +270,7 @@ class Watch:
             # To blame for a collective that broke are ranks that finished early, a stopped rank, or this rank itself.
             if now < until or self._end_because_of_finished(rank, place) or self._end_because_of_stopped(now, 0):
                 continue
-            self._end_unless_mismatch(verdict)
+            self._lose_unless_mismatch(Loss(verdict, BROKEN))
         waiting_since = None if self._closing else self._first_finished
         if waiting_since is not None and now - waiting_since > FINISH_TOGETHER:
             self._close_process_groups()
@@ -305,11 +335,35 @@ class Watch:
             in_a_collective: whether torch itself failed, maybe because other ranks called something else.
         """
         if broken_at is None and not in_a_collective:
-            self.end_the_run(verdict)
+            self._lose(Loss(verdict, GONE if verdict.get("judged") else OWN_CODE))
         elif broken_at is None:
-            self._end_unless_mismatch(verdict)
+            self._lose_unless_mismatch(Loss(verdict, GONE if verdict.get("judged") else OWN_CODE))
         else:
             self._broken.append((time.monotonic() + BLAME_WITHIN, rank, verdict, broken_at))
+
+    def _lose(self, loss: Loss) -> None:
+        """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
+        verdict, run = loss.verdict, self._roll_call.run
+        rank = int(verdict["rank"])
+        if run.on_loss != LEAVE and self.health.all_finished and self.failure is None:
+            self.health.leave(rank)  # its work is done, and that of all others
+            if rank in self._peers:
+                self._peers[rank].left = True
+                self._peers[rank].connection.send({"verdict": verdict})
+            return
+        keeps_seat = run.on_loss != LEAVE and not self._closing and self.failure is None
+        if keeps_seat and loss.kind is OWN_CODE:
+            keeps_seat = run.on_loss_of_own_code and verdict["identifier"] in MAY_NOT_RECUR
+        if not keeps_seat:
+            self.end_the_run(verdict)
+        else:
+            self.lost.setdefault(rank, loss)
+
+    def stop(self) -> None:
+        """Decide nothing any more: the ranks begin anew, with another watch."""
+        self._stopped = True
+        for task in self._working:
+            task.cancel()
 
     def end_because_of_gone(self, rank: int, reason: str) -> None:
         """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
@@ -338,7 +392,8 @@ class Watch:
             why.append("its process is stopped or frozen, its host is down, or the network between the hosts is cut")
         process = f"whether its process runs: ps -o stat= -p {infos[0].pid}"
         look = f"look whether {infos[0].host} can be reached, and {process}"
-        self._end_because_of(infos[0], f"has been silent for {seconds:.0f} s", why="\n".join(why), next=look)
+        silent_for = f"has been silent for {seconds:.0f} s"
+        self._end_because_of(infos[0], silent_for, why="\n".join(why), next=look, kind=SILENT)
         return True
 
     def _end_because_of_stopped(self, now: float, longer_than: float) -> bool:
@@ -355,8 +410,9 @@ class Watch:
             )
         return found is not None
 
-    def _end_because_of(self, info: RankInfo, what: str, *, why: str, next: str) -> None:
-        self.end_the_run(_lost(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}"))
+    def _end_because_of(self, info: RankInfo, what: str, *, why: str, next: str, kind: str = GONE) -> None:
+        verdict = _lost(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
+        self._lose(Loss(verdict, kind))
 
     def _end_because_of_finished(self, rank: int, place: str) -> bool:
         """End the run if ``rank`` is in a collective, at this place, which other ranks do not take part in any more."""
@@ -408,6 +464,14 @@ class Watch:
             self._unless_mismatch = verdict, spared
             self._look_at_records()
 
+    def _lose_unless_mismatch(self, loss: Loss) -> None:
+        """Lose a rank, unless the ranks called different collectives: that explains it better, and ends the run."""
+        if not self._comparison:
+            self._lose(loss)
+        elif self._unless_mismatch is None:
+            self._unless_mismatch = loss
+            self._look_at_records()
+
     def _look_at_records(self, first: Sequence[int] = ()) -> None:
         """Ask all ranks for their records: if some are to be asked ``first``, only if these differ."""
         if not self._looking and self.failure is None:
@@ -425,11 +489,17 @@ class Watch:
                 mismatch = seen or mismatch
         finally:  # whatever the replies say, the verdict that waits for them ends the run
             self._looking = False
-            if mismatch is not None:
+            if self._stopped:
+                pass
+            elif mismatch is not None:
                 self.end_the_run(verdict_about(self._info(mismatch.rank), last_words(mismatch.error)))
             elif self._unless_mismatch is not None:
-                verdict, spared = self._unless_mismatch
-                self.end_the_run(with_last_collectives(verdict, last), spared)
+                if isinstance(self._unless_mismatch, Loss):
+                    loss = self._unless_mismatch
+                    self._lose(replace(loss, verdict=with_last_collectives(loss.verdict, last)))
+                else:
+                    verdict, spared = self._unless_mismatch
+                    self.end_the_run(with_last_collectives(verdict, last), spared)
 
     # -- the end of the work -------------------------------------------------------------------------------------
 

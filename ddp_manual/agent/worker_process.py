@@ -26,6 +26,7 @@ from ddp_manual.agent.collectives import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.stacks import readable_stack
 from ddp_manual.errors import DdpManualError, not_installed, signal_name
+from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launchers import start_python
 from ddp_manual.messages import Beat, last_words
 from ddp_manual.program import EXECUTABLE, Program
@@ -362,10 +363,13 @@ def check_torch_is_installed() -> None:
         raise not_installed("torch")
 
 
-def start_process(rank: int, world_size: int, program: Program | None = None, **options: Any) -> Worker:
+def start_process(
+    rank: int, world_size: int, held: HeldMemory, program: Program | None = None, **options: Any
+) -> Worker:
     """Start a new Python as the worker of this agent: it writes to this terminal, and dies with the agent.
 
     Args:
+        held: where it holds its state.
         program: what it runs; by default our own training.
         options: of ``subprocess.Popen``.
     """
@@ -375,7 +379,7 @@ def start_process(rank: int, world_size: int, program: Program | None = None, **
     reading, writing = os.pipe()
     with theirs:
         who = [f"rank={rank}", f"of={world_size}", *words_for(program)]  # for ps and nvidia-smi
-        process = start_python(PROGRAM, [theirs.fileno(), writing], who, **options)
+        process = start_python(PROGRAM, [theirs.fileno(), writing, held.descriptor], who, **options)
         os.close(writing)
     return Worker(process.pid, ours, reading, process, program)
 

@@ -12,7 +12,7 @@ from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.network_interface import at
 from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.agent.verdicts import error_for
-from ddp_manual.errors import DdpManualError, MasterLost, Stopped, from_dict
+from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.terminal import Waiting, columns, say, stdout_width
 from ddp_manual.world_spec import WorldSpec
 
@@ -34,7 +34,7 @@ class _Patience(Waiting):
         pass
 
 
-def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool) -> dict[str, Any]:
+def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, **asked: bool) -> dict[str, Any]:
     """Show the run as it is now, and with ``again`` every second until it has ended; returns what was shown last.
 
     Raises:
@@ -42,7 +42,7 @@ def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: boo
     """
 
     async def show_each() -> dict[str, Any]:
-        async for seen in look(spec, again=again, stacks=stacks):
+        async for seen in look(spec, again=again, **asked):
             if not (again and seen["failure"]):  # which is raised at the end; by now ranks have begun to leave
                 show(seen)
         return seen
@@ -50,15 +50,19 @@ def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: boo
     return asyncio.run(show_each())
 
 
-async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIterator[dict[str, Any]]:
+async def look(
+    spec: WorldSpec, *, again: bool, stacks: bool = False, shrink: bool = False
+) -> AsyncIterator[dict[str, Any]]:
     """Ask rank 0 for the run, and with ``again`` once more every second until the run has ended.
 
     With ``again`` it waits for rank 0 first, for ``spec.join_timeout`` seconds.
 
     Args:
         stacks: ask for the Python stacks of every rank too.
+        shrink: have the run go on without the ranks that are missing.
 
     Raises:
+        BadOption: there is nothing to shrink.
         MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: no run answers, and why.
         MasterLost: rank 0 is frozen, stopped, or gone. DdpManualError: the failure that ended a watched run.
     """
@@ -69,7 +73,13 @@ async def look(spec: WorldSpec, *, again: bool, stacks: bool = False) -> AsyncIt
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
-        seen = await look_at(there, where, token, stacks=stacks)
+        seen = await look_at(there, where, token, stacks=stacks, shrink=shrink)
+        if shrink and not seen["shrunk"]:
+            raise BadOption(
+                "--shrink has nothing to do",
+                why="all ranks are here" if not seen["missing"] else "the ranks have not met yet, so none was lost",
+                next="look at the run without --shrink",
+            )
         yield seen
         while again:
             await asyncio.sleep(LOOK_EVERY)
@@ -123,6 +133,9 @@ def text(seen: Mapping[str, Any]) -> str:
     if missing:
         lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
         lines.append(f"  {run['command'].replace('{rank}', str(missing[0]))}")
+    if left_out := [rank for first, last in seen.get("left_out", ()) for rank in range(first, last + 1)]:
+        lines += ["", f"going on without: {', '.join(map(str, left_out[:MOST_ROWS]))}; to bring one back:"]
+        lines.append(f"  {run['command'].replace('{rank}', str(left_out[0]))}")
     if notes := [*seen["refused"], *seen["gone"], *seen["warnings"]]:
         lines += ["", *notes]
     if "stacks" in seen and not seen["progress"]:

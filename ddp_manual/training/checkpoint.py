@@ -104,10 +104,13 @@ def unpack(path: Path, content: bytes) -> Saved:
     """Return what ``pack`` has packed; raise CheckpointCorrupt, which names ``path``, for any other bytes."""
     with _corrupt_if_it_fails(path):
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        history = read["history"]
-        evaluations = tuple(Evaluation(**evaluation) for evaluation in history["evaluations"])
-        history = History(**{**history, "evaluations": evaluations, "window": Window(**history["window"])})
-        return Saved(**{**read, "position": Position(**read["position"]), "history": history})
+        return Saved(**{**read, "position": Position(**read["position"]), "history": history_of(read["history"])})
+
+
+def history_of(saved: Mapping[str, Any]) -> History:
+    """Return what ``asdict`` has made a dictionary of."""
+    evaluations = tuple(Evaluation(**evaluation) for evaluation in saved["evaluations"])
+    return History(**{**saved, "evaluations": evaluations, "window": Window(**saved["window"])})
 
 
 @contextmanager
@@ -126,12 +129,23 @@ def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim
         CheckpointCorrupt: it does not fit this network or optimizer.
     """
     with _corrupt_if_it_fails(path):
-        network.load_state_dict(dict(saved.model))
         _check_shapes(saved.optimizer, optimizer)
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": dict(saved.optimizer), "param_groups": groups})
-        version, words, gauss = saved.random["python"]
-        random.setstate((version, tuple(words), gauss))
+        restore_state(saved.model, saved.optimizer, saved.random["python"], network, optimizer)
+
+
+def restore_state(
+    model: Mapping[str, Tensor],
+    state: Mapping[int, Any],
+    generator: Any,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Put back what a network and an optimizer were, and the state of Python's generator."""
+    network.load_state_dict(dict(model))
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
+    version, words, gauss = generator
+    random.setstate((version, tuple(words), gauss))
 
 
 def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -169,13 +183,16 @@ def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]
 
 
 @contextmanager
-def held_run_dir(config: TrainConfig, paths: RunPaths) -> Iterator[None]:
+def held_run_dir(config: TrainConfig, paths: RunPaths, *, again: bool) -> Iterator[None]:
     """Make the run's folder, and keep it for this process while the body runs; on rank 0.
+
+    Args:
+        again: whether an earlier process of this run has made it.
 
     Raises:
         BadOption: it cannot be used, holds an earlier run, or another process trains into it.
     """
-    resuming = checkpoint_files.resumes_in(config.resume, paths.run_dir)
+    resuming = again or checkpoint_files.resumes_in(config.resume, paths.run_dir)
     paths.create(resuming=resuming)
     with paths.locked():
         paths.create(resuming=resuming)  # the process that held the lock until now may have begun a run there

@@ -351,8 +351,11 @@ def with_torchrun_run_dir(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, run_dir=run_folder.torchrun_run_dir(torchrun))
 
 
-def check_run_dir(config: TrainConfig) -> None:
+def check_run_dir(config: TrainConfig, *, may_go_on: bool = False) -> None:
     """Check that the run's folder can be made, if its name is known by now; on rank 0, before the ranks meet.
+
+    Args:
+        may_go_on: whether this rank 0 may take the place of another one, whose run is in the folder.
 
     Raises:
         CheckpointMissing: there is nothing at the path of ``--resume``.
@@ -361,7 +364,8 @@ def check_run_dir(config: TrainConfig) -> None:
     if config.resume not in (None, AUTO):
         check_named(Path(str(config.resume)))
     if config.run_dir is not None:
-        RunPaths(Path(config.run_dir)).check(resuming=resumes_in(config.resume, Path(config.run_dir)))
+        run_dir = Path(config.run_dir)
+        RunPaths(run_dir).check(resuming=may_go_on or resumes_in(config.resume, run_dir))
     elif config.resume == AUTO:
         raise BadOption(
             "--resume auto needs a --run_dir to look in",

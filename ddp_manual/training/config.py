@@ -125,6 +125,12 @@ class TrainConfig(Options):
     checkpoint_steps: int = _checkpoints(
         0, "Steps between two checkpoints, besides those of the epochs. 0: no such checkpoints.", minimum=0
     )
+    hold_every: int = _checkpoints(
+        0,
+        "With --on_loss wait or shrink: steps between two states that are held in memory. 0: as few as take 1% of the "
+        "time.",
+        minimum=0,
+    )
     keep: int = _checkpoints(
         3, "How many of the newest checkpoints stay, and the one with the best test accuracy.", minimum=1, shared=False
     )

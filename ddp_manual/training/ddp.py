@@ -79,10 +79,10 @@ def all_reduce(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def broadcast(tensor: Tensor) -> None:
-    """Overwrite ``tensor`` with rank 0's, in place."""
+def broadcast(tensor: Tensor, source: int = 0) -> None:
+    """Overwrite ``tensor`` with that of rank ``source``, in place."""
     if dist.is_initialized():
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=source)
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:

@@ -6,11 +6,14 @@ signals ask for, at a sync point every second or so.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +21,19 @@ from torch import Tensor, nn
 
 from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
+from ddp_manual.messages import SAVING
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint, data, ddp
+from ddp_manual.training import checkpoint, data, ddp, held_state
 from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
+from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
-from ddp_manual.training.metrics import AgreedRequests, Meter, Metrics, diverged
+from ddp_manual.training.metrics import AgreedRequests, Meter, Metrics, agree_on_requests, diverged
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.results import RunFiles
 
@@ -93,6 +98,9 @@ class Trainer:
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
         self._progress = world.progress
+        self._holder = Holder(world.held, world.generation, config.hold_every) if world.held is not None else None
+        self._form: tuple[int, str, list[Tensor]] | None = None
+        """How many parameters have optimizer state, and what ``describe`` makes of them and of the network."""
         self.resume(Position(), History())
 
     def resume(self, position: Position, history: History) -> None:
@@ -102,11 +110,44 @@ class Trainer:
         self.meter = Meter(self.device, history.window, history.train_seconds)
         self._seconds_before = history.train_seconds
 
+    def go_on(self, held: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+        """Go on from a state that ``hold`` has held, on this rank or another one; all ranks call it. Returns True."""
+        state, measured = held
+        self.settle_buckets()
+        checkpoint.restore_state(state["model"], state["optimizer"], measured["random"], self.network, self.optimizer)
+        self.resume(Position(**measured["position"]), checkpoint.history_of(measured["history"]))
+        return True
+
     @property
     def history(self) -> History:
         """What the run has measured so far."""
         evaluations = tuple(self.evaluations)
         return History(evaluations=evaluations, window=self.meter.window, train_seconds=self.meter.seconds)
+
+    def hold(self, position: Position) -> None:
+        """Hold the state at ``position``, so that it outlives this process, if it is the turn of its step, or the end
+        of an epoch.
+
+        What the ranks have measured since the last sync point is not held: each has summed its own.
+        """
+        between_epochs = not position.taken or self.epoch_plan.epoch_ended(position)
+        if self._holder is None or not (self._holder.is_due(position.step) or between_epochs):
+            return
+        with_state = len(self.optimizer.state)
+        if self._form is None or self._form[0] != with_state:  # which an optimizer makes in its first step
+            tensors: list[Tensor] = []
+            state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+            self._form = with_state, json.dumps(held_state.describe(state, tensors)), tensors
+        _, form, tensors = self._form
+        measured = {"position": vars(position), "history": asdict(self.history), "random": random.getstate()}
+        rest = held_state.describe(measured, [])
+        try:
+            self._holder.hold(position.step, f'{{"tuple": [{form}, {json.dumps(rest)}]}}', tensors)
+        except OSError as error:
+            logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            self._holder = None
+            return
+        self.meter.hold_seconds = self._holder.seconds
 
     @property
     def ended(self) -> bool:
@@ -130,6 +171,8 @@ class Trainer:
                 parameters or optimizer states differ, and ``check_replicas`` is given; on every rank.
         """
         config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
+        if plan.epoch_ended(position):  # a lost rank is back that was lost before the evaluation
+            return agree_on_requests(requests, self.device)
         self._progress.phase, self._progress.epoch, self._progress.step_seconds = "training", position.epoch + 1, 0.0
         meter.begin(position.step)
         drawn = {"seed": config.seed, "epoch": position.epoch}
@@ -154,6 +197,7 @@ class Trainer:
             self._seed(seen)
             # DDP takes the mean over the ranks, whose shares of the samples may differ.
             loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
+            self.hold(position)
             if counted:
                 meter.add(position.step, loss, scores, labels)
             logs, saves = plan.logs(position), plan.saves(position)
@@ -167,6 +211,8 @@ class Trainer:
             if agreed is None:
                 continue
             sync_at = position.step + steps_until_sync(meter.seconds_per_step)
+            if self._holder is not None:
+                self._holder.choose(meter.slowest_hold, meter.seconds_per_step)
             self.position = position
             self._progress.step_seconds = meter.own_work.mean
             if logs:
@@ -259,6 +305,7 @@ class Trainer:
             )
         self.position = after
         self.evaluations.append(result)
+        self.hold(after)
         logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %s",
@@ -291,7 +338,7 @@ class Trainer:
     @contextmanager
     def saving(self) -> Iterator[RunFiles | None]:
         """Write files in the body: if the run ends meanwhile, rank 0 finishes them first."""
-        self._progress.phase = "saving"
+        self._progress.phase = SAVING
         self._progress.saving = self.files is not None
         try:
             yield self.files

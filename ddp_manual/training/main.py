@@ -13,7 +13,7 @@ from ddp_manual import run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint, checkpoint_files, ddp, models, own_code, results
+from ddp_manual.training import checkpoint, checkpoint_files, ddp, held_state, models, own_code, results
 from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.config import TrainConfig
@@ -99,12 +99,14 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
     assert world.run_dir is not None
     paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
     level = logging.INFO if on_rank_0 else logging.DEBUG  # what all ranks would say alike, rank 0 says
-    folder = checkpoint.held_run_dir(config, paths) if on_rank_0 else nullcontext()
+    if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
+        config = config.resumed()  # where no rank holds a state
+    folder = checkpoint.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signals.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
         if world.run_dir_is_own:  # now that rank 0 holds the folder
-            paths.set_failures_aside(world.rank, world.world_size if on_rank_0 else None)
+            paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
 
         # Build.
         files = None
@@ -122,14 +124,19 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
         plan = trainer.epoch_plan
 
         # Resume.
-        resumed = checkpoint.resume(paths, trainer)
+        if world.held is not None and world.state_from is not None:
+            resumed = trainer.go_on(held_state.share(world.held, world.state_from, world.device))
+        else:
+            resumed = checkpoint.resume(paths, trainer)
         was_complete = trainer.ended
         summary = results.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
         if files is not None:
-            if config.resume is not None:
+            if config.resume is not None or world.generation:
                 files.rewind(trainer.position, trainer.history, network, complete=was_complete)
-            if resumed and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
-                trainer.save()  # the run begins with another run's checkpoint, and may end before its own next one
+            # The run may begin with another run's checkpoint, or a rank was lost before that of the epoch was written.
+            saves = not trainer.position.taken and plan.saves_epoch(trainer.position) if world.generation else resumed
+            if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
+                trainer.save()
             settings = results.settings(world, paths, trainer)
             if summary is None or not paths.config.exists():
                 files.start(settings, data.train)
@@ -144,7 +151,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
         else:
             # Train, evaluate, save.
             logger.log(
-                level,
+                level if world.state_from is None else logging.DEBUG,
                 "training %s on %s of %s: %s of %s, %s per rank and step, learning rate %g",
                 *(config.model, counted(len(data.train), "image"), config.dataset),
                 *(counted(config.epochs, "epoch"), counted(plan.steps_per_epoch, "step")),

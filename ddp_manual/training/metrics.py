@@ -109,6 +109,8 @@ class Meter:
         """The sums until the last sync point; the same on all ranks, except for the seconds."""
         self.seconds = seconds
         """Of training, until the last sync point."""
+        self.hold_seconds = self.slowest_hold = 0.0
+        """That holding the state takes this rank, and the slowest one; the latter is the same on all ranks."""
         self.seconds_per_step = float("inf")
         """Of the slowest rank, waiting included; the same on all ranks since the last sync point."""
 
@@ -139,7 +141,7 @@ class Meter:
         ddp.to_host(self._totals)
         seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
-        numbers = [requests.stop, requests.take_save(), seconds_per_step]
+        numbers = [requests.stop, requests.take_save(), seconds_per_step, self.hold_seconds]
         own = torch.cat([torch.tensor(numbers, dtype=torch.float64, device=bad_step.device), bad_step[None]])
         (loss, correct, count), ranks = sum_and_gather(self._totals, own)
         now = time.perf_counter()
@@ -150,7 +152,8 @@ class Meter:
         if bad_steps := [bad for *_, bad in ranks if bad]:
             raise diverged(int(min(bad_steps)), lr)
         self.seconds += seconds
-        self.seconds_per_step = max(seconds_per_step for _, _, seconds_per_step, _ in ranks)
+        self.seconds_per_step = max(seconds_per_step for _, _, seconds_per_step, *_ in ranks)
+        self.slowest_hold = max(hold_seconds for *_, hold_seconds, _ in ranks)
         sums = zip(astuple(self.window), (loss, correct, count, seconds), strict=True)
         self.window = Window(*map(sum, sums))
         return _agreed(ranks)

@@ -265,6 +265,7 @@ def summary(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
         "rendezvous_seconds": world.rendezvous_seconds,
         "train_seconds": trainer.meter.seconds,
         "samples_per_second": trainer.samples_per_second,
+        **({"losses": world.losses["count"], "lost_seconds": world.losses["seconds"]} if world.losses else {}),
         "torch_version": torch.__version__,
         "roster": world.roster() if world.rank == 0 else [],
     }

@@ -1,8 +1,9 @@
-"""The program of a worker: ``python .../ddp_manual/worker CHANNEL FAULTS PARENT rank=K of=N``, as an agent starts it.
+"""The program of a worker: an agent starts ``python .../ddp_manual/worker CHANNEL FAULTS HELD PARENT rank=K of=N``.
 
-``launch`` starts ``python .../ddp_manual/worker CONTROL PARENT ranks=N``, which imports torch once and then forks each
-worker. A request is a byte on the inherited socket CONTROL with four descriptors: the worker's channel to its agent,
-the pipe for faults, stdout and stderr. When the socket closes, that process ends, and its children with it.
+``launch``, and an agent whose worker may be replaced, start ``python .../ddp_manual/worker CONTROL PARENT ranks=N``,
+which imports torch once and then forks each worker. A request is a byte on the inherited socket CONTROL with five
+descriptors: the worker's channel to its agent, the pipe for faults, the held memory, stdout and stderr. When the socket
+closes, that process ends, and its children with it. After ``in=terminal`` the workers stay in the terminal's session.
 
 A further word ``runs=NAME`` says that the rank runs the user's own program, and ``kind=executable`` that this is not
 Python; ``import=NAME,NAME`` which modules to import before the first fork.
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -25,9 +27,12 @@ from ddp_manual.program import EXECUTABLE
 def serve_forks(control: socket.socket) -> tuple[int, ...]:
     """Fork for each request and return its descriptors in the child; end this process when the socket is closed."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 5)
         if not request:
             os.kill(os.getpid(), signal.SIGKILL)
+        with suppress(ChildProcessError):  # workers that have ended, as their agents have seen
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if os.fork() == 0:
             control.close()
             return tuple(descriptors)
@@ -35,9 +40,14 @@ def serve_forks(control: socket.socket) -> tuple[int, ...]:
             os.close(descriptor)
 
 
-def become_forked_worker(parent: int, faults: int, out: int, err: int) -> None:
-    """Make this fork of ``parent`` a process like a worker that has started a Python of its own."""
-    os.setsid()
+def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_session: bool) -> None:
+    """Make this fork of ``parent`` a process like a worker that has started a Python of its own.
+
+    Args:
+        has_session: whether it gets a session of its own.
+    """
+    if has_session:
+        os.setsid()
     signals.die_with_parent(parent)
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
@@ -76,9 +86,11 @@ if __name__ == "__main__":
             script.preload(who["import"].split(","))
         gc.freeze()
         parent = os.getpid()
-        descriptors[:] = serve_forks(socket.socket(fileno=descriptors[0]))
-        become_forked_worker(parent, *descriptors[1:])
-    if "runs" in who:
-        script.main(descriptors[0], ignored)
+        channel, faults, held, *streams = serve_forks(socket.socket(fileno=descriptors[0]))
+        become_forked_worker(parent, faults, *streams, has_session=who.get("in") != "terminal")
     else:
-        task.main(descriptors[0])
+        channel, faults, held = descriptors
+    if "runs" in who:
+        script.main(channel, ignored, held)
+    else:
+        task.main(channel, held)

@@ -16,7 +16,6 @@ from ddp_manual.errors import BadOption
 from ddp_manual.messages import RUNNING, Beat, Place, Progress, Ready, last_words
 from ddp_manual.program import Program
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode
-from ddp_manual.world_spec import WorldSpec
 
 
 def main(channel: int, ignored: Iterable[int]) -> None:
@@ -33,7 +32,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
 
     send({"born": os.getpid()})
     start = next(message["start"] for message in messages if "start" in message)
-    spec, program = WorldSpec(**start["spec"], sources=start["sources"]), Program(**start["program"])
+    program = Program(**start["program"])
     reserved, address = socket.socket(), start.get("store_address")
     if address:  # where torch's store will be, which rank 0's program hosts itself
         reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -52,7 +51,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     send({"ready": vars(ready)})
     placed = next(message for message in messages if "place" in message)
     place = Place(**placed["place"])
-    launchers.become_rank(spec.world_size, spec.rank, place, placed, restarts=start["restarts"], hosted=False)
+    launchers.become_rank(place, placed, restarts=start["restarts"], hosted=False)
     beat = Beat.of(Progress(RUNNING), {}, inside=False, place="", debugging=False)
     send({"beat": vars(beat)})
     send({"notes": True, "heeds": True})

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, signals, terminal
-from ddp_manual.errors import DdpManualError, Stopped
+from ddp_manual.errors import BadOption, DdpManualError, Stopped
+from ddp_manual.messages import LEAVE
 from ddp_manual.training import own_code
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
@@ -68,6 +69,12 @@ def joined(
         tell: called with why this process ends, if its agent has to end it because it is blocked.
     """
     own_code.refuse_while_importing("join")
+    if spec.on_loss != LEAVE:
+        raise BadOption(
+            f"--on_loss {spec.on_loss} cannot work in a script that calls join()",
+            why=f"{spec.named('on_loss')}: after a loss all ranks need other processes, and this one is the script",
+            next="leave on_loss out, or start the script with ddp-manual run --on_loss wait, without join()",
+        )
     check_none_open()
     launchers.token(spec.token_file)  # complain here, since the agent could not
     with ExitStack() as undo:

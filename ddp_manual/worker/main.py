@@ -19,6 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ddp_manual import errors, launchers
+from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words, more_seconds
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
@@ -47,10 +48,14 @@ class Rank:
 
     Args:
         start: what the agent has told: ``alone``, ``started``, and on rank 0 ``store_address``.
+        held: the memory of this rank's agent, where there is one.
     """
 
-    def __init__(self, reporter: Reporter, spec: WorldSpec, start: Mapping[str, Any]) -> None:
+    def __init__(
+        self, reporter: Reporter, spec: WorldSpec, start: Mapping[str, Any], held: HeldMemory | None = None
+    ) -> None:
         self.reporter = reporter
+        self.held = held
         self.spec = spec
         self.steps = Steps()
         self._start = start
@@ -125,9 +130,9 @@ class Rank:
             device, backend = "cpu", "gloo"
             logger.warning("%s", why)
         interfaces = placed.get("interfaces", {})
-        variables = (spec.world_size, spec.rank, place, address, port, interfaces)
+        variables = (place, address, port, interfaces)
         closing.enter_context(launchers.set_rank_variables(*variables))
-        if backend == "nccl" and spec.rank == place.host_leader and (wrong := placed.get("wrong_for_nccl")):
+        if backend == "nccl" and place.rank == place.host_leader and (wrong := placed.get("wrong_for_nccl")):
             logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", interfaces["NCCL_SOCKET_IFNAME"], wrong)
         pinned = devices.pin(spec.rank, device, place.local_rank, place.local_world_size)
         host, roster = launchers.host_name(), placed["roster"]
@@ -140,15 +145,14 @@ class Rank:
                 store = store or process_group.open_store(address, port)
                 # torch's time-out names no rank, so it comes after that of the agents, which do.
                 timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=2 * run["stall_timeout"]))
-                process_group.open_process_group(store, spec.rank, spec.world_size, backend, pinned, timeout)
+                group = (place.rank, place.world_size)
+                process_group.open_process_group(store, *group, backend, pinned, timeout)
                 step.detail = f"{backend} on {pinned}"
             if spec.rank == 0:
                 store.set("ddp_manual/roster", json.dumps(roster))
         path = Path(run["run_dir"]) if run["run_dir"] else None
         world = World(
             spec=spec,
-            rank=spec.rank,
-            world_size=spec.world_size,
             device=pinned,
             backend="none" if alone else backend,
             host=host,
@@ -158,6 +162,10 @@ class Rank:
             run_dir=path,
             run_dir_is_own=run["own"],
             run_dir_of_join=path,
+            generation=placed.get("generation", 0),
+            held=self.held if placed.get("holds") else None,
+            state_from=placed.get("state_from"),
+            losses=placed.get("losses", {}),
             _store=store,
             _roster=roster,
             _requests=self.reporter.requests,

@@ -33,9 +33,10 @@ from torch.distributed import TCPStore
 
 from ddp_manual import launchers, signals
 from ddp_manual.errors import TrainingFailed
+from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import RUNNING, Place, Ready, last_words
 from ddp_manual.program import MODULE, Program
-from ddp_manual.worker import device, process_group
+from ddp_manual.worker import device, holding, process_group
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.reporter import Reporter
@@ -51,16 +52,18 @@ def preload(names: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
-def main(channel: int, ignored: Iterable[int]) -> None:
+def main(channel: int, ignored: Iterable[int], held: int) -> None:
     """Live as a rank until the program has ended; then the interpreter ends as after any program.
 
     Args:
+        channel: the descriptor of the socket to the agent.
+        held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
     """
     reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=False)
     start = reporter.wait("start")["start"]
     spec, program = WorldSpec(**start["spec"], sources=start["sources"]), Program(**start["program"])
-    rank = Rank(reporter, spec, start)
+    rank = Rank(reporter, spec, start, HeldMemory(held))
     try:
         store = _get_ready(rank, start)
         _take_place(rank, start)
@@ -103,8 +106,9 @@ def _get_ready(rank: Rank, start: Mapping[str, Any]) -> TCPStore | None:
 def _take_place(rank: Rank, start: Mapping[str, Any]) -> None:
     """Wait until all ranks have joined, and set this rank's variables."""
     placed = rank.reporter.wait("place")
-    place, spec = Place(**placed["place"]), rank.spec
-    launchers.become_rank(spec.world_size, spec.rank, place, placed, restarts=start["restarts"], hosted=True)
+    place = Place(**placed["place"])
+    launchers.become_rank(place, placed, restarts=start["restarts"], hosted=True)
+    holding.begin(rank.held, placed)
     torch.set_num_threads(launchers.cpu_threads(place.local_world_size))
     rank.reporter.progress.phase = RUNNING
     rank.reporter.send_beat()

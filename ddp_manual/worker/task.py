@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ddp_manual import signals, terminal
 from ddp_manual.errors import Stopped
+from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import Steps, first_command_and
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import check_own_code, train_as_agreed
@@ -39,8 +40,13 @@ ROUND_TRIPS = 10
 import_dynamo()
 
 
-def main(channel: int) -> None:
-    """Live as a rank; never return, since the agent ends the process without a teardown that could hang."""
+def main(channel: int, held: int) -> None:
+    """Live as a rank; never return, since the agent ends the process without a teardown that could hang.
+
+    Args:
+        channel: the descriptor of the socket to the agent.
+        held: the descriptor of the memory that the agent holds.
+    """
     signals.let_children_be_terminated()
     keep_freed_memory()
     reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
@@ -49,7 +55,7 @@ def main(channel: int) -> None:
     terminal.log_to_stderr(spec.rank)
     terminal.escape_what_cannot_be_shown()
     sys.path[0] = start["path"]
-    rank = Rank(reporter, spec, start)
+    rank = Rank(reporter, spec, start, HeldMemory(held))
     try:
         train_or_check(rank, start)
     except BaseException as error:

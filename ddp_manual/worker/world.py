@@ -16,6 +16,7 @@ from torch.distributed import Store
 
 from ddp_manual import signals, terminal
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, escaped, from_dict
+from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import ENDED, Place, Progress
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.signals import Requests
@@ -31,8 +32,6 @@ class World(Place):
 
     spec: WorldSpec
     """The options of this rank."""
-    rank: int
-    world_size: int
     device: torch.device
     backend: str
     """The backend of torch's default process group; "none" if the run has no process group."""
@@ -51,6 +50,14 @@ class World(Place):
     """Whether this rank writes its failure there: rank 0, and a rank whose own option or default it is."""
     run_dir_of_join: Path | None
     """The folder that rank 0 gave to ``join``."""
+    generation: int = 0
+    """How often ranks were lost and others took their places, before this world."""
+    held: HeldMemory | None = None
+    """Where to hold the state of the training, so that it outlives this process; None: nowhere."""
+    state_from: int | None = None
+    """The rank from whose state to go on; None: no state is held."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
     _store: Store | None = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""

@@ -23,6 +23,7 @@ from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
 from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
+from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import (
     AddressNotLocal,
     LoopbackMaster,
@@ -335,7 +336,7 @@ def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
         run = run_info(run_id="first-run", world_size=2, address="127.0.0.1")
         rank_0 = RankInfo(rank=0, world_size=2, host="a", pid=1, address="127.0.0.1")
         listener = socket.create_server(("127.0.0.1", 0))
-        coordinator = Coordinator(run, rank_0, Seal(None), "", join_timeout=30.0)
+        coordinator = Coordinator(run, rank_0, Seal(None), "", 30.0, Seats(0, ""))
         await coordinator.serve(listener)
         port = listener.getsockname()[1]
         try:

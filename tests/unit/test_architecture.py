@@ -24,6 +24,8 @@ BOTTOM_ROW = (
     "host_list",
     "signals",
     "wire",
+    "held_memory",
+    "held_memory",
     "program",
     "collectives",
     "messages",
@@ -64,7 +66,7 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"agent", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines.
-MOST_LINES_OF_AGENT_AND_WORKER = 7500
+MOST_LINES_OF_AGENT_AND_WORKER = 8300
 
 
 def room(path: Path) -> str:

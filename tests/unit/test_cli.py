@@ -29,6 +29,14 @@ FLAGS = {
         "--token_file",
         "--allow_mismatch",
     ],
+    "lost ranks": [
+        "--on_loss",
+        "--rejoin_timeout",
+        "--shrink_after",
+        "--on_loss_of_own_code",
+        "--max_restarts",
+        "--standby_addr",
+    ],
     "training": [
         "--model",
         "--epochs",
@@ -50,7 +58,7 @@ FLAGS = {
     ],
     "data": ["--dataset", "--image_size", "--classes", "--data_dir"],
     "output": ["--run_dir", "--track", "--log_every", "--check_replicas"],
-    "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--keep", "--resume"],
+    "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--hold_every", "--keep", "--resume"],
 }
 
 
@@ -108,6 +116,7 @@ def test_each_switch_has_an_opposite(capsys: pytest.CaptureFixture[str]) -> None
     pairs = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " / " in line]
     assert pairs == [
         ["--allow_mismatch", "/", "--no_allow_mismatch"],
+        ["--on_loss_of_own_code", "/", "--no_on_loss_of_own_code"],
         ["--flip", "/", "--no_flip"],
         ["--sync_bn", "/", "--no_sync_bn"],
         ["--no_ddp", "/", "--ddp"],

@@ -102,6 +102,7 @@ def test_the_verdict_that_waits_for_a_comparison_ends_the_run_whatever_the_compa
     """The roll call and the connections are stand-ins: only what is sent matters here."""
     sent: list[Any] = []
     run = SimpleNamespace(world_size=1, start_again="again", start_timeout=1, peer_timeout=1, stall_timeout=1)
+    run.on_loss = "leave"
     roll_call = SimpleNamespace(run=run, info=lambda rank: None, complete=True, hear=lambda *_: None)
     peer = SimpleNamespace(connection=SimpleNamespace(write=lambda line: sent.append(json.loads(line))))
 
@@ -112,11 +113,11 @@ def test_the_verdict_that_waits_for_a_comparison_ends_the_run_whatever_the_compa
         watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
         watch.hear(0, Beat(calls={"g": [1, 5]}), 0.0)
         monkeypatch.setattr(Comparison, "look", fail)
-        watch.take_failure(0, {"why": "its own reason"}, None, in_a_collective=True)
+        watch.take_failure(0, {"rank": 0, "why": "its own reason"}, None, in_a_collective=True)
         await asyncio.wait(watch._working, timeout=WITHIN)
 
     asyncio.run(end())
-    assert sent == [{"verdict": {"why": "its own reason"}}]
+    assert sent == [{"verdict": {"rank": 0, "why": "its own reason"}}]
 
 
 @pytest.mark.parametrize("calls", [{"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000}])

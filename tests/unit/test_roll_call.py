@@ -26,6 +26,7 @@ from ddp_manual.agent.roll_call import (
     missing_ranks_error,
     situation,
 )
+from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -501,7 +502,9 @@ def with_a_coordinator(
 
     async def run() -> None:
         rank_0 = info(0, "a", world_size=world_size)
-        coordinator = Coordinator(replace(RUN, world_size=world_size), rank_0, Seal(None), own_nonce, WITHIN)
+        coordinator = Coordinator(
+            replace(RUN, world_size=world_size), rank_0, Seal(None), own_nonce, WITHIN, Seats(0, "")
+        )
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         await coordinator.serve(listener)
 
@@ -606,7 +609,7 @@ def test_of_many_processes_that_are_refused_only_the_first_are_named_each_minute
 def test_rank_0_of_a_large_world_reads_the_roster_of_all_ranks() -> None:
     """The roster of 4,096 ranks is longer than any other message, and than what a slow reader may leave unread."""
     ranks = 4096
-    place = Place(local_rank=0, local_world_size=ranks, node=0, nodes=1, host_leader=0)
+    place = Place(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, node=0, nodes=1, host_leader=0)
 
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         rank_0 = await say_hello(connect, info(0, "a", world_size=ranks), "rank 0's")

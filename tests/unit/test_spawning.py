@@ -87,12 +87,12 @@ def test_ranks_of_a_launcher_may_not_spawn_but_ranks_of_spawn_may(monkeypatch: p
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
-    place = Place(local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
-    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, {}):  # the launcher's ranks have joined
+    place = Place(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
+    with launchers.set_rank_variables(place, "127.0.0.1", 29500, {}):  # the launcher's ranks have joined
         assert launchers.launched_as() == "RANK=1, WORLD_SIZE=2"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launchers.launched_as() is None
-    with launchers.set_rank_variables(2, 1, place, "127.0.0.1", 29500, {}):  # a rank of spawn may spawn
+    with launchers.set_rank_variables(place, "127.0.0.1", 29500, {}):  # a rank of spawn may spawn
         assert launchers.launched_as() is None
 
 

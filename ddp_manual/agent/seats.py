@@ -1,0 +1,171 @@
+"""The seats of lost ranks, on rank 0: from which state the run goes on without a process, and what is said of it.
+
+Nothing here does any I/O; times are seconds of rank 0's monotonic clock, which is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ddp_manual.held_memory import Moment
+from ddp_manual.messages import LEAVE, RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.terminal import as_ranges, counted, in_words
+
+# A rank that its agent starts again by itself may be lost so often before the run has come any further.
+MOST_WITHOUT_A_STEP = 3
+
+
+class Seats:
+    """What happens to the seats of a run.
+
+    Args:
+        max_restarts: how often a rank may be lost by its own code.
+        shrink: the command that lets the run go on without the ranks that are missing.
+    """
+
+    def __init__(self, max_restarts: int, shrink: str) -> None:
+        self.generation = 0
+        """How often the ranks have begun anew."""
+        self.began = False
+        """Whether the run has begun: from then on a rank that is missing is one that was lost."""
+        self.count, self.seconds = 0, 0.0
+        """Of losses so far, and of all the time from a loss until all ranks went on."""
+        self.lost: dict[int, Verdict] = {}
+        """The ranks that were lost since the run went on for the last time."""
+        self.held: dict[int, Moment | None] = {}
+        """The ranks that have said since then which state they hold."""
+        self._max_restarts, self._shrink = max_restarts, shrink
+        self._since: float | None = None
+        self._back: set[int] = set()
+        self._first_loss = 0.0
+        self._agreed: Moment | None = None
+        self._same: dict[int, int] = {}
+        self._own_failures = 0
+        self._steps_done = 0
+        self._has_said = False
+
+    def begin(self, lost: Mapping[int, Verdict], now: float, back: Collection[int] = ()) -> None:
+        """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk."""
+        if self._since is None:
+            self._since = now
+            self.lost.clear()
+            self._back.clear()
+        self._back.update(back)
+        self.held.clear()
+        self.lost.update(lost)
+        self.count += len(lost)
+        self._has_said, self._steps_done = False, 0
+
+    def take_held(self, rank: int, held: Sequence[int], steps_done: int) -> None:
+        """Take which state a rank holds, and how many steps it has done."""
+        self.held[rank] = Moment(*held) if held else None
+        self._steps_done = max(self._steps_done, steps_done)
+
+    def adopt(self, so_far: RunSoFar, rank_0: RankInfo, now: float) -> None:
+        """Go on with a run that another process has begun as rank 0."""
+        lost = {"rank": 0, "host": rank_0.host, "pid": rank_0.pid, "what": so_far.lost}
+        self.begin({0: lost}, now - so_far.seconds)
+        self.began, self.generation = True, so_far.generation
+        self.count, self.seconds = so_far.losses + 1, so_far.lost_seconds
+
+    def newest(self, among: Collection[int]) -> tuple[Moment | None, int | None]:
+        """Return the state to go on from, and the rank that has it: of equal ones the first, whose buffers count."""
+        held = {rank: self.held.get(rank) for rank in sorted(among)}
+        found = [(moment, -rank) for rank, moment in held.items() if moment is not None]
+        moment, rank = max(found, default=(None, 0))
+        return moment, None if moment is None else -rank
+
+    def refusal(self, restarted: Collection[int], own_code: Collection[int], among: Collection[int]) -> Verdict | None:
+        """Return why the run ends all the same: a rank is lost again and again without a step in between.
+
+        Args:
+            restarted: the lost ranks whose agents start another worker by themselves.
+            own_code: the lost ranks whose own code has raised.
+        """
+        moment, _ = self.newest(among)
+        for rank, verdict in self.lost.items():
+            before = self._same.get(rank, 0) if moment == self._agreed else 0
+            self._same[rank] = before + 1
+            self._own_failures += rank in own_code
+            too_often = rank in own_code and (before > 0 or self._own_failures > self._max_restarts)
+            if too_often or (rank in restarted and before >= MOST_WITHOUT_A_STEP):
+                after = f"after step {moment.step}" if moment else "before the first step"
+                how = f"lost {counted(before + 1, 'time')} {after}: no step was done in between"
+                if not before:
+                    how = f"ranks were lost by their own code more than {counted(self._max_restarts, 'time')}"
+                return {**verdict, "why": f"{verdict['why']}\n{how}"}
+        self._agreed = moment
+        return None
+
+    def complete(self, run: RunInfo, here: Mapping[int, RankInfo], now: float) -> tuple[str, dict[str, Any]] | None:
+        """Go on: all ranks are here. Return a line to print and a record for the run's folder; None at the start."""
+        first, self.began = not self.began, True
+        if first:
+            return None
+        self.generation += 1
+        seconds = now - self._since if self._since is not None else 0.0
+        self._since = None
+        self.seconds += seconds
+        moment, source = self.newest(here)
+        step = f"after step {moment.step}" if moment is not None else "from the beginning"
+        go = "start again" if run.script and moment is None else f"go on {step}"
+        gone_on = max(0, self._steps_done - moment.step) if moment is not None else 0
+        steps = f"and {counted(gone_on, 'step')}" if gone_on else "and no step"
+        took = f"{seconds:.{0 if seconds >= 10 else 1}f} s were lost"
+        lost = f"; {took}, {steps}" if moment is not None else f"; {took}"
+        back = [rank for rank in here if rank in self.lost or rank in self._back]
+        who = f"{in_words(as_ranges(sorted(back)))} {'is' if len(back) == 1 else 'are'} back" if back else ""
+        on = {here[rank].host for rank in back}
+        where = f", on {on.pop()}" if len(on) == 1 else ""
+        everybody = f"all {run.world_size}" if len(here) == run.world_size else f"{len(here)} of {run.world_size}"
+        line = f"{who}{where}: {everybody} {go}{lost}" if who else f"{everybody} ranks {go}{lost}"
+        record = {
+            "generation": self.generation,
+            "lost": [
+                {"rank": rank, "host": verdict["host"], "pid": verdict["pid"], "what": verdict["what"]}
+                for rank, verdict in self.lost.items()
+            ],
+            "ranks": sorted(here),
+            "after_step": moment.step if moment is not None else None,
+            "state_from_rank": source,
+            "steps_lost": gone_on,
+            "seconds": round(seconds, 3),
+        }
+        return line, record
+
+    def kept(self, run: RunInfo, here: Collection[int], missing: Sequence[int]) -> str | None:
+        """Return what is said of a loss, once, when all ranks that are here have said what they hold."""
+        waits = not run.script and not all(rank in self.held for rank in here)
+        if self._has_said or not self.lost or waits:
+            return None
+        self._has_said = True
+        moment, _ = self.newest(here)
+        holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
+        state = "no state is held yet"
+        if run.script:
+            state = "all ranks' programs are started again"
+        elif moment is not None:
+            state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
+        whats = "; ".join(verdict["what"] for rank, verdict in self.lost.items() if rank in missing or not missing)
+        if not missing:
+            return f"{whats}. It is started again; {state}"
+        seat = "Its seat is kept" if len(missing) == 1 else "Their seats are kept"
+        commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in missing))
+        it = "it" if len(missing) == 1 else "them"
+        return (
+            f"{whats}. {seat}; {state}\nto give {it} back, on any host:\n{commands}\n"
+            f"or go on without {it}: {self._shrink}"
+        )
+
+    def never_taken(self, run: RunInfo, missing: Sequence[int], waited: float) -> Verdict | None:
+        """Return why the run ends when nobody has taken a seat in time; None if no loss is known."""
+        verdict = next((self.lost[rank] for rank in missing if rank in self.lost), None)
+        if verdict is None:
+            return None
+        nobody = f"nobody has taken the seat of {in_words(as_ranges(missing))} within {waited:.0f} s (--rejoin_timeout)"
+        return {**verdict, "why": f"{verdict['why']}\n{nobody}", "next": run.start_again}
+
+
+def keeps_seats(run: RunInfo) -> bool:
+    return run.on_loss != LEAVE

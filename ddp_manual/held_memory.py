@@ -1,0 +1,124 @@
+"""The state of a training after its last step, in memory that an agent owns and its worker writes to.
+
+It is there when the worker is not any more, however that has ended. Two slots take turns, and a slot counts once it is
+whole: a worker that is killed while it writes leaves the state before. A state is a text, which describes it, and the
+bytes of its tensors; ``training/held_state.py`` writes and reads both. Only the header is read without torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# The steps that are done; then for each of the two slots: the number of its state, counted from 1, or 0 while it is not
+# whole; the generation and the step of its state; where the slot begins in the file, and its size; and the bytes of
+# tensors and of text in it.
+SLOT = struct.Struct("<7q")
+NUMBER = struct.Struct("<q")
+PAGE = 4096
+
+
+class Moment(NamedTuple):
+    """When a state was held. A later generation counts more than a later step: it has gone on from an agreed step."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a state is in the memory: first the bytes of its tensors, then its text."""
+
+    index: int
+    number: int
+    moment: Moment
+    begin: int
+    size: int
+    tensors: int
+    text: int
+
+
+class HeldMemory:
+    """One rank's memory.
+
+    Args:
+        descriptor: of the file in memory, which this object closes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._mapped: mmap.mmap | None = None
+
+    @classmethod
+    def create(cls) -> HeldMemory:
+        """Make new memory, for an agent; it takes no room until a state is held."""
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("ddp_manual state")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, PAGE)
+        return cls(descriptor)
+
+    def close(self) -> None:
+        self._mapped = None
+        os.close(self.descriptor)
+
+    def newest(self) -> Slot | None:
+        """Return the newest state that is whole; None if none is."""
+        found = []
+        for index in range(2):
+            number, generation, step, *rest = SLOT.unpack(os.pread(self.descriptor, SLOT.size, self._place(index)))
+            if number:
+                found.append(Slot(index, number, Moment(generation, step), *rest))
+        return max(found, key=lambda slot: slot.number, default=None)
+
+    @property
+    def steps_done(self) -> int:
+        """The steps that the worker has done, of which the last ones may not be held."""
+        return int(NUMBER.unpack(os.pread(self.descriptor, NUMBER.size, 0))[0])
+
+    @steps_done.setter
+    def steps_done(self, step: int) -> None:
+        NUMBER.pack_into(self.mapped, 0, step)
+
+    @property
+    def mapped(self) -> mmap.mmap:
+        """The memory; ``begin`` maps it anew where it grows."""
+        if self._mapped is None:
+            self._mapped = mmap.mmap(self.descriptor, 0)
+        return self._mapped
+
+    def begin(self, tensors: int, text: int) -> Slot:
+        """Return the slot to write a state of so many bytes to: not the newest one. It is not whole from now on.
+
+        Raises:
+            OSError: the machine has not so much memory.
+        """
+        newest = self.newest()
+        index, number = (1 - newest.index, newest.number + 1) if newest is not None else (0, 1)
+        NUMBER.pack_into(self.mapped, self._place(index), 0)
+        _, _, _, begin, size, _, _ = SLOT.unpack_from(self.mapped, self._place(index))
+        if tensors + text > size:
+            # At the end of the file. What the slot had before stays unused; states grow once, with the first step.
+            begin, size = os.fstat(self.descriptor).st_size, (tensors + 2 * text) // PAGE * PAGE + PAGE
+            if hasattr(os, "posix_fallocate"):  # otherwise a machine without memory ends the worker with SIGBUS
+                os.posix_fallocate(self.descriptor, begin, size)
+            os.truncate(self.descriptor, begin + size)
+            self._mapped = None
+            SLOT.pack_into(self.mapped, self._place(index), 0, 0, 0, begin, size, 0, 0)
+        return Slot(index, number, Moment(0, 0), begin, size, tensors, text)
+
+    def finish(self, slot: Slot, moment: Moment) -> None:
+        """Let the state that was written to a slot count."""
+        place = self._place(slot.index)
+        SLOT.pack_into(self.mapped, place, 0, *moment, slot.begin, slot.size, slot.tensors, slot.text)
+        NUMBER.pack_into(self.mapped, place, slot.number)
+
+    @staticmethod
+    def _place(index: int) -> int:
+        return NUMBER.size + index * SLOT.size

@@ -1,0 +1,173 @@
+"""The state of a training in the memory that its agent holds: written after a step, read by the worker that comes next.
+
+A state is any tree of dictionaries, lists, tuples, numbers, texts and tensors. Its tensors stand one after the other in
+the memory, and a text in JSON describes the rest; so nothing that is read calls code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_manual.errors import BadOption
+from ddp_manual.held_memory import HeldMemory, Moment, Slot
+from ddp_manual.training import ddp
+
+# Where each tensor begins: torch reads any type there.
+ALIGNMENT = 64
+# The share of the time that holding may take where ``every`` is chosen by itself.
+SHARE = 0.01
+PLAIN = (bool, int, float, str)
+
+
+def describe(value: Any, tensors: list[Tensor], name: str = "state") -> Any:
+    """Return what JSON can hold of a tree, and append its tensors.
+
+    Raises:
+        BadOption: something in it is none of the types that can be held, or a part of a tensor that is on many ranks.
+    """
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
+            raise _cannot_hold(name, f"a {type(value).__name__}", "a tensor must be dense, and whole on each rank")
+        tensors.append(value.detach())
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if value is None or isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        pairs = value.items()
+        return {"dict": [[describe(key, tensors), describe(one, tensors, f"{name}[{key!r}]")] for key, one in pairs]}
+    if isinstance(value, (list, tuple)):
+        items = [describe(one, tensors, f"{name}[{place}]") for place, one in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    raise _cannot_hold(name, f"a {type(value).__name__}", "tensors, numbers, texts, lists, tuples and dictionaries can")
+
+
+def _cannot_hold(name: str, what: str, why: str) -> BadOption:
+    return BadOption(
+        f"{name} is {what}, which cannot be held", why=why, next="give its state_dict(), or leave it out of hold()"
+    )
+
+
+class Holder:
+    """Writes states to one rank's memory.
+
+    Args:
+        generation: of the world that this rank belongs to.
+        every: steps between two states; 0: as few as take a hundredth of the time.
+    """
+
+    def __init__(self, memory: HeldMemory, generation: int, every: int) -> None:
+        self._memory, self._generation = memory, generation
+        self._chosen = every
+        self.every = every or 1
+        self.seconds = 0.0
+        """That holding a state takes."""
+        self._views: dict[int, tuple[int, list[Tensor]]] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to hold the state after this step, and note that the step is done."""
+        self._memory.steps_done = step
+        return step % self.every == 0
+
+    def choose(self, seconds: float, seconds_per_step: float) -> None:
+        """Choose how often to hold, unless the user has: the same on all ranks, which give the same numbers."""
+        if not self._chosen and seconds_per_step:
+            self.every = max(1, math.ceil(seconds / (SHARE * seconds_per_step)))
+
+    @torch.no_grad()
+    def hold(self, step: int, text: str, tensors: Sequence[Tensor]) -> None:
+        """Hold a state that ``describe`` has described, after this step.
+
+        Raises:
+            OSError: the machine has not so much memory.
+        """
+        began = time.perf_counter()
+        content = text.encode()
+        places = _places(tensors)
+        slot = self._memory.begin(places[-1], len(content))
+        for view, tensor in zip(self._views_of(slot, tensors, places), tensors, strict=True):
+            view.copy_(tensor)
+        at = slot.begin + slot.tensors
+        self._memory.mapped[at : at + len(content)] = content
+        self._memory.finish(slot, Moment(self._generation, step))
+        # What a first copy takes until the memory is there would count for many steps.
+        seconds = time.perf_counter() - began
+        self.seconds = min(seconds, self.seconds) if self.seconds else seconds
+
+    def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+        """Return the tensors of a slot, which are made once as long as the state keeps its form."""
+        begin, views = self._views.get(slot.index, (0, []))
+        form = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if begin == slot.begin and form == [(view.shape, view.dtype) for view in views]:
+            return views
+        memory = torch.frombuffer(self._memory.mapped, dtype=torch.uint8)[slot.begin :]
+        views = [_view(memory[place:], dtype, shape) for place, (shape, dtype) in zip(places, form, strict=False)]
+        self._views[slot.index] = slot.begin, views
+        return views
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor begins among them, and where the last one ends."""
+    places = [0]
+    for tensor in tensors:
+        places.append(places[-1] + -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT)
+    return places
+
+
+def _view(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    count = math.prod(shape)
+    return memory[: count * dtype.itemsize].view(dtype).view(tuple(shape)) if count else torch.empty(shape, dtype=dtype)
+
+
+def read(memory: HeldMemory) -> Tensor:
+    """Return the newest state as bytes: the length of its tensors, the tensors, and the text.
+
+    Raises:
+        ValueError: there is none.
+    """
+    slot = memory.newest()
+    if slot is None:
+        raise ValueError("no state is held")
+    content = torch.frombuffer(memory.mapped, dtype=torch.uint8)[slot.begin : slot.begin + slot.tensors + slot.text]
+    return torch.cat([torch.tensor([slot.tensors]).view(torch.uint8), content])
+
+
+def rebuild(content: Tensor) -> Any:
+    """Return the tree that ``read`` has returned as bytes."""
+    length = int(content[:8].view(torch.int64))
+    tensors, text = content[8 : 8 + length].clone(), content[8 + length :].numpy().tobytes().decode()
+    place = 0
+
+    def build(found: Any) -> Any:
+        nonlocal place
+        if isinstance(found, list):
+            return [build(one) for one in found]
+        if not isinstance(found, dict):
+            return found
+        [(kind, inner)] = found.items()
+        if kind == "tensor":
+            name, shape = inner
+            one = _view(tensors[place:], getattr(torch, name), shape)
+            place += -(-one.numel() * one.element_size() // ALIGNMENT) * ALIGNMENT
+            return one
+        if kind == "dict":
+            return {build(key): build(value) for key, value in inner}
+        return tuple(build(one) for one in inner)
+
+    return build(json.loads(text))
+
+
+def share(memory: HeldMemory, source: int, device: torch.device) -> Any:
+    """Return the state that rank ``source`` of this world holds, on every rank; a collective."""
+    own = read(memory).to(device) if ddp.rank() == source else None
+    size = torch.tensor([0 if own is None else len(own)], device=device)
+    ddp.broadcast(size, source)
+    content = torch.empty(int(size), dtype=torch.uint8, device=device) if own is None else own
+    ddp.broadcast(content, source)
+    return rebuild(content.cpu())

@@ -1,0 +1,97 @@
+"""``hold`` and ``held`` for a script's own loop: its state outlives the process, and the next one goes on from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_manual.held_memory import HeldMemory
+from ddp_manual.training import held_state
+from ddp_manual.training.held_state import Holder
+
+
+class Holding:
+    """What this process holds, as a rank that ``ddp-manual run`` has started.
+
+    Args:
+        placed: what the agent has said when all ranks had joined.
+    """
+
+    def __init__(self, memory: HeldMemory, placed: Mapping[str, Any]) -> None:
+        self._memory = memory
+        self._source: int | None = placed["state_from"]
+        self._holder = Holder(memory, placed["generation"], every=1)
+        self._calls = 0
+
+    def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, every: int) -> None:
+        self._calls += 1
+        self._holder.every = every
+        if not self._holder.is_due(self._calls):
+            return
+        state = {
+            "calls": self._calls,
+            "model": _without_ddp(model).state_dict(),
+            "optimizer": optimizer.state_dict() if optimizer is not None else None,
+            "extra": extra,
+        }
+        tensors: list[Any] = []
+        described = held_state.describe(state, tensors)
+        self._holder.hold(self._calls, json.dumps(described), tensors)
+
+    def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
+        if self._source is None:
+            return None
+        device = next(iter(model.parameters())).device
+        state = held_state.share(self._memory, self._source, device)
+        self._calls = state["calls"]
+        _without_ddp(model).load_state_dict(state["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(state["optimizer"])
+        return state["extra"]
+
+
+_here: Holding | None = None
+
+
+def begin(memory: HeldMemory | None, placed: Mapping[str, Any]) -> None:
+    """Hold in this memory from now on, if the run keeps the seats of lost ranks."""
+    global _here
+    _here = Holding(memory, placed) if memory is not None and placed["holds"] else None
+
+
+def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, every: int = 1) -> None:
+    """Hold the state of a training after a step, in memory that outlives this process; all ranks call it alike.
+
+    Outside of ``ddp-manual run --on_loss wait`` (or ``shrink``) it does nothing.
+
+    Args:
+        model: with or without its DDP wrapper.
+        extra: what else the loop needs to go on, such as ``{"epoch": 1, "step": 20}`` or a scheduler's state_dict():
+            numbers, texts, tensors, and lists, tuples and dictionaries of them.
+        every: hold at each n-th call only, where the model is large.
+
+    Raises:
+        BadOption: something cannot be held. OSError: the machine has not so much memory.
+    """
+    if _here is not None:
+        _here.hold(model, optimizer, extra, every)
+
+
+def held(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Give model and optimizer the newest state that any rank of the run holds, and return its ``extra``.
+
+    It is a collective of the default process group: all ranks call it, after ``init_process_group``.
+
+    Returns:
+        None if there is no such state: the training begins.
+    """
+    return _here.held(model, optimizer) if _here is not None else None
+
+
+def _without_ddp(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
