@@ -299,6 +299,7 @@ class Worker:
         else:
             self._channel.close()
         os.close(self._faults)
+        self.records = Records()  # lets go of the worker's memory
         for copy in self.copies:
             copy.cancel()
 

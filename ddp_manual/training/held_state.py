@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,14 +65,14 @@ class Holder:
         self._memory, self._generation = memory, generation
         self._chosen = every
         self.every = every or 1
-        self.seconds = 0.0
-        """That holding a state takes."""
         self._views: dict[int, tuple[int, list[Tensor]]] = {}
 
     def is_due(self, step: int) -> bool:
-        """Return whether to hold the state after this step, and note that the step is done."""
-        self._memory.steps_done = step
-        return step % self.every == 0
+        """Return whether to hold the state after this step; if not, note that the step is done."""
+        due = step % self.every == 0
+        if not due:
+            self._memory.steps_done = step
+        return due
 
     def choose(self, seconds: float, seconds_per_step: float) -> None:
         """Choose how often to hold, unless the user has: the same on all ranks, which give the same numbers."""
@@ -87,7 +86,6 @@ class Holder:
         Raises:
             OSError: the machine has not so much memory.
         """
-        began = time.perf_counter()
         content = text.encode()
         places = _places(tensors)
         slot = self._memory.begin(places[-1], len(content))
@@ -96,9 +94,7 @@ class Holder:
         at = slot.begin + slot.tensors
         self._memory.mapped[at : at + len(content)] = content
         self._memory.finish(slot, Moment(self._generation, step))
-        # What a first copy takes until the memory is there would count for many steps.
-        seconds = time.perf_counter() - began
-        self.seconds = min(seconds, self.seconds) if self.seconds else seconds
+        self._memory.steps_done = step
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
         """Return the tensors of a slot, which are made once as long as the state keeps its form."""

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import random
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -133,6 +134,7 @@ class Trainer:
         between_epochs = not position.taken or self.epoch_plan.epoch_ended(position)
         if self._holder is None or not (self._holder.is_due(position.step) or between_epochs):
             return
+        began = time.perf_counter()
         with_state = len(self.optimizer.state)
         if self._form is None or self._form[0] != with_state:  # which an optimizer makes in its first step
             tensors: list[Tensor] = []
@@ -147,7 +149,9 @@ class Trainer:
             logger.warning("the state is not held any more, since there is no memory for it: %s", error)
             self._holder = None
             return
-        self.meter.hold_seconds = self._holder.seconds
+        seconds = time.perf_counter() - began
+        # Until the memory is there the first two take longer, which is no reason to hold less often.
+        self.meter.hold_seconds = min(seconds, self.meter.hold_seconds or seconds)
 
     @property
     def ended(self) -> bool:

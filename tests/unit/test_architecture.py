@@ -212,7 +212,7 @@ def _left_in(folder: Path) -> Iterator[tuple[list[str], bool]]:
 
 def test_the_public_names_are_these() -> None:
     public = ["DdpManualError", "TrainConfig", "World", "WorldSpec", "__version__"]
-    public += ["check_replicas", "join", "spawn", "train"]
+    public += ["check_replicas", "held", "hold", "join", "spawn", "train"]
     assert ddp_manual.__all__ == public
     for name in ddp_manual.__all__:
         assert getattr(ddp_manual, name)

@@ -1,0 +1,190 @@
+"""A lost rank's seat is kept, whoever types its command gets it, and the run goes on from the step that it was at."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import SHORT, RankProcess, Start
+from tests.seats import Kept, differing, lose, steps_done, worker_of
+
+HOST = os.uname().nodename
+LOSSES = int(os.environ.get("DDP_MANUAL_SOAK_LOSSES", "5"))
+# How a rank may be lost; rank 0 also with its agent, whose place another process then takes.
+WAYS = ("worker", "abort", "agent", "both", "stop")
+StartKept = Callable[..., Kept]
+
+
+@pytest.fixture
+def start_kept(start: Start, port: int, digits: Path, tmp_path: Path) -> StartKept:
+    """Start ranks that train ConvNet on the real MNIST, and keep their seats."""
+
+    def start_kept(world_size: int, *options: object, epochs: int = 1) -> Kept:
+        def start_rank(rank: int, world_size: int, *options: object) -> RankProcess:
+            meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port]
+            return start(sys.executable, "run_multi_gpu_train.py", *meeting, *training, *options)
+
+        training = ["--data_dir", digits, "--run_dir", tmp_path / "run", "--epochs", epochs, "--peer_timeout", 2]
+        training += ["--log_every", 10, "--batch_size", 20, "--hold_every", 1]
+        return Kept(start_rank, world_size, *options)
+
+    return start_kept
+
+
+@pytest.fixture
+def undisturbed(start: Start, port: int, digits: Path, tmp_path: Path) -> Path:
+    """The folder of a run of three ranks with the same options, of which none was lost."""
+    training = ["--data_dir", digits, "--run_dir", tmp_path / "undisturbed", "--epochs", 1, "--batch_size", 20]
+    meeting = ["--world_size", 3, "--master_port", port]
+    ranks = [start(sys.executable, "run_multi_gpu_train.py", *meeting, "--rank", rank, *training) for rank in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    return tmp_path / "undisturbed"
+
+
+def test_who_types_a_lost_ranks_command_gets_its_seat_and_no_step_is_lost(
+    start_kept: StartKept, undisturbed: Path, tmp_path: Path
+) -> None:
+    kept = start_kept(3)
+    kept.until_trained()
+    lost = worker_of(kept.ranks[2])
+    os.kill(lost, signal.SIGKILL)
+    assert kept.ranks[2].wait(10) == 137
+    assert f"error[peer-lost]: rank 2 ({HOST}, pid {lost}) is gone: SIGKILL" in kept.ranks[2].err
+    kept.ranks[0].wait_for("or go on without it: ")
+    said = re.search(rf"rank 2 \({HOST}, pid {lost}\) is gone: SIGKILL. Its seat is kept; (.*)", kept.ranks[0].err)
+    assert said is not None
+    held = re.fullmatch(r"state of step (\d+) is held by ranks 0-1", said[1])
+    assert held is not None
+    assert f"to give it back, on any host:\n  {kept.ranks[2].typed.split(' --on_loss')[0][:40]}" in kept.ranks[0].err
+    newcomer = kept.type_again(2)
+    kept.wait_for_return(0, before=0)
+    back = f"rank 2 is back, on {HOST}: all 3 go on after step {held[1]}; "
+    assert back in kept.ranks[0].err
+    newcomer.wait_for(back)
+    second = kept.type(2)
+    assert second.wait(30) == 13  # rank-taken
+    assert kept.codes() == [0, 0, 0]
+    assert differing(tmp_path / "run", undisturbed) == []
+    (loss,) = map(json.loads, (tmp_path / "run" / "losses.jsonl").read_text().splitlines())
+    assert (loss["after_step"], loss["steps_lost"], loss["ranks"]) == (int(held[1]), 0, [0, 1, 2])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["losses"] == 1 and summary["lost_seconds"] == loss["seconds"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ranks_lost_at_random_moments_in_every_way_end_with_the_parameters_of_an_undisturbed_run(
+    start_kept: StartKept, undisturbed: Path, tmp_path: Path
+) -> None:
+    chosen, took = random.Random(LOSSES), []
+    kept, losses = start_kept(3), 0
+    kept.until_trained()
+    ways = [*WAYS, *chosen.choices(WAYS, k=max(0, LOSSES - len(WAYS)))][:LOSSES]
+    for way in ways:
+        rank = chosen.randrange(3)
+        witness = (rank + 1) % 3
+        time.sleep(chosen.uniform(0, 0.7))
+        before, since = kept.returns(witness), time.monotonic()
+        if kept.ranks[0].process.poll() is not None:
+            break  # the training was faster
+        try:
+            lose(kept, rank, way)
+        except (AssertionError, psutil.NoSuchProcess):
+            continue  # its worker has not come back yet
+        losses += 1
+        if rank != 0 or way in ("agent", "both"):
+            kept.type_again(rank)
+        kept.wait_for_return(witness, before)
+        took.append(time.monotonic() - since)
+    assert kept.codes() == [0, 0, 0], kept.ranks[0].err
+    assert differing(tmp_path / "run", undisturbed) == []
+    print(f"{losses} losses; from a loss until all went on: median {statistics.median(took):.1f} s")
+
+
+def test_rank_0s_seat_is_found_again_at_its_address_and_the_run_is_learnt_from_the_others(
+    start_kept: StartKept,
+) -> None:
+    kept = start_kept(3)
+    kept.until_trained()
+    lose(kept, 0, "both")
+    kept.ranks[1].wait_for("this rank keeps its state, and looks for rank 0 for 1800 s")
+    kept.type_again(0)
+    kept.wait_for_return(1, before=0)
+    assert "rank 0 is back, on " in kept.ranks[1].err
+    assert re.search(r"going on with run \w{8}, which rank [12] ", kept.ranks[0].err)
+    assert kept.codes() == [0, 0, 0]
+
+
+def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch(start_kept: StartKept, start: Start, port: int) -> None:
+    kept = start_kept(3, epochs=2)
+    kept.until_trained()
+    status = [sys.executable, "-m", "ddp_manual", "status", "--master_port", port]
+    early = start(*status, "--shrink")
+    assert early.wait() == 2 and "--shrink has nothing to do" in early.err
+    lose(kept, 2, "both")
+    kept.ranks[0].wait_for("or go on without it: ")
+    shrunk = start(*status, "--shrink", "--json")
+    assert shrunk.wait() == 0 and json.loads(shrunk.out)["left_out"] == [[2, 2]]
+    kept.wait_for_return(0, before=0)
+    assert "2 of 3 ranks go on after step " in kept.ranks[0].err
+    kept.type_again(2)
+    kept.wait_for_return(0, before=1)
+    assert f"rank 2 is back, on {HOST}: all 3 go on after step " in kept.ranks[0].err
+    assert kept.codes() == [0, 0, 0]
+
+
+def test_under_launch_a_worker_is_started_again_by_itself(start: Start, port: int, small_data: Path) -> None:
+    meeting = ["--nproc", 2, "--on_loss", "wait", "--master_port", port]
+    training = [*SHORT, "--data_dir", small_data, "--epochs", 60]
+    launch = start(sys.executable, "-m", "ddp_manual", "launch", *meeting, "--", *training)
+    launch.wait_for("[rank 0] step 100/")
+    lose_worker(launch)
+    launch.wait_for("is gone: SIGKILL. It is started again; state of step ")
+    launch.wait_for("all 2 go on after step ")
+    assert launch.wait() == 0
+
+
+def lose_worker(launch: RankProcess) -> None:
+    """Kill a worker of ``launch``."""
+    agents = psutil.Process(launch.process.pid)
+    os.kill([worker.pid for forker in agents.children() for worker in forker.children()][-1], signal.SIGKILL)
+
+
+def test_survivors_are_training_again_soon_and_nothing_grows(start_kept: StartKept) -> None:
+    """Rank 0's worker is started again by its agent, so that what it takes is the survivors' own part."""
+    kept = start_kept(2, epochs=20)
+    kept.until_trained()
+    took, grown = [], []
+    for _ in range(4):
+        before = kept.returns(1)
+        lose(kept, 0, "worker")
+        since, done = time.monotonic(), steps_done(kept.ranks[1])
+        while steps_done(kept.ranks[1]) <= done + 1:
+            assert time.monotonic() - since < 30, kept.ranks[1].err
+            time.sleep(0.005)
+        took.append(time.monotonic() - since)
+        kept.wait_for_return(1, before)
+        agent = psutil.Process(kept.ranks[1].process.pid)
+        grown.append((agent.num_fds(), agent.num_threads(), len(agent.children(recursive=True))))
+    assert statistics.median(took) < 5
+    assert len(set(grown)) == 1, grown
+    print(f"survivors train again after {', '.join(f'{seconds:.2f}' for seconds in took)} s")
+
+
+def test_a_loss_is_not_waited_for_in_a_script_that_joins(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "joins.py"
+    script.write_text("import ddp_manual\nwith ddp_manual.join(on_loss='wait') as world:\n    pass\n")
+    joins = start(sys.executable, script)
+    assert joins.wait() == 1
+    assert "cannot work in a script that calls join()" in joins.err
