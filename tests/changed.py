@@ -9,8 +9,9 @@ from pathlib import Path
 
 
 def is_worker() -> bool:
-    """Return whether this program was started in place of a worker: its arguments then begin with three numbers."""
-    return all(word.isdigit() for word in sys.argv[1:4]) and len(sys.argv) > 4
+    """Return whether this program was started in place of a worker, or of the process that forks workers: its arguments
+    then begin with numbers."""
+    return all(word.isdigit() for word in sys.argv[1:3]) and len(sys.argv) > 3
 
 
 def run_agent(program: str, arguments: Sequence[str]) -> None:
@@ -30,6 +31,7 @@ def run_worker(change: Callable[[], None]) -> None:
 
     def born(parent: int) -> None:
         die_with_parent(parent)
+        signals.die_with_parent = die_with_parent  # a fork is changed already
         change()
 
     signals.die_with_parent = born

@@ -28,7 +28,7 @@ from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch, from_dict
-from ddp_manual.messages import LEAVE, RankInfo, RunInfo, RunSoFar, Steps
+from ddp_manual.messages import LEAVE, RankInfo, RunInfo, RunSoFar, Step, Steps
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import POLL_EVERY, Waiting, counted
@@ -120,6 +120,7 @@ class Join:
         self._log_waiting = (lambda line: None) if task.waits_silently else log
         self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
         self._run: RunInfo
+        self._roll_call: Step | None = None
         self._news: Mapping[str, Any] | None = None
         self._logged: set[str] = set()
         self._unacknowledged = 0
@@ -256,6 +257,7 @@ class Join:
 
     def complete(self, nodes: int) -> None:
         """End the steps of joining: all ranks have joined, on so many hosts."""
+        assert self._roll_call is not None
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {counted(nodes, 'host')}")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
@@ -268,7 +270,8 @@ class Join:
         self._news = None
 
     def fail(self, error: DdpManualError) -> None:
-        self._steps.end(self._roll_call, error.what, "failed")
+        if self._roll_call is not None:
+            self._steps.end(self._roll_call, error.what, "failed")
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 

@@ -191,7 +191,10 @@ class RollCall:
     def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
         since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
         odd = "; the process that holds it is frozen: its connection is open, and it does not answer" if frozen else ""
-        if frozen:
+        if info.goes_on:
+            odd += "\nit was given to that process while this one was cut off or frozen"
+            next = "nothing: the run goes on without this process"
+        elif frozen:
             next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
         elif not self.all_here:
             next = self.run.command_for(self.first_missing)

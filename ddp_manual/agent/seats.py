@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddp_manual.held_memory import Moment
-from ddp_manual.messages import LEAVE, RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
@@ -85,7 +85,7 @@ class Seats:
         """
         moment, _ = self.newest(among)
         for rank, verdict in self.lost.items():
-            before = self._same.get(rank, 0) if moment == self._agreed else 0
+            before = self._same.get(rank, 0) if _step(moment) == _step(self._agreed) else 0
             self._same[rank] = before + 1
             self._own_failures += rank in own_code
             too_often = rank in own_code and (before > 0 or self._own_failures > self._max_restarts)
@@ -167,5 +167,5 @@ class Seats:
         return {**verdict, "why": f"{verdict['why']}\n{nobody}", "next": run.start_again}
 
 
-def keeps_seats(run: RunInfo) -> bool:
-    return run.on_loss != LEAVE
+def _step(moment: Moment | None) -> int | None:
+    return moment.step if moment is not None else None

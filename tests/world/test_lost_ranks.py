@@ -10,13 +10,15 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import SHORT, RankProcess, Start
+from tests.conftest import LONGER, SHORT, RankProcess, Start
+from tests.faulty import faulty
+from tests.memory import MakeGroup, memory_groups
 from tests.seats import Kept, differing, lose, steps_done, worker_of
 
 HOST = os.uname().nodename
@@ -24,6 +26,9 @@ LOSSES = int(os.environ.get("DDP_MANUAL_SOAK_LOSSES", "5"))
 # How a rank may be lost; rank 0 also with its agent, whose place another process then takes.
 WAYS = ("worker", "abort", "agent", "both", "stop")
 StartKept = Callable[..., Kept]
+RankCommand = Callable[..., list[object]]
+# Bytes: a rank and its spare take less than half of it.
+MEMORY = 1 << 30
 
 
 @pytest.fixture
@@ -110,6 +115,47 @@ def test_ranks_lost_at_random_moments_in_every_way_end_with_the_parameters_of_an
     assert kept.codes() == [0, 0, 0], kept.ranks[0].err
     assert differing(tmp_path / "run", undisturbed) == []
     print(f"{losses} losses; from a loss until all went on: median {statistics.median(took):.1f} s")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[MakeGroup]:
+    with memory_groups(tmp_path / "cgroup") as make:
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("raise@training:30", 1, "left with error[training-failed]"),
+        ("eat@training:30", 137, "is gone: SIGKILL, since memory ran out"),
+        ("abort@training:30", 134, "is gone: SIGABRT"),
+    ],
+)
+def test_a_rank_that_its_own_code_or_the_kernel_has_ended_is_typed_again_without_the_fault(
+    start: Start, rank_command: RankCommand, memory: MakeGroup, fault: str, code: int, said: str
+) -> None:
+    options = [*LONGER, 2, "--on_loss", "wait", "--on_loss_of_own_code", "--hold_every", 1]
+    command = faulty(rank_command(1, 2, *options), fault)
+    first = start(*rank_command(0, 2, *options))
+    second = start(*(memory(MEMORY).command(command) if fault.startswith("eat") else command))
+    assert second.wait(60) == code
+    assert "then give this rank back, on any host: the others wait for it\n" in second.err
+    first.wait_for("Its seat is kept; state of step 29 is held by rank 0")
+    assert said in first.err or "rank 1" in first.err
+    again = start(*rank_command(1, 2, *options))
+    first.wait_for("all 2 go on after step 29; ")
+    assert [first.wait(), again.wait()] == [0, 0]
+
+
+def test_a_rank_may_be_lost_by_its_own_code_only_so_often(start: Start, rank_command: RankCommand) -> None:
+    options = [*LONGER, 2, "--on_loss", "wait", "--on_loss_of_own_code", "--max_restarts", 2]
+    # The fault counts the steps of each process.
+    first = start(*faulty(rank_command(0, 2, *options), "raise@training:30"))
+    second = start(*rank_command(1, 2, *options))
+    assert [first.wait(), second.wait()] == [1, 14]
+    assert first.err.count("It is started again; state of step ") == 2
+    assert "ranks were lost by their own code more than 2 times" in second.err
+    assert "ValueError: no such digit" in first.err
 
 
 def test_rank_0s_seat_is_found_again_at_its_address_and_the_run_is_learnt_from_the_others(

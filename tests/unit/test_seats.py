@@ -1,0 +1,136 @@
+"""What rank 0 makes of lost ranks, and what is held of a training in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_manual.agent.seats import MOST_WITHOUT_A_STEP, Seats
+from ddp_manual.errors import BadOption
+from ddp_manual.held_memory import HeldMemory, Moment
+from ddp_manual.messages import WAIT, RankInfo, RunSoFar
+from ddp_manual.training.held_state import Holder, describe, read, rebuild
+from tests.unit.test_roll_call import RUN, info
+
+KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
+GONE = {"rank": 2, "host": "b", "pid": 7, "identifier": "peer-lost", "exit_code": 14}
+GONE |= {"what": "rank 2 (b, pid 7) is gone: SIGKILL", "why": "why", "next": "next"}
+
+
+def here(*ranks: int) -> dict[int, RankInfo]:
+    return {rank: info(rank, "a", world_size=3) for rank in ranks}
+
+
+def begun() -> Seats:
+    seats = Seats(max_restarts=2, shrink="ddp-manual status --shrink")
+    assert seats.complete(KEEPS, here(0, 1, 2), 0.0) is None
+    return seats
+
+
+def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_said_once() -> None:
+    seats = begun()
+    seats.begin({2: GONE}, 10.0)
+    seats.take_held(0, [0, 5], 5)
+    assert seats.kept(KEEPS, [0, 1], [2]) is None
+    seats.take_held(1, [0, 6], 6)
+    said = seats.kept(KEEPS, [0, 1], [2])
+    assert said is not None
+    assert said.startswith("rank 2 (b, pid 7) is gone: SIGKILL. Its seat is kept; state of step 6 is held by rank 1\n")
+    assert said.endswith("or go on without it: ddp-manual status --shrink")
+    assert seats.kept(KEEPS, [0, 1], [2]) is None
+
+
+def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_first_rank() -> None:
+    seats = begun()
+    seats.begin({2: GONE}, 10.0)
+    for rank, moment in enumerate(([0, 6], [0, 6], [])):
+        seats.take_held(rank, moment, 8)
+    assert seats.newest([0, 1, 2]) == (Moment(0, 6), 0)
+    gone_on = seats.complete(KEEPS, here(0, 1, 2), 24.0)
+    assert gone_on is not None
+    line, record = gone_on
+    assert line == "rank 2 is back, on a: all 3 go on after step 6; 14 s were lost, and 2 steps"
+    assert (record["generation"], record["after_step"], record["state_from_rank"], record["seconds"]) == (1, 6, 0, 14.0)
+    seats.begin({1: GONE | {"rank": 1}}, 30.0)
+    for rank, moment in enumerate(([0, 9], [1, 7], [1, 7])):
+        seats.take_held(rank, moment, 9)
+    assert seats.newest([0, 1, 2]) == (Moment(1, 7), 1), (
+        "a state that all have gone on from counts more than a later step"
+    )
+
+
+@pytest.mark.parametrize("own_code", [True, False])
+def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_run(own_code: bool) -> None:
+    seats = begun()
+    for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
+        seats.begin({2: GONE}, 10.0 * time)
+        seats.take_held(0, [time, 5], 5)
+        assert seats.refusal([2], [2] if own_code else [], [0]) is None
+        seats.complete(KEEPS, here(0, 1, 2), 10.0 * time)
+    seats.begin({2: GONE}, 100.0)
+    seats.take_held(0, [0, 5], 5)
+    refusal = seats.refusal([2], [2] if own_code else [], [0])
+    assert refusal is not None and "after step 5: no step was done in between" in refusal["why"]
+
+
+def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
+    seats, refused = begun(), []
+    for step in range(10):
+        seats.begin({2: GONE}, 0.0)
+        seats.take_held(0, [step, step], step)
+        refused.append(seats.refusal([2], [2] if step > 4 else [], [0]) is not None)
+        seats.complete(KEEPS, here(0, 1, 2), 0.0)
+    assert refused[:7] == [False] * 7 and refused[7]
+
+
+def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
+    seats = Seats(max_restarts=2, shrink="")
+    so_far = RunSoFar(run_id="r", run_dir=None, generation=4, losses=3, lost_seconds=9.0, lost="gone", seconds=2.0)
+    seats.adopt(so_far, info(0, "c", world_size=3), 50.0)
+    seats.take_held(1, [4, 70], 70)
+    gone_on = seats.complete(KEEPS, here(0, 1, 2), 51.0)
+    assert (
+        gone_on is not None
+        and gone_on[0] == "rank 0 is back, on a: all 3 go on after step 70; 3.0 s were lost, and no step"
+    )
+    assert (seats.generation, seats.count, seats.seconds) == (5, 4, 12.0)
+
+
+@pytest.mark.parametrize("wrong", [{"generation": -1}, {"held": [1]}, {"held": ["a", 1]}, {"lost_seconds": "x"}])
+def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
+    said = {"run_id": "r", "run_dir": None, "generation": 1, "losses": 1, "lost_seconds": 1.0}
+    assert RunSoFar.from_message(said).held == []
+    with pytest.raises((TypeError, ValueError)):
+        RunSoFar.from_message(said | wrong)
+
+
+def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
+    memory = HeldMemory.create()
+    holder, tensors = Holder(memory, 0, 1), list[torch.Tensor]()
+    state = {"a": torch.arange(5.0), 3: (1, 2.5, None, True, "x", [float("inf")]), "scalar": torch.tensor(7)}
+    text = json.dumps(describe(state, tensors))
+    assert memory.newest() is None
+    for step in (1, 2, 3):
+        tensors[0][0] = step
+        holder.hold(step, text, tensors)
+    memory.begin(tensors=64, text=10)  # and the process is killed
+    newest = HeldMemory(os.dup(memory.descriptor)).newest()
+    assert newest is not None and newest.moment == Moment(0, 3)
+    found = rebuild(read(memory))
+    assert found["a"].tolist() == [3, 1, 2, 3, 4] and found[3] == state[3] and found["scalar"] == 7
+    tensors.append(torch.zeros(100_000))  # a state that grows, as with an optimizer's first step
+    holder.hold(
+        4, json.dumps({"dict": [*json.loads(text)["dict"], ["b", {"tensor": ["float32", [100_000]]}]]}), tensors
+    )
+    assert len(rebuild(read(memory))["b"]) == 100_000
+
+
+@pytest.mark.parametrize("cannot", [{"a": object()}, [{1, 2}], {"t": torch.zeros(2, device="meta")}])
+def test_what_cannot_be_held_is_named(cannot: Any) -> None:
+    with pytest.raises(BadOption, match="which cannot be held"):
+        describe(cannot, [])
