@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 from tests import real_scripts
 from tests.clock import left
 from tests.conftest import RankProcess, Start
-from tests.real_scripts import ALL, SCRIPTS, Script, Starts, completed, under_torchrun
+from tests.real_scripts import ALL, FOLDER, SCRIPTS, Script, Starts, completed, printed, under_torchrun
 from tests.world.deaths import HOST, PEER_TIMEOUT, STALL_TIMEOUT
 from tests.world.test_rendezvous import last_error
 
@@ -34,6 +35,38 @@ def test_a_script_prints_what_it_prints_under_torchrun(
     starts: Starts, script: Script, how: str, shared_folder: Path
 ) -> None:
     assert completed(getattr(starts, how), script) == under_torchrun(starts, shared_folder)
+
+
+@real_scripts.of(("plain", "lightning", "trainer"))
+def test_after_a_rank_was_killed_only_its_command_is_typed_again(
+    starts: Starts, script: Script, shared_folder: Path
+) -> None:
+    ranks = begin_lost(starts, script.runs[0])
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+    assert "rank 1 is back, on " in ranks[0].err and "all 2 start again; " in ranks[0].err
+    assert printed(ranks) == under_torchrun(starts, shared_folder)
+
+
+def begin_lost(starts: Starts, arguments: Sequence[str]) -> list[RankProcess]:
+    """Start two ranks of which one is killed, and type its command again."""
+    waits = ("--on_loss", "wait")
+    first = starts.rank(0, 2, *waits, arguments=arguments)
+    lost = starts.rank(1, 2, *waits, fault="kill@1:3", arguments=arguments)
+    assert lost.wait() == 137
+    assert "then give this rank back, on any host: the others wait for it\n" in lost.err
+    first.wait_for("is gone: SIGKILL. Its seat is kept; all ranks' programs are started again\n")
+    return [first, starts.rank(1, 2, *waits, arguments=arguments)]
+
+
+@pytest.mark.parametrize("script", [Script(words=(str(FOLDER / "plain_held.py"),), at="")], ids=["held"])
+def test_a_script_that_holds_its_state_goes_on_from_the_step_it_was_at(starts: Starts) -> None:
+    undisturbed = starts.by_hand(arguments=())
+    assert [rank.wait() for rank in undisturbed] == [0, 0]
+    ranks = begin_lost(starts, ())
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+    assert "all 2 go on after step 2; " in ranks[0].err
+    assert "rank 0 begins at step 2\n" in ranks[0].out and "rank 1 begins at step 2\n" in ranks[1].out
+    assert [rank.out.splitlines()[-1] for rank in ranks] == [rank.out.splitlines()[-1] for rank in undisturbed]
 
 
 @real_scripts.of(SCRIPTS if ALL else ("plain", "lightning", "sync"))
