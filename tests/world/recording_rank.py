@@ -1,6 +1,7 @@
 """One rank, as ``run_multi_gpu_train.py`` starts it, that writes down which samples it trains on.
 
-RECORD names the file: a line of indices for each step.
+RECORD names the file: a line of indices for each step. With RECORD_WHERE the sample of the epoch at which the step
+begins and the number of ranks stand in front of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def record() -> None:
     def recorded(order: Tensor, **where: Any) -> Tensor:
         samples = share(order, **where)
         with open(os.environ["RECORD"], "a", encoding="utf-8") as file:
-            file.write(" ".join(map(str, samples.tolist())) + "\n")
+            in_front = [where["start"], where["world_size"]] if "RECORD_WHERE" in os.environ else []
+            file.write(" ".join(map(str, [*in_front, *samples.tolist()])) + "\n")
         return samples
 
     data.share = recorded

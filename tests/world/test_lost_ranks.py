@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -10,19 +11,21 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import LONGER, SHORT, RankProcess, Start
+from tests.conftest import DRAWN, LONGER, SHORT, RankProcess, Start
 from tests.faulty import faulty
 from tests.memory import MakeGroup, memory_groups
 from tests.seats import Kept, differing, lose, steps_done, worker_of
 
 HOST = os.uname().nodename
 LOSSES = int(os.environ.get("DDP_MANUAL_SOAK_LOSSES", "5"))
+# Of the training in which they are lost, which has to take longer than that: a step takes 10 ms, a loss a second.
+EPOCHS = -(-LOSSES // 10)
 # How a rank may be lost; rank 0 also with its agent, whose place another process then takes.
 WAYS = ("worker", "abort", "agent", "both", "stop")
 StartKept = Callable[..., Kept]
@@ -35,7 +38,7 @@ MEMORY = 1 << 30
 def start_kept(start: Start, port: int, digits: Path, tmp_path: Path) -> StartKept:
     """Start ranks that train ConvNet on the real MNIST, and keep their seats."""
 
-    def start_kept(world_size: int, *options: object, epochs: int = 1) -> Kept:
+    def start_kept(world_size: int, *options: object, epochs: int = EPOCHS) -> Kept:
         def start_rank(rank: int, world_size: int, *options: object) -> RankProcess:
             meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port]
             return start(sys.executable, "run_multi_gpu_train.py", *meeting, *training, *options)
@@ -50,7 +53,7 @@ def start_kept(start: Start, port: int, digits: Path, tmp_path: Path) -> StartKe
 @pytest.fixture
 def undisturbed(start: Start, port: int, digits: Path, tmp_path: Path) -> Path:
     """The folder of a run of three ranks with the same options, of which none was lost."""
-    training = ["--data_dir", digits, "--run_dir", tmp_path / "undisturbed", "--epochs", 1, "--batch_size", 20]
+    training = ["--data_dir", digits, "--run_dir", tmp_path / "undisturbed", "--epochs", EPOCHS, "--batch_size", 20]
     meeting = ["--world_size", 3, "--master_port", port]
     ranks = [start(sys.executable, "run_multi_gpu_train.py", *meeting, "--rank", rank, *training) for rank in range(3)]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
@@ -172,8 +175,16 @@ def test_rank_0s_seat_is_found_again_at_its_address_and_the_run_is_learnt_from_t
     assert kept.codes() == [0, 0, 0]
 
 
-def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch(start_kept: StartKept, start: Start, port: int) -> None:
-    kept = start_kept(3, epochs=2)
+def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch_and_sees_each_sample_once(
+    start: Start, rank_command: RankCommand, port: int, tmp_path: Path
+) -> None:
+    def start_rank(rank: int, world_size: int, *options: object) -> RankProcess:
+        program, script, *rest = rank_command(rank, world_size, *options)
+        assert script == "run_multi_gpu_train.py"
+        record = {"RECORD": str(tmp_path / f"samples{rank}"), "RECORD_WHERE": "1"}
+        return start(program, "tests/world/recording_rank.py", "train", *rest, **record)
+
+    kept = Kept(start_rank, 3, "--batch_size", 2, "--log_every", 10, "--hold_every", 1)
     kept.until_trained()
     status = [sys.executable, "-m", "ddp_manual", "status", "--master_port", port]
     early = start(*status, "--shrink")
@@ -188,6 +199,22 @@ def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch(start_kept: StartKe
     kept.wait_for_return(0, before=1)
     assert f"rank 2 is back, on {HOST}: all 3 go on after step " in kept.ranks[0].err
     assert kept.codes() == [0, 0, 0]
+    sizes, seen = samples_seen([tmp_path / f"samples{rank}" for rank in range(3)])
+    assert sizes == [3, 2, 3]
+    assert sorted(seen) == list(range(DRAWN["train"]))
+
+
+def samples_seen(records: Sequence[Path]) -> tuple[list[int], list[int]]:
+    """Return the numbers of ranks one after the other, and the samples of the epoch as they count.
+
+    Of a step that was in flight when a rank was lost there are two records; the second one counts, in which the number
+    of ranks may be another one.
+    """
+    found = [[[int(word) for word in line.split()] for line in record.read_text().splitlines()] for record in records]
+    steps = {start: size for start, size, *_ in found[0]}
+    last = {(rank, start): (size, rest) for rank, lines in enumerate(found) for start, size, *rest in lines}
+    seen = [index for (_, start), (size, rest) in last.items() if steps[start] == size for index in rest]
+    return [size for size, _ in itertools.groupby(steps[start] for start in sorted(steps))], seen
 
 
 def test_under_launch_a_worker_is_started_again_by_itself(start: Start, port: int, small_data: Path) -> None:
