@@ -57,7 +57,8 @@ class Kept:
         deadline = time.monotonic() + within
         while self.returns(rank) <= before:
             assert time.monotonic() < deadline, f"nobody went on; rank {rank} said:\n{self.ranks[rank].err}"
-            assert self.ranks[rank].process.poll() is None, f"rank {rank} has ended:\n{self.ranks[rank].err}"
+            if self.ranks[rank].process.poll() is not None and self.returns(rank) <= before:
+                raise AssertionError(f"rank {rank} has ended:\n{self.ranks[rank].err}")
             time.sleep(0.01)
 
     def codes(self, within: float = 120) -> list[int]:

@@ -27,6 +27,7 @@ from ddp_manual.agent.seats import Seats
 from ddp_manual.agent.verdicts import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict
 from ddp_manual.messages import LEAVE, SHRINK, Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
+from ddp_manual.run_folder import own_run_dir
 from ddp_manual.terminal import Waiting, as_ranges, in_words
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
@@ -215,7 +216,8 @@ class Coordinator:
         so_far, run = RunSoFar.from_message(info.goes_on), self.run
         if not self.seats.began:
             self.seats.adopt(so_far, self.roll_call.rank_0, time.monotonic())
-            self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=so_far.run_dir)
+            run_dir = own_run_dir(so_far.run_dir, self.seats.run_dir) or run.run_dir
+            self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir)
             self._join_timeout, self._waits_since = run.rejoin_timeout, time.monotonic()
             self._watch.send_to_all({"line": f"going on with run {so_far.run_id}, which {info.who} was in"})
         elif so_far.run_id != run.run_id:
@@ -283,13 +285,12 @@ class Coordinator:
     def _hear_held(self) -> None:
         """Say what is held of a lost rank's work, once all ranks have replied, or end the run."""
         here = self._placed & self.roll_call.members.keys()
-        line = self.seats.kept(self.run, here, self.roll_call.missing)
-        if line is None or self._watch.failure is not None:
+        if self._watch.failure is not None:
             return
         restarted = [rank for rank in self.seats.lost if rank in here]
         if (refusal := self.seats.refusal(restarted, self._own_code, here)) is not None:
             self._watch.end_the_run(refusal)
-        else:
+        elif (line := self.seats.kept(self.run, here, self.roll_call.missing)) is not None:
             self._watch.send_to_all({"line": line})
 
     def _refuse_all(self, error: DdpManualError) -> None:
@@ -488,7 +489,7 @@ class Coordinator:
             work.add_done_callback(self._working.discard)
 
     async def _show(self, peer: Peer, done: Mapping[str, Any], *, stacks: bool) -> None:
-        everybody = range(self.run.world_size) if stacks and self.roll_call.complete else ()
+        everybody = self._placed if stacks and self.roll_call.complete else ()
         most = LONGEST_ANSWER // (2 * self.run.world_size)  # the roster takes the rest of what an observer reads
         found = {str(rank): text[-most:] for rank, text in (await self._watch.stacks_of(everybody)).items()}
         async with self._looking:

@@ -151,6 +151,8 @@ class StopSignals:
         """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
         self.heeded = True
         """Whether it still follows them; False once its work is done."""
+        self.asked = 0
+        """The first signal that has asked this rank to stop, or 0."""
         self._first: dict[str, float] = {}
 
     def take(self, number: int, seen_by: str, here: int, again: str) -> Stopped | None:
@@ -181,6 +183,7 @@ class StopSignals:
             what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
             self._log(f"{asked_by(number)}: {what}; a second signal ends this rank at once")
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
+        self.asked = self.asked or number
         self._first.setdefault(seen_by, now)
         return error
 

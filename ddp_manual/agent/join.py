@@ -310,15 +310,20 @@ class Join:
             shrink_after=spec.shrink_after,
             on_loss_of_own_code=spec.on_loss_of_own_code,
         )
-        command, arguments = launchers.typed_command()
-        command = command if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
-        at_rank_0 = {name: getattr(spec, name) for name in ("master_addr", "master_port", "token_file")}
-        typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
-        seats = Seats(spec.max_restarts, f"{shlex.join([*command, 'status'])} {as_flags({**typed, 'shrink': True})}")
+        seats = Seats(spec.max_restarts, self._shrink_command, self._task.run_dir)
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
         return str(address)
+
+    @property
+    def _shrink_command(self) -> str:
+        """The command that lets the run go on without the ranks that are missing."""
+        command, arguments = launchers.typed_command()
+        command = command if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
+        at_rank_0 = {name: getattr(self._spec, name) for name in ("master_addr", "master_port", "token_file")}
+        typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
+        return f"{shlex.join([*command, 'status'])} {as_flags({**typed, 'shrink': True})}"
 
     # -- hello --------------------------------------------------------------------------------------------------------
 

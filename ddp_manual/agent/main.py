@@ -311,6 +311,8 @@ class Agent:
             self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
         elif "notes" in message:
             self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
+            if message["heeds"] and self._signals.asked and self.task.program is None:  # of an earlier worker
+                self.worker.send({"stop": self._signals.asked})
         elif "signalled" in message:
             self.take_signal(int(message["signalled"]), seen_by="script")
         elif "run_dir" in message:

@@ -14,6 +14,8 @@ from ddp_manual.terminal import as_ranges, counted, in_words
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
 MOST_WITHOUT_A_STEP = 3
+# Seconds in which the ranks of a program, whose steps nobody knows, have come further.
+LONG_ENOUGH = 60.0
 
 
 class Seats:
@@ -22,9 +24,12 @@ class Seats:
     Args:
         max_restarts: how often a rank may be lost by its own code.
         shrink: the command that lets the run go on without the ranks that are missing.
+        run_dir: the folder that this rank 0 was given, with ``{run_id}`` for its name; it writes to no other one that
+            is named over the network.
     """
 
-    def __init__(self, max_restarts: int, shrink: str) -> None:
+    def __init__(self, max_restarts: int, shrink: str, run_dir: str | None = None) -> None:
+        self.run_dir = run_dir
         self.generation = 0
         """How often the ranks have begun anew."""
         self.began = False
@@ -43,7 +48,8 @@ class Seats:
         self._same: dict[int, int] = {}
         self._own_failures = 0
         self._steps_done = 0
-        self._has_said = False
+        self._has_said = self._has_judged = False
+        self._went_on = 0.0
 
     def begin(self, lost: Mapping[int, Verdict], now: float, back: Collection[int] = ()) -> None:
         """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk."""
@@ -55,7 +61,7 @@ class Seats:
         self.held.clear()
         self.lost.update(lost)
         self.count += len(lost)
-        self._has_said, self._steps_done = False, 0
+        self._has_said, self._has_judged, self._steps_done = False, False, 0
 
     def take_held(self, rank: int, held: Sequence[int], steps_done: int) -> None:
         """Take which state a rank holds, and how many steps it has done."""
@@ -77,15 +83,22 @@ class Seats:
         return moment, None if moment is None else -rank
 
     def refusal(self, restarted: Collection[int], own_code: Collection[int], among: Collection[int]) -> Verdict | None:
-        """Return why the run ends all the same: a rank is lost again and again without a step in between.
+        """Return, once all have said what they hold, why the run ends all the same: a rank is lost again and again
+        without a step in between. Where no state is held, time counts in place of steps.
 
         Args:
             restarted: the lost ranks whose agents start another worker by themselves.
             own_code: the lost ranks whose own code has raised.
         """
+        if self._has_judged or not all(rank in self.held for rank in among):
+            return None
+        self._has_judged = True
         moment, _ = self.newest(among)
+        came_further = _step(moment) != _step(self._agreed)
+        if moment is None and self._since is not None and self._since - self._went_on > LONG_ENOUGH:
+            came_further = True
         for rank, verdict in self.lost.items():
-            before = self._same.get(rank, 0) if _step(moment) == _step(self._agreed) else 0
+            before = 0 if came_further else self._same.get(rank, 0)
             self._same[rank] = before + 1
             self._own_failures += rank in own_code
             too_often = rank in own_code and (before > 0 or self._own_failures > self._max_restarts)
@@ -100,7 +113,7 @@ class Seats:
 
     def complete(self, run: RunInfo, here: Mapping[int, RankInfo], now: float) -> tuple[str, dict[str, Any]] | None:
         """Go on: all ranks are here. Return a line to print and a record for the run's folder; None at the start."""
-        first, self.began = not self.began, True
+        first, self.began, self._went_on = not self.began, True, now
         if first:
             return None
         self.generation += 1

@@ -485,7 +485,8 @@ class Watch:
             if first:
                 mismatch, _ = await self._comparison.look(self._records_of, first, run.start_again)
             if not first or mismatch is not None or self._unless_mismatch is not None:
-                seen, last = await self._comparison.look(self._records_of, range(run.world_size), run.start_again)
+                ranks = [info.rank for info in self._roll_call.infos()]
+                seen, last = await self._comparison.look(self._records_of, ranks, run.start_again)
                 mismatch = seen or mismatch
         finally:  # whatever the replies say, the verdict that waits for them ends the run
             self._looking = False

@@ -16,7 +16,7 @@ from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.tasks import LISTENING, agent_in_this_terminal, command_template
 from ddp_manual.errors import MasterUnresolvable, from_dict
-from ddp_manual.messages import Step
+from ddp_manual.messages import LEAVE, Step
 from ddp_manual.options import as_flags
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
@@ -39,6 +39,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         run ``roster``, ``ranks`` (the reports of all) and ``measured``.
     """
     terminal.log_to_stderr(spec.rank)
+    spec = dataclasses.replace(spec, on_loss=LEAVE)  # nothing is held of a check
     sources = {name: spec.source(name) for name in spec.values()}
     if sources["join_timeout"] == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)

@@ -149,7 +149,9 @@ def rebuild(content: Tensor) -> Any:
         [(kind, inner)] = found.items()
         if kind == "tensor":
             name, shape = inner
-            one = _view(tensors[place:], getattr(torch, name), shape)
+            dtype = getattr(torch, name)
+            assert isinstance(dtype, torch.dtype), name
+            one = _view(tensors[place:], dtype, shape)
             place += -(-one.numel() * one.element_size() // ALIGNMENT) * ALIGNMENT
             return one
         if kind == "dict":

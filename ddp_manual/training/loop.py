@@ -117,6 +117,7 @@ class Trainer:
         self.settle_buckets()
         checkpoint.restore_state(state["model"], state["optimizer"], measured["random"], self.network, self.optimizer)
         self.resume(Position(**measured["position"]), checkpoint.history_of(measured["history"]))
+        self.hold(self.position, at_once=True)  # the rank that has held it may be lost before the next step
         return True
 
     @property
@@ -125,14 +126,14 @@ class Trainer:
         evaluations = tuple(self.evaluations)
         return History(evaluations=evaluations, window=self.meter.window, train_seconds=self.meter.seconds)
 
-    def hold(self, position: Position) -> None:
+    def hold(self, position: Position, *, at_once: bool = False) -> None:
         """Hold the state at ``position``, so that it outlives this process, if it is the turn of its step, or the end
-        of an epoch.
+        of an epoch, or ``at_once``.
 
         What the ranks have measured since the last sync point is not held: each has summed its own.
         """
-        between_epochs = not position.taken or self.epoch_plan.epoch_ended(position)
-        if self._holder is None or not (self._holder.is_due(position.step) or between_epochs):
+        at_once = at_once or not position.taken or self.epoch_plan.epoch_ended(position)
+        if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
         with_state = len(self.optimizer.state)

@@ -39,9 +39,12 @@ class Holding:
             "optimizer": optimizer.state_dict() if optimizer is not None else None,
             "extra": extra,
         }
+        self._hold(self._calls, state)
+
+    def _hold(self, call: int, state: Mapping[str, Any]) -> None:
         tensors: list[Any] = []
         described = held_state.describe(state, tensors)
-        self._holder.hold(self._calls, json.dumps(described), tensors)
+        self._holder.hold(call, json.dumps(described), tensors)
 
     def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
         if self._source is None:
@@ -52,6 +55,8 @@ class Holding:
         _without_ddp(model).load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
+        # The rank that has held it may be lost before the next step.
+        self._hold(self._calls, state)
         return state["extra"]
 
 
