@@ -220,7 +220,9 @@ class Coordinator:
             self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir)
             self._join_timeout, self._waits_since = run.rejoin_timeout, time.monotonic()
             self._watch.send_to_all({"line": f"going on with run {so_far.run_id}, which {info.who} was in"})
-        elif so_far.run_id != run.run_id:
+        elif so_far.run_id == run.run_id:
+            self.seats.generation = max(self.seats.generation, so_far.generation)
+        else:
             other = MasterLost(
                 f"another run has rank 0's address by now: {run.run_id}, not {so_far.run_id}",
                 why=f"its rank 0 is on {run.host} (pid {run.pid})",

@@ -97,8 +97,10 @@ class Seats:
         came_further = _step(moment) != _step(self._agreed)
         if moment is None and self._since is not None and self._since - self._went_on > LONG_ENOUGH:
             came_further = True
+        if came_further:
+            self._same.clear()
         for rank, verdict in self.lost.items():
-            before = 0 if came_further else self._same.get(rank, 0)
+            before = self._same.get(rank, 0)
             self._same[rank] = before + 1
             self._own_failures += rank in own_code
             too_often = rank in own_code and (before > 0 or self._own_failures > self._max_restarts)

@@ -78,6 +78,16 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
     assert refusal is not None and "after step 5: no step was done in between" in refusal["why"]
 
 
+def test_only_losses_after_the_same_step_count_together() -> None:
+    seats, rank_0 = begun(), GONE | {"rank": 0}
+    for number in range(4 * MOST_WITHOUT_A_STEP):
+        lost = {0: rank_0} if number % 4 == 0 else {2: GONE}
+        seats.begin(lost, 0.0)
+        seats.take_held(1, [number, number // 2], number // 2)
+        assert seats.refusal([0] if number % 4 == 0 else [], [], [1]) is None
+        seats.complete(KEEPS, here(0, 1, 2), 0.0)
+
+
 def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
     seats, refused = begun(), []
     for step in range(10):
