@@ -17,7 +17,7 @@ import torch
 from tests.conftest import RankProcess, Start
 
 # What rank 0 says once all ranks are there again.
-BACK = re.compile(r"go on (?:after step|from the beginning)")
+BACK = re.compile(r"go on (?:after step|from the newest)")
 # Three ranks train on all of the real MNIST for about 15 s, on 2 cores.
 STEPS = ("--log_every", 10, "--peer_timeout", 2)
 
@@ -67,22 +67,29 @@ class Kept:
 
 def worker_of(rank: RankProcess) -> int:
     """Return the pid of the process that trains: the child of the spare, which is the child of the agent."""
-    agent = psutil.Process(rank.process.pid)
-    workers = [worker for spare in agent.children() for worker in spare.children()]
+    return worker_below(rank.process.pid)
+
+
+def worker_below(agent: int) -> int:
+    workers = [worker for spare in psutil.Process(agent).children() for worker in spare.children()]
     alive = [worker.pid for worker in workers if worker.status() != psutil.STATUS_ZOMBIE]
-    assert alive, f"{rank.arguments} has no worker"
+    assert alive, f"agent {agent} has no worker"
     return alive[-1]
 
 
 def steps_done(rank: RankProcess) -> int:
     """Return the steps that a rank's worker has done, as its agent's memory has them."""
-    folder = Path(f"/proc/{rank.process.pid}/fd")
+    return steps_done_of(rank.process.pid)
+
+
+def steps_done_of(agent: int) -> int:
+    folder = Path(f"/proc/{agent}/fd")
     for descriptor in folder.iterdir():
         with suppress(OSError):
             if "ddp_manual state" in os.readlink(descriptor):
                 with descriptor.open("rb") as memory:
                     return int(struct.unpack("<q", memory.read(8))[0])
-    raise AssertionError(f"{rank.arguments} holds no memory")
+    raise AssertionError(f"agent {agent} holds no memory")
 
 
 def lose(kept: Kept, rank: int, how: str) -> None:

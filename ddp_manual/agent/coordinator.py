@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from ddp_manual.agent import verdicts
+from ddp_manual.agent.compatibility import unlike
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
 from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
 from ddp_manual.agent.health import heartbeat_period
@@ -169,7 +170,8 @@ class Coordinator:
             info = self._handshakes.read_hello(peer, sealed)
             if info is None:
                 return
-            if info.goes_on and not self._go_on_with(peer, info):
+            belongs = unlike(info, self.roll_call.rank_0, self.run, time.time())[0] is None
+            if info.goes_on and belongs and not self._go_on_with(peer, info):
                 return
             holder = self._peers.get(info.rank)
             comes_back = holder is None and info.rank in self.roll_call.left_out

@@ -123,7 +123,7 @@ class Seats:
         self._since = None
         self.seconds += seconds
         moment, source = self.newest(here)
-        step = f"after step {moment.step}" if moment is not None else "from the beginning"
+        step = "from the newest checkpoint, or from the beginning" if moment is None else f"after step {moment.step}"
         go = "start again" if run.script and moment is None else f"go on {step}"
         gone_on = max(0, self._steps_done - moment.step) if moment is not None else 0
         steps = f"and {counted(gone_on, 'step')}" if gone_on else "and no step"

@@ -134,7 +134,8 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
             if config.resume is not None or world.generation:
                 files.rewind(trainer.position, trainer.history, network, complete=was_complete)
             # The run may begin with another run's checkpoint, or a rank was lost before that of the epoch was written.
-            saves = not trainer.position.taken and plan.saves_epoch(trainer.position) if world.generation else resumed
+            at_an_end = not trainer.position.taken and plan.saves_epoch(trainer.position)
+            saves = resumed and (at_an_end or not world.generation)
             if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
                 trainer.save()
             settings = results.settings(world, paths, trainer)

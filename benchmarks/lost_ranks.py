@@ -1,0 +1,98 @@
+"""Seconds from the loss of a rank until all train again: what the survivors take, and a newcomer who is typed at once.
+
+python -m benchmarks.lost_ranks --data_dir data
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import psutil
+
+from benchmarks.measuring import free_port, machine
+from tests.seats import steps_done_of, worker_below
+
+# What a newcomer's spare imports before it can fork a worker.
+IMPORTS = "from ddp_manual.worker import task"
+
+
+class Ranks:
+    """Ranks that keep their seats, each started as a person would."""
+
+    def __init__(self, world_size: int, data_dir: str, folder: str) -> None:
+        meeting = ["--world_size", world_size, "--master_port", free_port(), "--on_loss", "wait"]
+        training = ["--data_dir", data_dir, "--epochs", 1000, "--run_dir", f"{folder}/run"]
+        self._words = [sys.executable, "run_multi_gpu_train.py", *map(str, [*meeting, *training])]
+        self.processes = [self.start(rank) for rank in range(world_size)]
+
+    def start(self, rank: int) -> psutil.Popen:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return psutil.Popen([*self._words, "--rank", str(rank)], env=env, **quiet)
+
+    def until_a_step_after(self, done: int) -> None:
+        while steps_done_of(self.processes[0].pid) <= done:
+            time.sleep(0.005)
+
+    def lose(self, rank: int) -> float:
+        """Kill a rank's worker; return the seconds until all have done another step."""
+        began, done = time.monotonic(), steps_done_of(self.processes[0].pid)
+        os.kill(worker_below(self.processes[rank].pid), signal.SIGKILL)
+        if rank:
+            self.processes[rank].wait()
+            self.processes[rank] = self.start(rank)
+        self.until_a_step_after(done + 1)  # one may have been on its way
+        return time.monotonic() - began
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def seconds(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+
+
+@click.command()
+@click.option("--data_dir", required=True, type=click.Path(exists=True, resolve_path=True))
+@click.option("--repetitions", default=10, show_default=True)
+@click.option("--ranks", default=3, show_default=True)
+def main(data_dir: str, repetitions: int, ranks: int) -> None:
+    click.echo(machine())
+    imports, survivors, newcomers = list[float](), list[float](), list[float]()
+    for _ in range(repetitions):
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+        imports.append(time.monotonic() - began)
+    with tempfile.TemporaryDirectory() as folder:
+        started = Ranks(ranks, data_dir, folder)
+        try:
+            while not Path(folder, "run", "config.json").exists():
+                time.sleep(0.1)
+            started.until_a_step_after(20)
+            for _ in range(repetitions):
+                for rank, times in ((0, survivors), (ranks - 1, newcomers)):
+                    time.sleep(1)
+                    times.append(started.lose(rank))
+        finally:
+            started.end()
+    click.echo("| what | seconds: median (least to most) |\n|---|---|")
+    click.echo(f"| import of torch and dynamo, in a new Python | {seconds(imports)} |")
+    click.echo(f"| rank 0's worker is killed; until all have done another step | {seconds(survivors)} |")
+    click.echo(
+        f"| rank {ranks - 1}'s worker is killed, its command is typed at once; the same | {seconds(newcomers)} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
