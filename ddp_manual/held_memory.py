@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,8 +105,11 @@ class HeldMemory:
         NUMBER.pack_into(self.mapped, self._place(index), 0)
         _, _, _, begin, size, _, _ = SLOT.unpack_from(self.mapped, self._place(index))
         if tensors + text > size:
-            # At the end of the file. What the slot had before stays unused; states grow once, with the first step.
-            begin, size = os.fstat(self.descriptor).st_size, (tensors + 2 * text) // PAGE * PAGE + PAGE
+            # At the end of the file; what the slot had before is given back.
+            with suppress(AttributeError, OSError):
+                if size:
+                    self.mapped.madvise(mmap.MADV_REMOVE, begin, size)
+            begin, size = os.fstat(self.descriptor).st_size, (tensors + 4 * text) // PAGE * PAGE + PAGE
             if hasattr(os, "posix_fallocate"):  # otherwise a machine without memory ends the worker with SIGBUS
                 os.posix_fallocate(self.descriptor, begin, size)
             os.truncate(self.descriptor, begin + size)
@@ -118,6 +122,11 @@ class HeldMemory:
         place = self._place(slot.index)
         SLOT.pack_into(self.mapped, place, 0, *moment, slot.begin, slot.size, slot.tensors, slot.text)
         NUMBER.pack_into(self.mapped, place, slot.number)
+
+    def forget(self) -> None:
+        """Let no state count: it would be an old one, since no other can be held."""
+        for index in range(2):
+            NUMBER.pack_into(self.mapped, self._place(index), 0)
 
     @staticmethod
     def _place(index: int) -> int:

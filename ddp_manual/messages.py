@@ -161,16 +161,22 @@ class RunSoFar(_FromNetwork):
     """How often ranks were lost."""
     lost_seconds: float
     """From each loss until all ranks went on."""
+    host: str
+    pid: int
+    """Of rank 0's worker, which was lost."""
+    address: str
+    """The IP address that rank 0 listened on."""
     lost: str = ""
-    """How rank 0 was lost."""
+    """How it was lost."""
     seconds: float = 0.0
     """Since then."""
     held: Sequence[int] = field(default_factory=list)
     """The ``Moment`` of the state that the rank holds; [] if it holds none."""
 
     def _check_values(self) -> None:
-        _check_names([self.run_id, self.lost])
-        numbers = [self.generation, self.losses, *self.held]
+        _check_names([self.run_id, self.host, self.lost])
+        _ip_address(self.address)
+        numbers = [self.generation, self.losses, self.pid, *self.held]
         if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers):
             raise TypeError("impossible number")
         if len(self.held) not in (0, 2):

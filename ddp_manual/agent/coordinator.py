@@ -27,7 +27,7 @@ from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_withi
 from ddp_manual.agent.seats import Seats
 from ddp_manual.agent.verdicts import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict
-from ddp_manual.messages import LEAVE, SHRINK, Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
+from ddp_manual.messages import LEAVE, SHRINK, WAIT, Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.terminal import Waiting, as_ranges, in_words
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
@@ -127,8 +127,10 @@ class Coordinator:
     def end(self, error: DdpManualError | None = None) -> None:
         """Tell the ranks that are still connected that rank 0 leaves; if not all have joined, also why."""
         if error is not None and not self.roll_call.complete and self._watch.failure is None:
-            left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left before all ranks had joined"
-            self._refuse_all(MasterLost(left, why=error.what, next="start all ranks again"))
+            when = "while a lost rank's seat was free" if self.seats.began else "before all ranks had joined"
+            left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
+            next = self.run.start_again if self.seats.began else "start all ranks again"
+            self._refuse_all(MasterLost(left, why=error.what, next=next))
         self._over = True
         for rank in self.others_still_here if error is None and self._watch.failure is None else []:
             self._peers[rank].connection.send({"over": True})
@@ -177,7 +179,7 @@ class Coordinator:
             comes_back = holder is None and info.rank in self.roll_call.left_out
             if not self.roll_call.complete or comes_back or (holder is not None and not holder.left):
                 self._handshakes.claims[peer] = info
-                self._peers.update(self._handshakes.admit_claims(peer))
+                self._admit(peer)
                 return
         peer.connection.send({"over": True})  # the process comes too early for the next run, and asks again
 
@@ -201,10 +203,20 @@ class Coordinator:
 
     def _miss_again(self, rank: int, how: str) -> None:
         """Wait again for a rank that had joined, and has left or was refused."""
-        if rank in self.roll_call.members:
-            self.roll_call.leave(rank, how)
-            self._watch.health.forget(rank, time.monotonic())
-            self._probes = None
+        if rank not in self.roll_call.members:
+            return
+        info = self.roll_call.info(rank)
+        self.roll_call.leave(rank, how)
+        self._watch.health.forget(rank, time.monotonic())
+        self._probes = None
+        if self.roll_call.complete:  # it was about to come back to a world that has shrunk
+            self._watch.health.leave(rank)
+        elif rank in self._placed:  # lost while the others begin anew, as where a host with two ranks is gone
+            self._placed.discard(rank)
+            self.seats.lose_too(info, how)
+            if self.run.on_loss == SHRINK:
+                self.shrink()
+            self._hear_held()
 
     def _dismiss(self, rank: int, error: DdpManualError, how: str) -> None:
         """Refuse a process that was a rank so far."""
@@ -217,9 +229,10 @@ class Coordinator:
         """Take the run that a rank was in before it has lost rank 0; return False if that is another run."""
         so_far, run = RunSoFar.from_message(info.goes_on), self.run
         if not self.seats.began:
-            self.seats.adopt(so_far, self.roll_call.rank_0, time.monotonic())
+            self.seats.adopt(so_far, time.monotonic())
             run_dir = own_run_dir(so_far.run_dir, self.seats.run_dir) or run.run_dir
-            self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir)
+            on_loss = WAIT if run.on_loss == LEAVE else run.on_loss  # otherwise nobody would get what is held
+            self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir, on_loss=on_loss)
             self._join_timeout, self._waits_since = run.rejoin_timeout, time.monotonic()
             self._watch.send_to_all({"line": f"going on with run {so_far.run_id}, which {info.who} was in"})
         elif so_far.run_id == run.run_id:
@@ -232,8 +245,15 @@ class Coordinator:
             )
             self._handshakes.refuse(peer, other)
             return False
-        self.seats.take_held(info.rank, so_far.held, so_far.held[1] if so_far.held else 0)
         return True
+
+    def _admit(self, only: Peer | None = None) -> None:
+        """Admit processes that want to be ranks; one that goes on holds a state, another one nothing."""
+        for rank, peer in self._handshakes.admit_claims(only).items():
+            self._peers[rank] = peer
+            so_far = self.roll_call.info(rank).goes_on
+            held = so_far.get("held", []) if so_far else []
+            self.seats.take_held(rank, held, max(held[1:], default=0))
 
     def _give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
@@ -247,14 +267,20 @@ class Coordinator:
             self.roll_call.leave(rank)
         self._begin_again({rank: loss.verdict for rank, loss in lost.items()})
         for rank, peer in peers.items():
-            peer.rank, peer.was_rank = None, True
-            if lost[rank].kind == SILENT:  # it may be back before another process has its seat
-                peer.connection.send({"seat": "lost"})
-                peer.connection.close()
+            if lost[rank].kind == SILENT:
+                self._take_seat(peer)
             else:
+                peer.rank, peer.was_rank = None, True
                 look, _, _ = lost[rank].verdict["next"].rpartition("\nthen ")
                 seat = f"then give this rank back, on any host: the others wait for it\n{self.run.command_for(rank)}"
                 peer.connection.send({"verdict": {**lost[rank].verdict, "next": "\n".join(filter(None, (look, seat)))}})
+
+    @staticmethod
+    def _take_seat(peer: Peer) -> None:
+        """Let a silent process know, if it is back one day, that it has to ask for its seat again."""
+        peer.rank, peer.was_rank = None, True
+        peer.connection.send({"seat": "lost"})
+        peer.connection.close()
 
     def _goes_on(self, rank: int, loss: Loss) -> bool:
         """Return whether the agent of a lost rank starts another worker by itself."""
@@ -267,13 +293,13 @@ class Coordinator:
         self._watch = Watch(self.roll_call, self._peers, now)
         at_work = self._placed & self.roll_call.members.keys()
         self.roll_call.begin_again(at_work)
-        self.seats.begin(lost, now, back)
-        self._probes, self._stopping = None, False
+        self.seats.begin(lost, now, back, replaced=at_work)
+        self._placed, self._probes = at_work, None
         self._join_timeout, self._waits_since, self._all_were_here = self.run.rejoin_timeout, now, False
         for rank in at_work:
             self._peers[rank].begins_again = True
             self._peers[rank].connection.send({"again": True})
-        if self.run.on_loss == SHRINK:
+        if self.run.on_loss == SHRINK or self._stopping:  # so that all can stop in order, and nothing is lost
             self.shrink()
         self._hear_held()
 
@@ -367,7 +393,12 @@ class Coordinator:
                 why="its agent was stopped or frozen, or the network was cut, while rank 0 waited for other ranks",
                 next="start this rank again: the others still wait for it",
             )
-            self._dismiss(rank, error, f"has been silent for {seconds}: its agent is stopped, or its host is gone")
+            how = f"has been silent for {seconds}: its agent is stopped, or its host is gone"
+            if rank in self._placed:  # it may be back before another process has its seat
+                self._take_seat(self._peers.pop(rank))
+                self._miss_again(rank, how)
+            else:
+                self._dismiss(rank, error, how)
         self._advance()
         if self._all_were_here != self.roll_call.all_here:
             self._all_were_here, self._waits_since = self.roll_call.all_here, now
@@ -398,10 +429,11 @@ class Coordinator:
     # -- what ranks say -----------------------------------------------------------------------------------------
 
     def _take_from_rank(self, peer: Peer, rank: int, message: dict[str, Any]) -> None:
-        if peer.begins_again and not message.keys() & {"ready", "bye", "held", "probed"}:
+        if peer.begins_again and not message.keys() & {"bye", "held", "probed"}:
             # What it says of the worker that its agent replaces does not count any more.
             self.roll_call.hear(rank, time.monotonic())
         elif "held" in message:
+            peer.begins_again = False  # the worker of which it speaks from now on is the new one
             self.seats.take_held(rank, message["held"], int(message["steps_done"]))
             self._hear_held()
         elif "beat" in message:
@@ -412,7 +444,6 @@ class Coordinator:
                 self._gathering = True
                 asyncio.get_running_loop().call_soon(self._gather)
         elif "ready" in message:
-            peer.begins_again = False
             for other, error in self.roll_call.get_ready(rank, Ready.from_message(message["ready"])):
                 self._dismiss(other, error, "has left: it was refused")
             self._advance()
@@ -451,6 +482,12 @@ class Coordinator:
             in_a_collective = crashed or message.get("in_a_collective") is True
             self._watch.take_failure(rank, verdict, broken_at, in_a_collective=in_a_collective)
             return
+        if self.roll_call.info(rank).starts_again and self.seats.may_try_again(rank):
+            self.roll_call.begin_again([rank])
+            self.seats.held.pop(rank, None)
+            peer.begins_again = True
+            peer.connection.send({"again": True})
+            return
         peer.connection.send({"verdict": verdict})
         what = printable(verdict["what"])
         how = f"is gone: {what.partition(' is gone: ')[2]}" if "lost" in message else f"left again: {what}"
@@ -472,11 +509,13 @@ class Coordinator:
             if self._watch.failure is None:
                 self._watch.check_health(now)
         # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
-        self._peers.update(self._handshakes.admit_claims())
+        self._admit()
         if not self.roll_call.complete and self._watch.failure is None:
             self._wait_for_ranks(now, late=passed > 1)
         if self.roll_call.complete and self._watch.failure is None:
             self._watch.check(now)
+            if not self._over:
+                self._advance()
         self._give_up_lost()
 
     # -- observers ---------------------------------------------------------------------------------------------

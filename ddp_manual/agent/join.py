@@ -136,7 +136,14 @@ class Join:
         with self._steps.step("address") as step:
             name = "listen_addr" if spec.rank == 0 and spec.listen_addr else "master_addr"
             refuse_malformed(spec.master_addr)  # which rank 0 itself may not need
-            found = await look_up(getattr(spec, name), self._waiting, self._log, again=spec.rank != 0, option=name)
+            # A rank that may find rank 0 elsewhere does not wait for a name.
+            again = spec.rank != 0 and not (self.info.goes_on and spec.standby)
+            try:
+                found = await look_up(getattr(spec, name), self._waiting, self._log, again=again, option=name)
+            except DdpManualError:
+                if again or spec.rank == 0:
+                    raise
+                found = [self.info.goes_on["address"]]
             step.detail = f"{spec.named(name)} is {', '.join(found)}"
             refuse_loopback(spec, found)
         if spec.rank == 0:
@@ -177,23 +184,30 @@ class Join:
 
     async def _find_rank_0(self, found: list[str]) -> Probe:
         """Wait for rank 0 at these addresses; a rank that has lost it, also where another one may stand by."""
-        asked = asyncio.ensure_future(find_rank_0(self._spec, found, self._waiting, self._command_for(0)))
+        asked = find_rank_0(self._spec, found, self._waiting, self._command_for(0))
         if not self.info.goes_on or self._spec.standby is None:
             return await asked
         host, port = self._spec.standby
         self._log(f"also looking at {at(host, port)} (--standby_addr)")
-        silent = Waiting(self._spec.join_timeout, lambda line: None)
         beside = dataclasses.replace(self._spec, master_addr=host, master_port=port)
-        also = asyncio.ensure_future(find_rank_0(beside, [host], silent, ""))
+
+        async def find_beside() -> Probe:
+            silent = Waiting(self._spec.join_timeout, lambda line: None)
+            there = await look_up(host, silent, lambda line: None, again=True)
+            return await find_rank_0(beside, there, silent, "")
+
+        here, other = asyncio.ensure_future(asked), asyncio.ensure_future(find_beside())
         try:
-            await asyncio.wait([asked, also], return_when=asyncio.FIRST_COMPLETED)
-            if also.done() and also.exception() is None:
+            await asyncio.wait([here, other], return_when=asyncio.FIRST_COMPLETED)
+            if here.done() and here.exception() is not None:  # such as another service at that port
+                await asyncio.wait([other])
+            if other.done() and other.exception() is None:
                 self._spec = beside
-                return also.result()
-            return await asked
+                return other.result()
+            return await here
         finally:
-            asked.cancel()
-            also.cancel()
+            here.cancel()
+            other.cancel()
 
     @property
     def here(self) -> int:

@@ -103,7 +103,7 @@ class Agent:
         self._so_far: RunSoFar | None = None
         """What this rank tells a new rank 0, once it has been in the run."""
         self._lost_rank_0_at = 0.0
-        self._replacing = self._trained = False
+        self._replacing = self._trained = self._looking = False
         self._timers: list[asyncio.TimerHandle] = []
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
@@ -179,6 +179,7 @@ class Agent:
             self._begin(None)
         join = self._join
         run, connection = await join.join()
+        self._looking = False
         self._take_run(run)
         self._begin(run.address)
         self._heard = time.monotonic()
@@ -241,7 +242,7 @@ class Agent:
             self._join.begin_again()
             self._forget_worker()
             self._ending.in_background(self._replace_worker())
-        elif "seat" in message:
+        elif "seat" in message and not self._looking:
             self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
         elif "close" in message:
             self.worker.send({"close": True})
@@ -286,7 +287,7 @@ class Agent:
         self._ending.fail(error)
 
     def _coordinator_gone(self, reason: str) -> None:
-        if self._over or self._left or self._run is None or self._words_of_another is not None:
+        if self._over or self._left or self._looking or self._run is None or self._words_of_another is not None:
             return
         if self._may_look_for_rank_0:
             self._look_for_rank_0(f"rank 0 ({self._run.host}, pid {self._run.pid}) is gone without a word: {reason}")
@@ -311,8 +312,10 @@ class Agent:
             self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
         elif "notes" in message:
             self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
-            if message["heeds"] and self._signals.asked and self.task.program is None:  # of an earlier worker
+            if message["heeds"] and self._signals.asked:  # of an earlier worker
                 self.worker.send({"stop": self._signals.asked})
+            elif message["heeds"] and isinstance(self._signals, ProgramSignals) and self._signals.stop:
+                self._pass_on(self._signals.stop)
         elif "signalled" in message:
             self.take_signal(int(message["signalled"]), seen_by="script")
         elif "run_dir" in message:
@@ -440,6 +443,9 @@ class Agent:
             generation=placed["generation"],
             losses=placed["losses"]["count"],
             lost_seconds=placed["losses"]["seconds"],
+            host=self._run.host,
+            pid=self._run.pid,
+            address=self._run.address,
         )
         coordinator = self._join.coordinator
         if coordinator is not None and coordinator.record is not None and self._run_dir is not None:
@@ -454,6 +460,7 @@ class Agent:
     def _look_for_rank_0(self, why: str) -> None:
         """Keep the state, and say hello again where rank 0 is expected."""
         assert self._run is not None and self._so_far is not None
+        self._looking = True
         self._lost_rank_0_at = time.monotonic()
         self._so_far = dataclasses.replace(self._so_far, lost=printable(why))
         self.log(f"{why}; this rank keeps its state, and looks for rank 0 for {self._run.rejoin_timeout:.0f} s")
@@ -504,11 +511,13 @@ class Agent:
         Args:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
+        # Without rank 0 the run is over; the others wait for any other rank.
+        goes_on = self._placed or (self._so_far is not None and self.spec.rank == 0)
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()
         elif number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
             return  # it is the debugger's
-        elif error := self._signals.take(number, seen_by, self._join.here, self._again if self._placed else ""):
+        elif error := self._signals.take(number, seen_by, self._join.here, self._again if goes_on else ""):
             self._ending.fail(error)
 
     def _watch_launcher(self) -> None:
@@ -550,7 +559,7 @@ class Agent:
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
-        if self._run is None or self._join.connection is None or self._left or self._over:
+        if self._run is None or self._looking or self._left or self._over:
             return
         if passed > self._run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now

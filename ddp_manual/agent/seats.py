@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ddp_manual.errors import PeerLost
 from ddp_manual.held_memory import Moment
-from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Verdict, last_words
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
@@ -45,32 +46,61 @@ class Seats:
         self._back: set[int] = set()
         self._first_loss = 0.0
         self._agreed: Moment | None = None
+        self._furthest = 0
         self._same: dict[int, int] = {}
+        self._tries: dict[int, int] = {}
         self._own_failures = 0
         self._steps_done = 0
         self._has_said = self._has_judged = False
         self._went_on = 0.0
 
-    def begin(self, lost: Mapping[int, Verdict], now: float, back: Collection[int] = ()) -> None:
-        """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk."""
+    def begin(
+        self,
+        lost: Mapping[int, Verdict],
+        now: float,
+        back: Collection[int] = (),
+        replaced: Collection[int] = (),
+    ) -> None:
+        """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk.
+
+        Args:
+            replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
+        """
         if self._since is None:
             self._since = now
             self.lost.clear()
             self._back.clear()
         self._back.update(back)
-        self.held.clear()
+        for rank in {*lost, *replaced}:
+            self.held.pop(rank, None)
+        self._tries.clear()
         self.lost.update(lost)
         self.count += len(lost)
         self._has_said, self._has_judged, self._steps_done = False, False, 0
 
     def take_held(self, rank: int, held: Sequence[int], steps_done: int) -> None:
         """Take which state a rank holds, and how many steps it has done."""
+        if held and (len(held) != 2 or not all(type(number) is int and number >= 0 for number in held)):
+            raise TypeError("a moment is not a generation and a step")
         self.held[rank] = Moment(*held) if held else None
         self._steps_done = max(self._steps_done, steps_done)
 
-    def adopt(self, so_far: RunSoFar, rank_0: RankInfo, now: float) -> None:
+    def lose_too(self, info: RankInfo, how: str) -> None:
+        """Take that one more rank is lost, while the others begin anew."""
+        error = PeerLost(f"{info.who} {how}", why="it was lost while the others began anew", next="")
+        self.lost[info.rank] = {**last_words(error), "rank": info.rank, "host": info.host, "pid": info.pid}
+        self.held.pop(info.rank, None)
+        self.count += 1
+        self._has_said = False
+
+    def may_try_again(self, rank: int) -> bool:
+        """Return whether an agent whose new worker has failed before it was ready may start yet another one."""
+        self._tries[rank] = self._tries.get(rank, 0) + 1
+        return self.began and self._tries[rank] <= MOST_WITHOUT_A_STEP
+
+    def adopt(self, so_far: RunSoFar, now: float) -> None:
         """Go on with a run that another process has begun as rank 0."""
-        lost = {"rank": 0, "host": rank_0.host, "pid": rank_0.pid, "what": so_far.lost}
+        lost = {"rank": 0, "host": so_far.host, "pid": so_far.pid, "what": so_far.lost}
         self.begin({0: lost}, now - so_far.seconds)
         self.began, self.generation = True, so_far.generation
         self.count, self.seconds = so_far.losses + 1, so_far.lost_seconds
@@ -94,7 +124,8 @@ class Seats:
             return None
         self._has_judged = True
         moment, _ = self.newest(among)
-        came_further = _step(moment) != _step(self._agreed)
+        came_further = self._steps_done > self._furthest or _step(moment) != _step(self._agreed)
+        self._furthest = max(self._furthest, self._steps_done)
         if moment is None and self._since is not None and self._since - self._went_on > LONG_ENOUGH:
             came_further = True
         if came_further:

@@ -151,7 +151,7 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
 
 
 def stalled(
-    members: Sequence[RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
+    members: Mapping[int, RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
 ) -> Verdict:
     """Make the verdict about ranks that are alive, and do not come to the collective in which the others wait."""
     shown = stall.behind[:2] or one_per_place(stall, beats)
@@ -437,7 +437,8 @@ class Watch:
         self._naming_stalled, now_stalled = False, self.health.find_stall(time.monotonic())
         if now_stalled is not None:
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
-            infos, again = self._roll_call.infos(), self._roll_call.run.start_again
+            infos = {info.rank: info for info in self._roll_call.infos()}
+            again = self._roll_call.run.start_again
             self._end_unless_mismatch(stalled(infos, now_stalled, beats, stacks, again))
 
     def end_the_run(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:

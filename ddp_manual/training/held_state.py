@@ -74,6 +74,10 @@ class Holder:
             self._memory.steps_done = step
         return due
 
+    def forget(self) -> None:
+        """Let no state count any more."""
+        self._memory.forget()
+
     def choose(self, seconds: float, seconds_per_step: float) -> None:
         """Choose how often to hold, unless the user has: the same on all ranks, which give the same numbers."""
         if not self._chosen and seconds_per_step:

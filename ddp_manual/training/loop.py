@@ -100,8 +100,6 @@ class Trainer:
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
         self._progress = world.progress
         self._holder = Holder(world.held, world.generation, config.hold_every) if world.held is not None else None
-        self._form: tuple[int, str, list[Tensor]] | None = None
-        """How many parameters have optimizer state, and what ``describe`` makes of them and of the network."""
         self.resume(Position(), History())
 
     def resume(self, position: Position, history: History) -> None:
@@ -136,18 +134,15 @@ class Trainer:
         if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
-        with_state = len(self.optimizer.state)
-        if self._form is None or self._form[0] != with_state:  # which an optimizer makes in its first step
-            tensors: list[Tensor] = []
-            state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-            self._form = with_state, json.dumps(held_state.describe(state, tensors)), tensors
-        _, form, tensors = self._form
+        tensors: list[Tensor] = []
+        state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
         measured = {"position": vars(position), "history": asdict(self.history), "random": random.getstate()}
-        rest = held_state.describe(measured, [])
+        described = json.dumps(held_state.describe((state, measured), tensors))
         try:
-            self._holder.hold(position.step, f'{{"tuple": [{form}, {json.dumps(rest)}]}}', tensors)
+            self._holder.hold(position.step, described, tensors)
         except OSError as error:
             logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            self._holder.forget()
             self._holder = None
             return
         seconds = time.perf_counter() - began
@@ -335,6 +330,7 @@ class Trainer:
             TrainingFailed: training has diverged; on every rank. DiskFull: the file could not be written; on rank 0.
         """
         self._check_parameters()
+        self.hold(self.position, at_once=True)  # a state before a checkpoint would not be gone on from
         with self.saving() as files:
             if files is not None:
                 files.save_checkpoint(self)

@@ -165,7 +165,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
                 while not trainer.ended:
                     asked = trainer.train_epoch(requests, lines)
                     if not plan.epoch_ended(trainer.position):
-                        raise _stopped(asked, trainer, paths, how_to_resume)
+                        raise _stopped(asked, world, trainer, paths, how_to_resume)
                     predictions = trainer.evaluate()
                     since = agree_on_requests(requests, world.device)
                     stop = asked if asked.stop else since
@@ -178,7 +178,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
                     _write_predictions(trainer, predictions)
                     if stop.stop and not trainer.ended:
                         ddp.wait_for_all_ranks(world.device)  # until rank 0 has saved
-                        raise _stopped(stop, trainer, paths, how_to_resume)
+                        raise _stopped(stop, world, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
 
         # Finish.
@@ -219,8 +219,9 @@ def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> Non
             trainer.files.write_predictions(trainer.position, predictions)
 
 
-def _stopped(asked: AgreedRequests, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
-    step, named = f"after step {trainer.position.step}", ", ".join(map(str, asked.stopped))
+def _stopped(asked: AgreedRequests, world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
+    seats = [line["rank"] for line in world.roster()]  # not as torch counts them in a world that has shrunk
+    step, named = f"after step {trainer.position.step}", ", ".join(str(seats[rank]) for rank in asked.stopped)
     signalled = "all ranks" if len(asked.stopped) == trainer.world_size else f"rank{'s' * (',' in named)} {named}"
     this_one = "that is this rank; " * (asked.stopped == (trainer.rank,))
     saved = f"rank 0 has saved a checkpoint in {paths.checkpoints}"

@@ -21,6 +21,9 @@ KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
 GONE = {"rank": 2, "host": "b", "pid": 7, "identifier": "peer-lost", "exit_code": 14}
 GONE |= {"what": "rank 2 (b, pid 7) is gone: SIGKILL", "why": "why", "next": "next"}
 
+SO_FAR: dict[str, Any] = {"run_id": "r", "run_dir": None, "generation": 1, "losses": 1, "lost_seconds": 1.0}
+SO_FAR |= {"host": "a", "pid": 7, "address": "10.0.0.1"}
+
 
 def here(*ranks: int) -> dict[int, RankInfo]:
     return {rank: info(rank, "a", world_size=3) for rank in ranks}
@@ -100,8 +103,8 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
 
 def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
     seats = Seats(max_restarts=2, shrink="")
-    so_far = RunSoFar(run_id="r", run_dir=None, generation=4, losses=3, lost_seconds=9.0, lost="gone", seconds=2.0)
-    seats.adopt(so_far, info(0, "c", world_size=3), 50.0)
+    so_far = RunSoFar(**SO_FAR | {"generation": 4, "losses": 3, "lost_seconds": 9.0, "lost": "gone", "seconds": 2.0})
+    seats.adopt(so_far, 50.0)
     seats.take_held(1, [4, 70], 70)
     gone_on = seats.complete(KEEPS, here(0, 1, 2), 51.0)
     assert (
@@ -113,10 +116,9 @@ def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
 
 @pytest.mark.parametrize("wrong", [{"generation": -1}, {"held": [1]}, {"held": ["a", 1]}, {"lost_seconds": "x"}])
 def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
-    said = {"run_id": "r", "run_dir": None, "generation": 1, "losses": 1, "lost_seconds": 1.0}
-    assert RunSoFar.from_message(said).held == []
+    assert RunSoFar.from_message(SO_FAR).held == []
     with pytest.raises((TypeError, ValueError)):
-        RunSoFar.from_message(said | wrong)
+        RunSoFar.from_message(SO_FAR | wrong)
 
 
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:

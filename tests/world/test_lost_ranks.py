@@ -131,7 +131,7 @@ def memory(tmp_path: Path) -> Iterator[MakeGroup]:
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
-        ("raise@training:30", 1, "left with error[training-failed]"),
+        ("raise@training:30", 1, "ValueError: no such digit"),
         ("eat@training:30", 137, "is gone: SIGKILL, since memory ran out"),
         ("abort@training:30", 134, "is gone: SIGABRT"),
     ],
@@ -145,10 +145,12 @@ def test_a_rank_that_its_own_code_or_the_kernel_has_ended_is_typed_again_without
     second = start(*(memory(MEMORY).command(command) if fault.startswith("eat") else command))
     assert second.wait(60) == code
     assert "then give this rank back, on any host: the others wait for it\n" in second.err
-    first.wait_for("Its seat is kept; state of step 29 is held by rank 0")
-    assert said in first.err or "rank 1" in first.err
+    first.wait_for("Its seat is kept; state of step ")
+    # Rank 0 may have been about to hold the last step when it was ended.
+    held = re.search(rf"{re.escape(said)}\. Its seat is kept; state of step (28|29) is held by rank 0\n", first.err)
+    assert held is not None, first.err
     again = start(*rank_command(1, 2, *options))
-    first.wait_for("all 2 go on after step 29; ")
+    first.wait_for(f"all 2 go on after step {held[1]}; ")
     assert [first.wait(), again.wait()] == [0, 0]
 
 
@@ -197,6 +199,9 @@ def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch_and_sees_each_sampl
     assert shrunk.wait() == 0 and json.loads(shrunk.out)["left_out"] == [[2, 2]]
     kept.wait_for_return(0, before=0)
     assert "2 of 3 ranks go on after step " in kept.ranks[0].err
+    done = steps_done(kept.ranks[0])
+    while steps_done(kept.ranks[0]) < done + 5:
+        time.sleep(0.01)
     kept.type_again(2)
     kept.wait_for_return(0, before=1)
     assert f"rank 2 is back, on {HOST}: all 3 go on after step " in kept.ranks[0].err
