@@ -116,7 +116,8 @@ class Starts:
     def _start(self, *command: object, host: int = 0, fault: str = "") -> RankProcess:
         start = self.hosts[host].start if self.hosts else self.start
         how = {"cwd": self.folder, "fresh": FRESH, "libraries": self.script.libraries}
-        return start(sys.executable, "-m", *command, **how, **environment(fault))
+        # Each line in one piece: torchrun's ranks write to one pipe, and unbuffered a line's end is written by itself.
+        return start(sys.executable, "-m", *command, **how, **environment(fault), PYTHONUNBUFFERED="")
 
     def _words(self, arguments: Sequence[str]) -> list[str]:
         return [*self.script.words, *arguments, *(self.script.on_hosts if self.hosts else ())]

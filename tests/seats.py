@@ -35,9 +35,9 @@ class Kept:
         self._options = ("--on_loss", "wait", *options)
         self.ranks = [self.type(rank) for rank in range(world_size)]
 
-    def type(self, rank: int) -> RankProcess:
+    def type(self, rank: int, *options: object) -> RankProcess:
         """Type one rank's command."""
-        return self._start_rank(rank, self._world_size, *self._options)
+        return self._start_rank(rank, self._world_size, *self._options, *options)
 
     def type_again(self, rank: int) -> RankProcess:
         """Type one rank's command again, once the process that was this rank has ended."""

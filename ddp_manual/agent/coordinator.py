@@ -172,8 +172,9 @@ class Coordinator:
             info = self._handshakes.read_hello(peer, sealed)
             if info is None:
                 return
-            belongs = unlike(info, self.roll_call.rank_0, self.run, time.time())[0] is None
-            if info.goes_on and belongs and not self._go_on_with(peer, info):
+            # One that does not belong here is refused below, and changes nothing.
+            goes_on = info.goes_on and unlike(info, self.roll_call.rank_0, self.run, time.time())[0] is None
+            if goes_on and not self._go_on_with(peer, info):
                 return
             holder = self._peers.get(info.rank)
             comes_back = holder is None and info.rank in self.roll_call.left_out

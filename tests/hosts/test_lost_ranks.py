@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from tests.conftest import LONGER, RankProcess
-from tests.hosts.conftest import Hosts
+from tests.conftest import LONGER, SHORT, RankProcess
+from tests.hosts.conftest import Hosts, SshInto
 from tests.hosts.hosts import Host
+from tests.hosts.test_ssh import command, kill
 
 PEER_TIMEOUT = 2
 KEPT = (*LONGER, 12, "--on_loss", "wait", "--peer_timeout", PEER_TIMEOUT, "--hold_every", 1)
@@ -42,6 +44,20 @@ def test_a_cable_that_heals_after_the_seat_was_given_away_lets_the_old_rank_leav
     assert "error[rank-taken]: rank 2 is taken by hostB (pid " in ranks[2].err
     assert "the run goes on without this process" in ranks[2].err
     assert [rank.wait() for rank in (*ranks[:2], newcomer)] == [0, 0, 0]
+
+
+def test_over_ssh_a_worker_on_another_host_is_started_again_by_itself(
+    ssh_into: SshInto, small_data: Path, tmp_path: Path
+) -> None:
+    reached = ssh_into(2)
+    options = ["--on_loss", "wait", "--run_dir", tmp_path / "run"]
+    training = ["--", *SHORT, "--data_dir", small_data, "--epochs", 60]
+    run = reached.hosts[0].start(*command(reached, "a:1,b:1", *options, *training))
+    run.wait_for("[rank 0] step 100/")
+    kill(reached.hosts[1], "ddp_manual/worker")
+    run.wait_for("is gone: SIGKILL. It is started again; state of step ")
+    run.wait_for("rank 1 is back, on hostB: all 2 go on after step ")
+    assert run.wait(60) == 0, run.err
 
 
 def test_rank_0_is_found_at_the_standby_address_when_its_host_is_gone(hosts: Hosts) -> None:

@@ -75,6 +75,8 @@ def test_who_types_a_lost_ranks_command_gets_its_seat_and_no_step_is_lost(
     held = re.fullmatch(r"state of step (\d+) is held by ranks 0-1", said[1])
     assert held is not None
     assert f"to give it back, on any host:\n  {kept.ranks[2].typed.split(' --on_loss')[0][:40]}" in kept.ranks[0].err
+    other = kept.type(2, "--lr", 0.5)
+    assert other.wait(30) == 12 and "error[config-mismatch]" in other.err
     newcomer = kept.type_again(2)
     kept.wait_for_return(0, before=0)
     back = f"rank 2 is back, on {HOST}: all 3 go on after step {held[1]}; "
@@ -222,6 +224,41 @@ def samples_seen(records: Sequence[Path]) -> tuple[list[int], list[int]]:
     last = {(rank, start): (size, rest) for rank, lines in enumerate(found) for start, size, *rest in lines}
     seen = [index for (_, start), (size, rest) in last.items() if steps[start] == size for index in rest]
     return [size for size, _ in itertools.groupby(steps[start] for start in sorted(steps))], seen
+
+
+def test_several_lost_ranks_are_given_back_one_after_the_other(start_kept: StartKept) -> None:
+    kept = start_kept(3)
+    kept.until_trained()
+    for rank in (1, 2):
+        lose(kept, rank, "both")
+    kept.ranks[0].wait_for("Their seats are kept; state of step ")
+    kept.type_again(1)
+    kept.ranks[0].wait_for("waiting for rank 2; 2 of 3 here")
+    kept.type_again(2)
+    kept.wait_for_return(0, before=0)
+    assert f"ranks 1-2 are back, on {HOST}: all 3 go on after step " in kept.ranks[0].err
+    assert kept.codes() == [0, 0, 0]
+
+
+def test_ctrl_c_at_rank_0_while_a_seat_is_free_ends_the_run_with_the_way_on(start_kept: StartKept) -> None:
+    kept = start_kept(2, epochs=5)
+    kept.until_trained()
+    lose(kept, 1, "worker")
+    assert kept.ranks[1].wait(30) == 137
+    kept.ranks[0].wait_for("or go on without it: ")
+    kept.ranks[0].process.send_signal(signal.SIGINT)
+    assert kept.ranks[0].wait(30) == 130
+    assert "--resume auto" in kept.ranks[0].err
+
+
+def test_a_stop_that_was_asked_for_before_a_loss_is_still_done_in_order(start_kept: StartKept, tmp_path: Path) -> None:
+    kept = start_kept(2, epochs=50)
+    kept.until_trained()
+    os.kill(worker_of(kept.ranks[1]), signal.SIGSTOP)  # so that the ranks do not agree on the stop
+    kept.ranks[0].process.send_signal(signal.SIGTERM)
+    assert kept.ranks[1].wait(30) == 14
+    assert kept.ranks[0].wait(60) == 143
+    assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
 
 
 def test_under_launch_a_worker_is_started_again_by_itself(start: Start, port: int, small_data: Path) -> None:
