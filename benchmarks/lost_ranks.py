@@ -1,4 +1,5 @@
-"""Seconds from the loss of a rank until all train again: what the survivors take, and a newcomer who is typed at once.
+"""Seconds from the loss of a rank until all train again: what the survivors take, and a newcomer who is typed at once;
+and what a survivor has of processes, threads, descriptors and memory after the first losses and after the last.
 
 python -m benchmarks.lost_ranks --data_dir data
 """
@@ -59,6 +60,19 @@ class Ranks:
             process.wait()
 
 
+def taken_by(agent: psutil.Process) -> list[str]:
+    """What a rank takes of the machine: its agent, spare and worker together."""
+    processes = [agent, *agent.children(recursive=True)]
+    memory = [process.memory_full_info().pss / 1e6 for process in processes]
+    counts = (
+        len(processes),
+        sum(process.num_threads() for process in processes),
+        sum(process.num_fds() for process in processes),
+        sum(len(process.net_connections()) for process in processes),
+    )
+    return [*map(str, counts), f"{memory[0]:.1f}", f"{sum(memory):.0f}"]
+
+
 def seconds(times: Sequence[float]) -> str:
     return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
 
@@ -70,6 +84,7 @@ def seconds(times: Sequence[float]) -> str:
 def main(data_dir: str, repetitions: int, ranks: int) -> None:
     click.echo(machine())
     imports, survivors, newcomers = list[float](), list[float](), list[float]()
+    taken = list[list[str]]()
     for _ in range(repetitions):
         began = time.monotonic()
         subprocess.run([sys.executable, "-c", IMPORTS], check=True)
@@ -84,6 +99,8 @@ def main(data_dir: str, repetitions: int, ranks: int) -> None:
                 for rank, times in ((0, survivors), (ranks - 1, newcomers)):
                     time.sleep(1)
                     times.append(started.lose(rank))
+                time.sleep(1)
+                taken.append(taken_by(started.processes[1]))
         finally:
             started.end()
     click.echo("| what | seconds: median (least to most) |\n|---|---|")
@@ -92,6 +109,10 @@ def main(data_dir: str, repetitions: int, ranks: int) -> None:
     click.echo(
         f"| rank {ranks - 1}'s worker is killed, its command is typed at once; the same | {seconds(newcomers)} |"
     )
+    click.echo("| after losses | processes | threads | descriptors | sockets | MB of the agent | MB |")
+    click.echo("|---|---|---|---|---|---|---|")
+    for losses in (2, repetitions, 2 * repetitions):
+        click.echo(f"| {losses} | {' | '.join(taken[losses // 2 - 1])} |")
 
 
 if __name__ == "__main__":

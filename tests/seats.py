@@ -48,6 +48,15 @@ class Kept:
     def until_trained(self, step: int = 10) -> None:
         self.ranks[0].wait_for(f"[rank 0] step {step}/")
 
+    def until_done(self, step: int) -> None:
+        """Wait until some rank has done so many steps, or rank 0 has ended."""
+        done = 0
+        while done < step and self.ranks[0].process.poll() is None:
+            time.sleep(0.005)
+            for rank in self.ranks:
+                with suppress(AssertionError, OSError):  # an agent that has only just begun, or has ended
+                    done = max(done, steps_done(rank))
+
     def returns(self, rank: int) -> int:
         """How often this rank's terminal has said that all go on."""
         return len(BACK.findall(self.ranks[rank].err))
