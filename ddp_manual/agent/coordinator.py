@@ -25,7 +25,7 @@ from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
 from ddp_manual.agent.seats import Seats
-from ddp_manual.agent.verdicts import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
+from ddp_manual.agent.watch import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict
 from ddp_manual.messages import LEAVE, SHRINK, WAIT, Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
 from ddp_manual.run_folder import own_run_dir

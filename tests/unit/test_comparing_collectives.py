@@ -28,7 +28,7 @@ from ddp_manual.agent.collectives import (
     Comparison,
     Records,
 )
-from ddp_manual.agent.verdicts import Watch
+from ddp_manual.agent.watch import Watch
 from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.messages import Beat
 from ddp_manual.wire import encode
