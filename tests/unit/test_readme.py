@@ -11,6 +11,7 @@ import click
 import pytest
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
+from ddp_manual.cli.options import given
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
@@ -143,5 +144,5 @@ def test_every_command_a_document_shows_is_one_that_the_command_line_accepts(doc
 def train(arguments: list[str]) -> None:
     """Make of the flags what a rank would make of them."""
     flags = COMMANDS["train"].make_context("train", arguments).params
-    TrainConfig(**cli.given(TrainConfig, flags))
-    WorldSpec(**cli.given(WorldSpec, flags))
+    TrainConfig(**given(TrainConfig, flags))
+    WorldSpec(**given(WorldSpec, flags))

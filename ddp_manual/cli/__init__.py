@@ -1,0 +1,90 @@
+"""The command line, and the only place where an error becomes an exit code.
+
+Importing this package loads neither torch nor anything else that is slow: ``--help``, ``launch`` and every complaint
+about a flag answer at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from ddp_manual import errors, launchers, signals, terminal
+from ddp_manual.cli.launching import hosted, launch, list_commands
+from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
+from ddp_manual.cli.ranks import check, run_program, train
+
+# Underscores are how PyTorch users type options; dashes mean the same.
+CONTEXT = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+    "max_content_width": 100,
+}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(package_name="ddp_manual", prog_name="ddp-manual")
+def ddp_manual() -> None:
+    """Start DistributedDataParallel training one rank at a time, by hand."""
+
+
+for command in (train, run_program, check, launch, hosted, list_commands):
+    ddp_manual.add_command(command)
+for command in (status, list_checkpoints, list_runs, compare_runs, evaluate, show_data):
+    ddp_manual.add_command(command)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status, after printing any error the way all errors are printed."""
+    terminal.escape_what_cannot_be_shown()
+    try:
+        with signals.raise_on_stop():
+            status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except (errors.StopSignal, KeyboardInterrupt, click.Abort) as signalled:
+        ended: errors.DdpManualError = errors.stopped_by(signalled)
+    except Exception as error:
+        ended = _as_ours(error)
+    terminal.print_error(ended)
+    return ended.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script: like ``run``, then end the process."""
+    sys.exit(run(arguments))
+
+
+def _as_ours(error: Exception) -> errors.DdpManualError:
+    """Turn what a command has raised into an error that explains itself."""
+    if isinstance(error, errors.DdpManualError):
+        return error
+    if isinstance(error, click.ClickException):
+        program, arguments = launchers.typed_command()
+        about = getattr(getattr(error, "param", None), "help", None)
+        command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
+        if command[-1] == "launch" and isinstance(error, click.UsageError) and error.ctx is not None:
+            command[-1] = error.ctx.info_name or "launch"  # train, of the options after the --
+        no_such = "the command has no such option" if isinstance(error, click.NoSuchOption) else None
+        usage = error.ctx.get_usage() if isinstance(error, click.UsageError) and error.ctx is not None else None
+        return errors.BadOption(
+            error.format_message().rstrip("."),
+            why=about or no_such or usage or "the command line cannot be read so",
+            next=f"{shlex.join(command)} --help",
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision", "psutil", "rich"):
+        return errors.not_installed(error.name)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        return terminal.stdout_failed(error)  # click's own text, of --help
+    return errors.TrainingFailed(
+        f"{type(error).__name__}: {error}".splitlines()[0],
+        why=errors.traceback_of(error),
+        next="fix the code or the data that raised it, then try again",
+    )

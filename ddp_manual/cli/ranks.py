@@ -1,0 +1,97 @@
+"""The commands that are one rank: of our training, of a script, or of a check."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ddp_manual import errors, terminal
+from ddp_manual.cli.options import (
+    PROGRAM_OPTIONS,
+    GroupedCommand,
+    given,
+    json_option,
+    names_in,
+    options_of,
+    program_of,
+    program_options,
+)
+from ddp_manual.cli.stdout import print_result
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.world_spec import WorldSpec
+
+FOUND_A_PROBLEM = 3
+
+
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    help="A JSON file with training options, such as a run's config.json, or a run's folder; flags override it.",
+)
+@options_of(TrainConfig)
+@options_of(WorldSpec)
+def train(config_file: str | None, **flags: Any) -> int:
+    """Run ONE rank: wait for the others, then train together with them.
+
+    A value comes from its flag; otherwise from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, MASTER_PORT) or from the file that --config names; otherwise it is the default.
+    """
+    spec = WorldSpec.from_environment(**given(WorldSpec, flags))
+    config = TrainConfig.from_file(config_file, **given(TrainConfig, flags))
+
+    from ddp_manual.agent import tasks
+
+    ended = tasks.train_by_hand(spec, config)
+    if ended.error is None and spec.rank == 0:
+        try:
+            print_result(terminal.result_text(ended.result))
+        except errors.DdpManualError as error:  # the run is complete, whether its result can be printed or not
+            where = ended.result["run_dir"]
+            terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, where)
+        except click.exceptions.Exit:
+            pass
+    return ended.exit_code
+
+
+@click.command("run", cls=GroupedCommand, context_settings={"allow_interspersed_args": False})
+@program_options
+@click.option(
+    "--run_dir", metavar="DIR", help="Where a rank that fails leaves why, as failure-rank<k>.json (default: nowhere)."
+)
+@options_of(WorldSpec, only=PROGRAM_OPTIONS)
+@click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def run_program(
+    script: tuple[str, ...], as_module: bool, no_python: bool, may_differ: str | None, run_dir: str | None, **flags: Any
+) -> int:
+    """Run ONE rank of your own SCRIPT, unmodified: wait for the others, then start it as torchrun would.
+
+    A value comes from its flag; otherwise from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, MASTER_PORT); otherwise it is the default. The exit code is the script's own, or that of the error
+    that has ended the run.
+    """
+    spec = WorldSpec.from_environment(**given(WorldSpec, flags))
+    chosen = program_of(script, as_module=as_module, no_python=no_python)
+
+    from ddp_manual.agent import tasks
+
+    return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
+
+
+@click.command(cls=GroupedCommand)
+@json_option
+@options_of(WorldSpec)
+def check(as_json: bool, **flags: Any) -> int:
+    """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
+
+    Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
+    own line. The exit code is 0, or 3 with the findings first.
+    """
+    from ddp_manual.tools import check
+
+    report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
+    print_result(json.dumps(report) if as_json else check.text(report))
+    return FOUND_A_PROBLEM if report["findings"] else 0
