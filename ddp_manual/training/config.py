@@ -277,12 +277,16 @@ class TrainConfig(Options):
                     next="leave --no_ddp out (or say --ddp), or start one process with --world_size 1",
                 )
 
-    def batch_size_per_rank(self, world_size: int) -> int:
-        """Return how many samples each rank takes per step; raise BadOption if global_batch_size is not divisible."""
+    def batch_size_per_rank(self, world_size: int, *, has_shrunk: bool = False) -> int:
+        """Return how many samples each rank takes per step; raise BadOption if global_batch_size is not divisible.
+
+        Args:
+            has_shrunk: ranks were lost on the way, and the others take no more than global_batch_size.
+        """
         if self.global_batch_size is None:
             return self.batch_size or 100
         share, rest = divmod(self.global_batch_size, world_size)
-        if rest or not share:
+        if not share or (rest and not has_shrunk):
             lower = world_size * share
             raise BadOption(
                 f"--global_batch_size {self.global_batch_size} cannot be divided over {world_size} ranks",

@@ -25,32 +25,35 @@ SHARE = 0.01
 PLAIN = (bool, int, float, str)
 
 
-def describe(value: Any, tensors: list[Tensor], name: str = "state") -> Any:
+def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
     """Return what JSON can hold of a tree, and append its tensors.
+
+    Args:
+        path: the keys and places that lead to ``value``.
 
     Raises:
         BadOption: something in it is none of the types that can be held, or a part of a tensor that is on many ranks.
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
-            raise _cannot_hold(name, f"a {type(value).__name__}", "a tensor must be dense, and whole on each rank")
+            raise _cannot_hold(value, path, "a tensor must be dense, and whole on each rank")
         tensors.append(value.detach())
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
         pairs = value.items()
-        return {"dict": [[describe(key, tensors), describe(one, tensors, f"{name}[{key!r}]")] for key, one in pairs]}
+        return {"dict": [[describe(key, tensors, *path), describe(one, tensors, *path, key)] for key, one in pairs]}
     if isinstance(value, (list, tuple)):
-        items = [describe(one, tensors, f"{name}[{place}]") for place, one in enumerate(value)]
+        items = [describe(one, tensors, *path, place) for place, one in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
-    raise _cannot_hold(name, f"a {type(value).__name__}", "tensors, numbers, texts, lists, tuples and dictionaries can")
+    raise _cannot_hold(value, path, "tensors, numbers, texts, lists, tuples and dictionaries can")
 
 
-def _cannot_hold(name: str, what: str, why: str) -> BadOption:
-    return BadOption(
-        f"{name} is {what}, which cannot be held", why=why, next="give its state_dict(), or leave it out of hold()"
-    )
+def _cannot_hold(value: Any, path: Sequence[Any], why: str) -> BadOption:
+    name = "state" + "".join(f"[{key!r}]" for key in path)
+    what = f"{name} is a {type(value).__name__}, which cannot be held"
+    return BadOption(what, why=why, next="give its state_dict(), or leave it out of hold()")
 
 
 class Holder:

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import time
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -78,7 +79,8 @@ class Trainer:
             nesterov=config.momentum > 0,
         )
         samples = len(data_sets.train)
-        self.batch_size = config.batch_size_per_rank(self.world_size)
+        has_shrunk = self.world_size < world.spec.world_size
+        self.batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
         """Samples per rank and step."""
         data.check_batch_fits(samples, self.batch_size, self.world_size)
         self.learning_rate = LearningRate(
@@ -113,7 +115,9 @@ class Trainer:
         """Go on from a state that ``hold`` has held, on this rank or another one; all ranks call it. Returns True."""
         state, measured = held
         self.settle_buckets()
-        checkpoint.restore_state(state["model"], state["optimizer"], measured["random"], self.network, self.optimizer)
+        version, words, gauss = measured["random"]
+        generator = version, words.tolist(), gauss
+        checkpoint.restore_state(state["model"], state["optimizer"], generator, self.network, self.optimizer)
         self.resume(Position(**measured["position"]), checkpoint.history_of(measured["history"]))
         self.hold(self.position, at_once=True)  # the rank that has held it may be lost before the next step
         return True
@@ -136,7 +140,9 @@ class Trainer:
         began = time.perf_counter()
         tensors: list[Tensor] = []
         state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-        measured = {"position": vars(position), "history": asdict(self.history), "random": random.getstate()}
+        version, words, gauss = random.getstate()
+        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
+        measured = {"position": vars(position), "history": asdict(self.history), "random": generator}
         described = json.dumps(held_state.describe((state, measured), tensors))
         try:
             self._holder.hold(position.step, described, tensors)

@@ -122,6 +122,9 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
         fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
         trainer = Trainer(world, config, network, data, fewest_samples=fewest, files=files)
         plan = trainer.epoch_plan
+        if config.global_batch_size not in (None, plan.batch):
+            shared = f"--global_batch_size {config.global_batch_size} cannot be divided over {world.world_size} ranks"
+            logger.log(level, "%s: a step takes %s until all are here again", shared, counted(plan.batch, "sample"))
 
         # Resume.
         if world.held is not None and world.state_from is not None:

@@ -124,6 +124,7 @@ def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed
 def test_the_global_batch_is_divided_over_the_ranks() -> None:
     assert TrainConfig().batch_size_per_rank(3) == 100
     assert TrainConfig(global_batch_size=200).batch_size_per_rank(4) == 50
+    assert TrainConfig(global_batch_size=200).batch_size_per_rank(3, has_shrunk=True) == 66
 
 
 @pytest.mark.parametrize(("world_size", "advice"), [(3, "198 or 201"), (400, "400")])

@@ -192,7 +192,7 @@ def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch_and_sees_each_sampl
         record = {"RECORD": str(tmp_path / f"samples{rank}"), "RECORD_WHERE": "1"}
         return start(program, "tests/world/recording_rank.py", "train", *rest, **record)
 
-    kept = Kept(start_rank, 3, "--batch_size", 2, "--log_every", 10, "--hold_every", 1)
+    kept = Kept(start_rank, 3, "--global_batch_size", 9, "--log_every", 10, "--hold_every", 1)
     kept.until_trained()
     status = [sys.executable, "-m", "ddp_manual", "status", "--master_port", port]
     early = start(*status, "--shrink")
@@ -203,6 +203,7 @@ def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch_and_sees_each_sampl
     assert shrunk.wait() == 0 and json.loads(shrunk.out)["left_out"] == [[2, 2]]
     kept.wait_for_return(0, before=0)
     assert "2 of 3 ranks go on after step " in kept.ranks[0].err
+    kept.ranks[0].wait_for("--global_batch_size 9 cannot be divided over 2 ranks: a step takes 8 samples")
     done = steps_done(kept.ranks[0])
     while steps_done(kept.ranks[0]) < done + 5:
         time.sleep(0.01)
