@@ -21,7 +21,7 @@ EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: 
 
 OF_OTHER_PROGRAMS = {
     "any-script.md": "--api_key --hf_token",
-    "benchmarks.md": "--before --only --repetitions --threads",
+    "benchmarks.md": "--before --images --only --repetitions --threads",
     "clusters.md": " ".join(
         (
             "--build-arg --network",  # docker
