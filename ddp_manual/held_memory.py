@@ -7,6 +7,7 @@ bytes of its tensors; ``training/held_state.py`` writes and reads both. Only the
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -15,12 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ddp_manual.memory_cgroup import memory_left
+
 # The steps that are done; then for each of the two slots: the number of its state, counted from 1, or 0 while it is not
 # whole; the generation and the step of its state; where the slot begins in the file, and its size; and the bytes of
 # tensors and of text in it.
 SLOT = struct.Struct("<7q")
 NUMBER = struct.Struct("<q")
 PAGE = 4096
+# Of the memory that is left, for a slot: the training takes some too.
+SHARE = 0.8
 
 
 class Moment(NamedTuple):
@@ -110,6 +115,9 @@ class HeldMemory:
                 if size:
                     self.mapped.madvise(mmap.MADV_REMOVE, begin, size)
             begin, size = os.fstat(self.descriptor).st_size, (tensors + 4 * text) // PAGE * PAGE + PAGE
+            left = memory_left()
+            if left is not None and size > SHARE * left:  # in a cgroup nothing fails: the kernel ends a process
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             if hasattr(os, "posix_fallocate"):  # otherwise a machine without memory ends the worker with SIGBUS
                 os.posix_fallocate(self.descriptor, begin, size)
             os.truncate(self.descriptor, begin + size)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 from ddp_manual.errors import DdpManualError
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.wire import LONGEST_NAME, printable
 
 # Characters of an error's text, such as a traceback; of a line of the program.
@@ -37,9 +38,6 @@ LONGEST_TEXT = 20_000
 LONGEST_PLACE = 200
 # Numbers and chains that a heartbeat may say of a group.
 LONGEST_CHAINS = 256
-
-# What ranks do when one of them is lost.
-LEAVE, WAIT, SHRINK = "leave", "wait", "shrink"
 
 JOINING = "joining"
 RUNNING = "running"

@@ -56,6 +56,13 @@ def is_default_name(run_dir: str, run_id: str) -> bool:
     return re.fullmatch(rf"{_DEFAULT_BEGINS}{re.escape(run_id)}(-\d+)?", run_dir) is not None
 
 
+def holds_another_run(run_dir: str, run_id: str) -> bool:
+    """Return whether the files of another run are in a folder."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return bool(json.loads(RunPaths(Path(run_dir)).config.read_text(encoding="utf-8"))["run"]["run_id"] != run_id)
+    return False
+
+
 def own_run_dir(named: str | None, own: str | None) -> str | None:
     """Return the folder that rank 0 has named if this rank would have chosen it too, otherwise None: a rank writes
     nowhere else, whatever the network says.

@@ -12,7 +12,7 @@ from typing import Any
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
 from ddp_manual.identity import TORCHRUN, nobody_says_of_how_many
-from ddp_manual.messages import LEAVE, SHRINK, WAIT
+from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.options import Options, number_below, option, option_fields
 
 # The ranks of a run need not agree on these.

@@ -82,8 +82,7 @@ SCRIPTS = {
     ),
     "trainer": _own("transformers_trainer.py", libraries=True, at="trainer.train()"),
     "sync": _of_accelerate("test_sync"),
-    "ops": _of_accelerate("test_ops"),  # without a GPU it opens a process group, and then does not use it
-    "ops_of_several": _own("accelerate_ops.py", fault="2:torch.distributed.all_reduce", at="test_ops.main()"),
+    "ops": _own("accelerate_ops.py", fault="2:torch.distributed.all_reduce", at="test_ops.main()"),
     "script": _of_accelerate("test_script"),
     "fsdp2": _own("fsdp2.py"),
     "groups": _own("three_groups.py", fault="5:torch.distributed.all_reduce", at="group=data"),
@@ -162,7 +161,8 @@ def completed(begin: Callable[..., list[RankProcess]], script: Script) -> list[s
     lines = []
     for arguments in script.runs:
         processes = begin(arguments=arguments)
-        assert [process.wait() for process in processes] == [0] * len(processes), [one.err for one in processes]
+        codes = [process.wait() for process in processes]
+        assert codes == [0] * len(processes), (codes, [one.err for one in processes])
         lines += printed(processes)
     return lines
 

@@ -12,7 +12,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from ddp_manual.agent.compatibility import unlike
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
 from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
 from ddp_manual.agent.health import heartbeat_period
-from ddp_manual.agent.reachability import Probes, unreachable
+from ddp_manual.agent.reachability import Pair, Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
 from ddp_manual.agent.seats import Seats
 from ddp_manual.agent.watch import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
-from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict
-from ddp_manual.messages import LEAVE, SHRINK, WAIT, Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
-from ddp_manual.run_folder import own_run_dir
+from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict, traceback_of
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
+from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
+from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.terminal import Waiting, as_ranges, in_words
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
@@ -50,6 +51,11 @@ GATHER = 0.05
 # How a connection ends with its process: with a reset, if the process had not read everything.
 PROCESS_ENDED = (CLOSED, os.strerror(errno.ECONNRESET))
 BEAT = encode({"beat": True})
+RUN_IS_OVER = MasterLost(
+    "the run is over",
+    why="its other ranks have finished their work while this rank came back",
+    next="nothing: there is no work left",
+)
 
 
 class Coordinator:
@@ -77,12 +83,16 @@ class Coordinator:
         self._all_were_here = False
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._over = self._stopping = False
+        self._over = False
+        self._stopping: set[int] = set()
+        """The ranks that were asked to stop the run."""
         self._next_news = self._next_beat = 0.0
         self._probes: Probes | None = None
         self._placed: set[int] = set()
         """The ranks that have gone on together, for the last time."""
         self._own_code: set[int] = set()
+        self._line_for_rank_0 = ""
+        """What its agent is told as soon as it is here."""
         self._gathering = False
         self._looking = asyncio.Lock()
         self._working: set[asyncio.Future[None]] = set()
@@ -101,8 +111,13 @@ class Coordinator:
 
     @property
     def others_still_here(self) -> list[int]:
-        """The ranks, without rank 0, that have not said goodbye."""
-        return sorted(rank for rank, peer in self._peers.items() if rank and not peer.left)
+        """The ranks, without rank 0, that work with it and have not said goodbye."""
+        return sorted(rank for rank in self._at_work if rank)
+
+    @property
+    def _at_work(self) -> set[int]:
+        """The ranks that have gone on together, and are still here."""
+        return {rank for rank, peer in self._peers.items() if rank in self._placed and not peer.left}
 
     @property
     def is_being_read(self) -> bool:
@@ -132,8 +147,11 @@ class Coordinator:
             next = self.run.start_again if self.seats.began else "start all ranks again"
             self._refuse_all(MasterLost(left, why=error.what, next=next))
         self._over = True
-        for rank in self.others_still_here if error is None and self._watch.failure is None else []:
-            self._peers[rank].connection.send({"over": True})
+        if error is None and self._watch.failure is None:
+            for rank in self.others_still_here:
+                self._peers[rank].connection.send({"over": True})
+            for peer in [peer for rank, peer in self._peers.items() if rank not in self._placed]:
+                self._handshakes.refuse(peer, RUN_IS_OVER)
 
     def close(self, how_it_ended: Mapping[str, Any] | None = None) -> None:
         if self._ticking is not None:
@@ -178,6 +196,9 @@ class Coordinator:
                 return
             holder = self._peers.get(info.rank)
             comes_back = holder is None and info.rank in self.roll_call.left_out
+            if comes_back and self._watch.health.has_finished():
+                self._handshakes.refuse(peer, RUN_IS_OVER)
+                return
             if not self.roll_call.complete or comes_back or (holder is not None and not holder.left):
                 self._handshakes.claims[peer] = info
                 self._admit(peer)
@@ -215,8 +236,8 @@ class Coordinator:
         elif rank in self._placed:  # lost while the others begin anew, as where a host with two ranks is gone
             self._placed.discard(rank)
             self.seats.lose_too(info, how)
-            if self.run.on_loss == SHRINK:
-                self.shrink()
+            self._stopping.discard(rank)
+            self._shrink_if_due()
             self._hear_held()
 
     def _dismiss(self, rank: int, error: DdpManualError, how: str) -> None:
@@ -232,10 +253,14 @@ class Coordinator:
         if not self.seats.began:
             self.seats.adopt(so_far, time.monotonic())
             run_dir = own_run_dir(so_far.run_dir, self.seats.run_dir) or run.run_dir
+            aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)
+            if aside:  # such as on another host
+                run_dir = f"{run_dir}-{so_far.run_id}"
             on_loss = WAIT if run.on_loss == LEAVE else run.on_loss  # otherwise nobody would get what is held
             self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir, on_loss=on_loss)
             self._join_timeout, self._waits_since = run.rejoin_timeout, time.monotonic()
-            self._watch.send_to_all({"line": f"going on with run {so_far.run_id}, which {info.who} was in"})
+            where = f"; its folder is {run_dir}, since another run is in the one that was named" if aside else ""
+            self._line_for_rank_0 = f"going on with run {so_far.run_id}, which {info.who} was in{where}"
         elif so_far.run_id == run.run_id:
             self.seats.generation = max(self.seats.generation, so_far.generation)
         else:
@@ -255,6 +280,9 @@ class Coordinator:
             so_far = self.roll_call.info(rank).goes_on
             held = so_far.get("held", []) if so_far else []
             self.seats.take_held(rank, held, max(held[1:], default=0))
+        if self._line_for_rank_0 and 0 in self._peers:  # whose own hello may come later than that of another rank
+            self._peers[0].connection.send({"line": self._line_for_rank_0})
+            self._line_for_rank_0 = ""
 
     def _give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
@@ -272,8 +300,9 @@ class Coordinator:
                 self._take_seat(peer)
             else:
                 peer.rank, peer.was_rank = None, True
-                look, _, _ = lost[rank].verdict["next"].rpartition("\nthen ")
-                seat = f"then give this rank back, on any host: the others wait for it\n{self.run.command_for(rank)}"
+                look = lost[rank].verdict["next"].removesuffix(f"\nthen {self.run.start_again}")
+                others = "go on without it until then" if rank in self.roll_call.left_out else "wait for it"
+                seat = f"then give this rank back, on any host: the others {others}\n{self.run.command_for(rank)}"
                 peer.connection.send({"verdict": {**lost[rank].verdict, "next": "\n".join(filter(None, (look, seat)))}})
 
     @staticmethod
@@ -292,7 +321,8 @@ class Coordinator:
         now = time.monotonic()
         self._watch.stop()
         self._watch = Watch(self.roll_call, self._peers, now)
-        at_work = self._placed & self.roll_call.members.keys()
+        at_work = self._at_work
+        self._stopping &= at_work  # of a rank that is lost nobody is left who has asked
         self.roll_call.begin_again(at_work)
         self.seats.begin(lost, now, back, replaced=at_work)
         self._placed, self._probes = at_work, None
@@ -300,9 +330,18 @@ class Coordinator:
         for rank in at_work:
             self._peers[rank].begins_again = True
             self._peers[rank].connection.send({"again": True})
-        if self.run.on_loss == SHRINK or self._stopping:  # so that all can stop in order, and nothing is lost
-            self.shrink()
+        self._shrink_if_due()
         self._hear_held()
+
+    def _shrink_if_due(self, waited: float = 0.0) -> None:
+        """Go on without the ranks that are missing, if the run is to; or if it stops, so that all can stop in order.
+
+        Rank 0 does not go on alone, of three or more: it may be its own host that is cut off from the others.
+        """
+        shrink_after = 0.0 if self.run.on_loss == SHRINK else self.run.shrink_after
+        alone = self.run.world_size > 2 and not self.roll_call.members.keys() - {0}
+        if self._stopping or (shrink_after is not None and waited >= shrink_after and not alone):
+            self.shrink()
 
     def shrink(self) -> bool:
         """Go on without the ranks that are missing; return whether any is."""
@@ -321,7 +360,7 @@ class Coordinator:
         restarted = [rank for rank in self.seats.lost if rank in here]
         if (refusal := self.seats.refusal(restarted, self._own_code, here)) is not None:
             self._watch.end_the_run(refusal)
-        elif (line := self.seats.kept(self.run, here, self.roll_call.missing)) is not None:
+        elif (line := self.seats.kept(self.run, here, self.roll_call.missing, self.roll_call.left_out)) is not None:
             self._watch.send_to_all({"line": line})
 
     def _refuse_all(self, error: DdpManualError) -> None:
@@ -332,10 +371,40 @@ class Coordinator:
             self._handshakes.refuse(peer, error)
         self._over = True
 
+    def _refuse_newcomers(self, error: DdpManualError) -> None:
+        """End the wait because of what ranks have in common; where seats are free, only of those that want one."""
+        newcomers = [rank for rank in self.roll_call.members if rank not in self._placed and not self._was_in_it(rank)]
+        if not self.seats.began or not newcomers:
+            self._refuse_all(error)
+            return
+        for rank in newcomers:
+            self._dismiss(rank, error, f"was refused: {error.identifier}: {error.what}")
+
+    def _give_up_unreachable(self, failing: Sequence[Pair]) -> None:
+        """Give up the host that all connections which cannot be made have in common: that of a rank which was at work,
+        and has been cut off since, or that of a newcomer."""
+        involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
+        infos = self.roll_call.infos()
+        others = {info.host_id for info in infos if info.rank == 0 or info.rank not in self._placed}
+        cut_off = set.intersection(*involved) - others
+        lost = [info.rank for info in infos if info.host_id in cut_off]
+        error = unreachable(failing)
+        if not lost or not all(self.seats.may_try_again(rank) for rank in lost):
+            self._refuse_newcomers(error)
+            return
+        for rank in lost:
+            self._take_seat(self._peers.pop(rank))
+            self._miss_again(rank, f"is cut off: {error.what}")
+
+    def _was_in_it(self, rank: int) -> bool:
+        """Whether a rank has been in this run before it has lost rank 0, or is this rank 0."""
+        return rank == 0 or bool(self.roll_call.info(rank).goes_on)
+
     def _advance(self) -> None:
         """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
         if self.roll_call.complete:
-            if back := self.roll_call.take_back():
+            returns = self.roll_call.left_out and not self._watch.health.has_finished()
+            if returns and (back := self.roll_call.take_back()):
                 self._begin_again({}, back)
             return
         if self._watch.failure is not None or not self.roll_call.all_here:
@@ -346,7 +415,7 @@ class Coordinator:
                 self._peers[rank].connection.send(request)
         failing = self._probes.failing(time.monotonic())
         if failing:
-            self._refuse_all(unreachable(failing))
+            self._give_up_unreachable(failing)
         elif failing is not None and self.roll_call.all_ready:
             self._complete()
 
@@ -355,7 +424,7 @@ class Coordinator:
         on_cpu = self.roll_call.leave_gpus()
         places = self.roll_call.places()
         if (error := self.roll_call.shared_gpu()) is not None:
-            self._refuse_all(error)
+            self._refuse_newcomers(error)
             return
         if self.roll_call.warnings:
             self._send_news()
@@ -373,12 +442,14 @@ class Coordinator:
             "holds": self.run.on_loss != LEAVE,
             "state_from": places[source].rank if source is not None else None,
             "losses": {"count": self.seats.count, "seconds": round(self.seats.seconds, 3)},
-            "of_run": {"run_id": self.run.run_id, "run_dir": self.run.run_dir},
+            "of_run": {name: getattr(self.run, name) for name in ("run_id", "run_dir", "on_loss", "rejoin_timeout")},
         }
         self._watch.health.async_collectives = ready.backend == "nccl"
         self._watch.health.restart(now)
         for rank in self.roll_call.left_out:
             self._watch.health.leave(rank)
+        if gone_on is not None:
+            self._watch.newcomers = {rank for rank in places if rank not in self._placed and not self._was_in_it(rank)}
         self._placed = {*places}
         for rank, place in places.items():
             peer = self._peers[rank]
@@ -404,8 +475,7 @@ class Coordinator:
         if self._all_were_here != self.roll_call.all_here:
             self._all_were_here, self._waits_since = self.roll_call.all_here, now
         waited = now - self._waits_since
-        if self.run.shrink_after is not None and waited > self.run.shrink_after:
-            self.shrink()
+        self._shrink_if_due(waited)
         if waited > self._wait_within and not self.roll_call.complete:
             never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
             missing = missing_ranks_error(self.roll_call.news(), self.run, waited)
@@ -423,7 +493,7 @@ class Coordinator:
         clock = {
             "waited": time.monotonic() - self._waits_since,
             "timeout": self._wait_within,
-            "again": self.seats.began,
+            "again": self.seats.began and not self.seats.adopted,
         }
         self._watch.send_to_all({"news": {**self.roll_call.news(), **clock}})
 
@@ -455,7 +525,7 @@ class Coordinator:
         elif "finished" in message:
             self._watch.finish(rank)
         elif "stopping" in message:  # a pod may be replaced while it saves: the new one must not be refused
-            self._stopping = self.roll_call.complete
+            self._stopping.update({rank} if self.roll_call.complete else ())
         elif "failed" in message:
             self._take_failure(peer, rank, message)
         elif "stacks" in message:
@@ -484,7 +554,7 @@ class Coordinator:
             self._watch.take_failure(rank, verdict, broken_at, in_a_collective=in_a_collective)
             return
         if self.roll_call.info(rank).starts_again and self.seats.may_try_again(rank):
-            self.roll_call.begin_again([rank])
+            self.roll_call.forget_workers([rank])
             self.seats.held.pop(rank, None)
             peer.begins_again = True
             peer.connection.send({"again": True})
@@ -498,7 +568,18 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(TICK, self._tick)
-        now = time.monotonic()
+        try:
+            self._look_around(time.monotonic())
+        except Exception as error:
+            if self._watch.failure is None:
+                broke = MasterLost(
+                    "rank 0's coordinator broke",
+                    why=traceback_of(error),
+                    next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
+                )
+                self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, last_words(broke)))
+
+    def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
         if passed > self.run.peer_timeout:
             self._watch.health.restart(now)  # this process was stopped, perhaps with its whole host

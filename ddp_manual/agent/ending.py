@@ -87,7 +87,7 @@ class Ending:
 
         return guarded
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something that takes time; what it raises ends the rank."""
 
         async def guarded() -> None:
@@ -99,6 +99,7 @@ class Ending:
         task = asyncio.create_task(guarded())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        return task
 
     def cancel_background(self) -> None:
         for task in self._working:

@@ -119,6 +119,10 @@ class Health:
     def all_finished(self) -> bool:
         return not self._at_work
 
+    def has_finished(self, *, and_left: bool = False) -> bool:
+        """Return whether any rank has done its work, and has left with it."""
+        return any(known.finished and (known.left or not and_left) for known in self._ranks)
+
     def leave(self, rank: int) -> None:
         """Watch a rank no more, which has left in order."""
         self._ranks[rank].left = True

@@ -28,7 +28,7 @@ from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch, from_dict
-from ddp_manual.messages import LEAVE, RankInfo, RunInfo, RunSoFar, Step, Steps
+from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Step, Steps
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import POLL_EVERY, Waiting, counted
@@ -184,7 +184,8 @@ class Join:
 
     async def _find_rank_0(self, found: list[str]) -> Probe:
         """Wait for rank 0 at these addresses; a rank that has lost it, also where another one may stand by."""
-        asked = find_rank_0(self._spec, found, self._waiting, self._command_for(0))
+        patient = bool(self.info.goes_on)
+        asked = find_rank_0(self._spec, found, self._waiting, self._command_for(0), patient=patient)
         if not self.info.goes_on or self._spec.standby is None:
             return await asked
         host, port = self._spec.standby
@@ -194,12 +195,12 @@ class Join:
         async def find_beside() -> Probe:
             silent = Waiting(self._spec.join_timeout, lambda line: None)
             there = await look_up(host, silent, lambda line: None, again=True)
-            return await find_rank_0(beside, there, silent, "")
+            return await find_rank_0(beside, there, silent, "", patient=True)
 
         here, other = asyncio.ensure_future(asked), asyncio.ensure_future(find_beside())
         try:
             await asyncio.wait([here, other], return_when=asyncio.FIRST_COMPLETED)
-            if here.done() and here.exception() is not None:  # such as another service at that port
+            if here.done() and here.exception() is not None:
                 await asyncio.wait([other])
             if other.done() and other.exception() is None:
                 self._spec = beside
@@ -269,14 +270,18 @@ class Join:
         if self.connection is not None:
             self.connection.send({"probed": failures, "for": key})
 
-    def complete(self, nodes: int) -> None:
-        """End the steps of joining: all ranks have joined, on so many hosts."""
+    def complete(self, nodes: int, *, forever: bool) -> None:
+        """End the steps of joining: all ranks have joined, on so many hosts.
+
+        Args:
+            forever: whether no rank will join any more.
+        """
         assert self._roll_call is not None
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {counted(nodes, 'host')}")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
                 step.detail = "one host" if nodes == 1 else f"{nodes} hosts, tried by others"
-        if self.probe_server is not None and self._run.on_loss == LEAVE:
+        if self.probe_server is not None and forever:
             self.probe_server.close()
 
     def begin_again(self) -> None:

@@ -37,19 +37,8 @@ from ddp_manual.errors import (
     from_dict,
 )
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import (
-    LEAVE,
-    SAVING,
-    Beat,
-    Place,
-    RunInfo,
-    RunSoFar,
-    Step,
-    Steps,
-    Verdict,
-    last_words,
-    more_seconds,
-)
+from ddp_manual.messages import SAVING, Beat, Place, RunInfo, RunSoFar, Step, Steps, Verdict, last_words, more_seconds
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
 
@@ -118,6 +107,7 @@ class Agent:
         self._own_words: DdpManualError | None = None
         self._words_of_another: str | None = None
         self._result: Any = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
@@ -238,7 +228,7 @@ class Agent:
             self._ending.in_background(self._send_stacks())
         elif "records" in message:
             self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
-        elif "again" in message:
+        elif "again" in message and not self._left:
             self._join.begin_again()
             self._forget_worker()
             self._ending.in_background(self._replace_worker())
@@ -258,8 +248,8 @@ class Agent:
         """Tell the worker its place, with which it begins to work: all ranks have joined."""
         assert self._run is not None
         self._placed = True
-        self._join.complete(nodes=message["place"]["nodes"])
         self._take_run(dataclasses.replace(self._run, **message["of_run"], pid=message["rank_0_pid"]))
+        self._join.complete(nodes=message["place"]["nodes"], forever=self._run.on_loss == LEAVE)
         if self._run.on_loss != LEAVE:
             self._remember(message)
         run = {name: getattr(self._run, name) for name in ("run_id", "run_dir", "stall_timeout")}
@@ -276,7 +266,9 @@ class Agent:
         ours, own = verdict["rank"] == self.spec.rank, self._own_words
         if verdict.get("judged"):
             if ours and self.worker.status is None and not isinstance(error, CollectiveMismatch):
-                error.why = f"that is this rank; the others have not waited for it\n{error.why}"
+                keeps_seat = self._run is not None and self._run.on_loss != LEAVE
+                others = "its seat is kept" if keeps_seat else "the others have not waited for it"
+                error.why = f"that is this rank; {others}\n{error.why}"
         elif own is not None:
             own.next = str(verdict["next"]) if ours else own.next  # which says whether its seat is kept
             error = own if ours or own.identifier == verdict["identifier"] else error
@@ -330,7 +322,7 @@ class Agent:
         elif "failed" in message:
             self._take_failure(message)
         elif "left" in message:
-            self._ending.in_background(self._leave_in_order())
+            self._leaving = self._ending.in_background(self._leave_in_order())
         elif "done" in message:
             self._result = message["done"]
             if stopped := message.get("stopped"):
@@ -375,7 +367,7 @@ class Agent:
                 if self.spec.rank == 0 and self.spec.world_size > 1:
                     self.log("rank 0's process has ended, and torch's store with it: other ranks may still need that")
             self._result = {}
-            self._ending.in_background(self._leave_in_order())
+            self._leaving = self._ending.in_background(self._leave_in_order())
             return True
         assert isinstance(self._signals, ProgramSignals)
         code = 1 if status is None else 128 - status if status < 0 else status
@@ -409,6 +401,9 @@ class Agent:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        if self._leaving is not None:  # its work was done, and is begun anew
+            self._leaving.cancel()
+        self._result = self._leaving = None
         self._trained = self.has_trained
         self._replacing, self._started = True, time.monotonic()
         self._placed = self._begun = False

@@ -63,6 +63,9 @@ class Answer(Enum):
     STRANGER = "something else answers"
 
 
+NOT_RANK_0 = (Answer.MUTE, Answer.STORE, Answer.STRANGER)
+
+
 @dataclass(frozen=True)
 class Probe:
     """What answered at ``address``; ``detail`` has its first bytes or the operating system's words."""
@@ -147,12 +150,14 @@ async def find_rank_0(
     rank_0_command: str,
     *,
     who: str | None = None,
+    patient: bool = False,
 ) -> Probe:
     """Wait until rank 0's agent greets at one of its addresses; returns that probe, with the connection.
 
     Args:
         rank_0_command: the command that starts rank 0, for the advice.
         who: the name of the process that asks, if it is not a rank.
+        patient: whether rank 0 was there, and may have been stopped: then something else may answer until the deadline.
 
     Raises:
         MasterNotAStore: something else answers. MasterRefused, MasterUnreachable, MasterLost: at the deadline.
@@ -177,9 +182,12 @@ async def find_rank_0(
             return greeted[0]
         answers = {found.answer: found for found in reversed(probes)}
         worst = answers[max(answers, key=list(Answer).index)]
-        if worst.answer in (Answer.STORE, Answer.STRANGER, Answer.MUTE):
-            raise _not_rank_0(spec, where, worst)
-        if Answer.REFUSED in answers:
+        not_rank_0 = _not_rank_0(spec, where, worst) if worst.answer in NOT_RANK_0 else None
+        if not_rank_0 is not None and (waiting.over or not patient):
+            raise not_rank_0
+        if not_rank_0 is not None:
+            line = f"{not_rank_0.what}: {worst.answer.value}"
+        elif Answer.REFUSED in answers:
             line = f"nothing listens at {where}{resolved}: is rank 0 started?"
         elif Answer.CLOSED in answers:
             line = f"{where}{resolved} accepts connections and closes them: {PROXY}; is rank 0 started?"

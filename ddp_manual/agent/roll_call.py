@@ -161,8 +161,13 @@ class RollCall:
 
     def begin_again(self, ranks: Collection[int]) -> None:
         """Begin anew, with other workers of these ranks, which are here."""
-        self.complete, self.changed = False, True
+        self.complete = False
         self.gone.clear()
+        self.forget_workers(ranks)
+
+    def forget_workers(self, ranks: Collection[int]) -> None:
+        """Wait until other workers of these ranks are ready."""
+        self.changed = True
         for rank in ranks:
             member = self.members[rank]
             member.ready = None

@@ -35,6 +35,8 @@ class Seats:
         """How often the ranks have begun anew."""
         self.began = False
         """Whether the run has begun: from then on a rank that is missing is one that was lost."""
+        self.adopted = False
+        """Whether another process was rank 0 until now: which other ranks were lost only the roll call will tell."""
         self.count, self.seconds = 0, 0.0
         """Of losses so far, and of all the time from a loss until all ranks went on."""
         self.lost: dict[int, Verdict] = {}
@@ -104,6 +106,7 @@ class Seats:
         self.begin({0: lost}, now - so_far.seconds)
         self.began, self.generation = True, so_far.generation
         self.count, self.seconds = so_far.losses + 1, so_far.lost_seconds
+        self.adopted = True
 
     def newest(self, among: Collection[int]) -> tuple[Moment | None, int | None]:
         """Return the state to go on from, and the rank that has it: of equal ones the first, whose buffers count."""
@@ -150,6 +153,7 @@ class Seats:
         if first:
             return None
         self.generation += 1
+        self.adopted = False
         seconds = now - self._since if self._since is not None else 0.0
         self._since = None
         self.seconds += seconds
@@ -180,8 +184,14 @@ class Seats:
         }
         return line, record
 
-    def kept(self, run: RunInfo, here: Collection[int], missing: Sequence[int]) -> str | None:
-        """Return what is said of a loss, once, when all ranks that are here have said what they hold."""
+    def kept(
+        self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int] = ()
+    ) -> str | None:
+        """Return what is said of a loss, once, when all ranks that are here have said what they hold.
+
+        Args:
+            left_out: the ranks without which the others go on.
+        """
         waits = not run.script and not all(rank in self.held for rank in here)
         if self._has_said or not self.lost or waits:
             return None
@@ -193,16 +203,17 @@ class Seats:
             state = "all ranks' programs are started again"
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
-        whats = "; ".join(verdict["what"] for rank, verdict in self.lost.items() if rank in missing or not missing)
-        if not missing:
+        seats = missing or sorted(self.lost.keys() & set(left_out))
+        whats = "; ".join(verdict["what"] for rank, verdict in self.lost.items() if rank in seats or not seats)
+        if not seats:
             return f"{whats}. It is started again; {state}"
-        seat = "Its seat is kept" if len(missing) == 1 else "Their seats are kept"
-        commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in missing))
-        it = "it" if len(missing) == 1 else "them"
-        return (
-            f"{whats}. {seat}; {state}\nto give {it} back, on any host:\n{commands}\n"
-            f"or go on without {it}: {self._shrink}"
-        )
+        commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in seats))
+        it = "it" if len(seats) == 1 else "them"
+        to_give_back = f"to give {it} back, on any host:\n{commands}"
+        if not missing:
+            return f"{whats}. The others go on without {it}; {state}\n{to_give_back}"
+        kept = "Its seat is kept" if len(seats) == 1 else "Their seats are kept"
+        return f"{whats}. {kept}; {state}\n{to_give_back}\nor go on without {it}: {self._shrink}"
 
     def never_taken(self, run: RunInfo, missing: Sequence[int], waited: float) -> Verdict | None:
         """Return why the run ends when nobody has taken a seat in time; None if no loss is known."""

@@ -19,7 +19,7 @@ from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.worker_process import check_torch_is_installed, start_process
 from ddp_manual.errors import DdpManualError
 from ddp_manual.identity import OWN_NAME
-from ddp_manual.messages import LEAVE
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
 from ddp_manual.program import Program
 from ddp_manual.training import checkpoint_files

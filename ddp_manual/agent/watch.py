@@ -18,7 +18,8 @@ from ddp_manual.agent.health import Health, Stall
 from ddp_manual.agent.roll_call import MOST_NAMED, RollCall
 from ddp_manual.agent.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
-from ddp_manual.messages import LEAVE, Beat, RankInfo, Verdict, last_words, more_seconds
+from ddp_manual.messages import Beat, RankInfo, Verdict, last_words, more_seconds
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import encode
 
@@ -67,6 +68,8 @@ class Watch:
         """What ends the run."""
         self.lost: dict[int, Loss] = {}
         """The ranks that were lost, in a run that keeps their seats, until the coordinator has heard of them."""
+        self.newcomers: set[int] = set()
+        """The ranks that have come to a run which had begun."""
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
@@ -177,12 +180,21 @@ class Watch:
                 self._peers[rank].connection.send({"verdict": verdict})
             return
         keeps_seat = run.on_loss != LEAVE and not self._closing and self.failure is None
-        if keeps_seat and loss.kind is OWN_CODE:
+        # Nobody can begin anew with a rank that has left with its work done.
+        keeps_seat = keeps_seat and not self.health.has_finished(and_left=True)
+        if keeps_seat and rank in self.newcomers and not self._has_worked(rank):
+            loss = replace(loss, kind=GONE)  # such as on a host without the data
+        elif keeps_seat and loss.kind is OWN_CODE:
             keeps_seat = run.on_loss_of_own_code and verdict["identifier"] in MAY_NOT_RECUR
         if not keeps_seat:
             self.end_the_run(verdict)
         else:
             self.lost.setdefault(rank, loss)
+
+    def _has_worked(self, rank: int) -> bool:
+        """Return whether a rank has begun to work with the others: our training, with its first step."""
+        beat = self.health.beat(rank)
+        return bool(beat.collectives) if self._roll_call.run.script else beat.step > 0
 
     def stop(self) -> None:
         """Decide nothing any more: the ranks begin anew, with another watch."""

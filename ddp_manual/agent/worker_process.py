@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from ddp_manual.agent.stacks import readable_stack
 from ddp_manual.errors import DdpManualError, not_installed, signal_name
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launchers import start_python
+from ddp_manual.memory_cgroup import oom_counter, oom_kills
 from ddp_manual.messages import Beat, last_words
 from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.wire import LONGEST_ANSWER
@@ -95,8 +95,8 @@ class Worker:
 
     def _look_at_memory(self) -> None:
         """Remember how often its memory cgroup has run out of memory so far."""
-        self._oom_file = _oom_counter(self.pid)
-        self._oom_kills = _oom_kills(self._oom_file)
+        self._oom_file = oom_counter(self.pid)
+        self._oom_kills = oom_kills(self._oom_file)
 
     async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
@@ -209,7 +209,7 @@ class Worker:
     @property
     def ran_out_of_memory(self) -> bool:
         """Whether the kernel's OOM killer has struck in its memory cgroup since it was started."""
-        now = _oom_kills(self._oom_file)
+        now = oom_kills(self._oom_file)
         return self.status == -signal.SIGKILL and now is not None and now > (self._oom_kills or 0)
 
     @property
@@ -411,29 +411,3 @@ def _catches(pid: int, number: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
     return True
-
-
-def _oom_counter(pid: int) -> Path | None:
-    """Return the file that counts OOM kills in the memory cgroup, of version 2 or 1, of a process."""
-    with suppress(OSError):
-        groups = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
-        for mount in Path("/proc/self/mounts").read_text().splitlines():
-            _, place, kind, options, *_ = mount.split()
-            for _, controllers, path in groups:
-                if kind == "cgroup2" and not controllers:
-                    file = Path(place + path) / "memory.events"
-                elif kind == "cgroup" and "memory" in controllers.split(",") and "memory" in options.split(","):
-                    file = Path(place + path) / "memory.oom_control"
-                else:
-                    continue
-                if file.exists():
-                    return file
-    return None
-
-
-def _oom_kills(file: Path | None) -> int | None:
-    with suppress(OSError, ValueError):
-        if file is not None:
-            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
-            return int(found[1]) if found else None
-    return None

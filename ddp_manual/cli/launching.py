@@ -55,7 +55,6 @@ from ddp_manual.world_spec import WorldSpec
 @click.option(
     "--max_restarts",
     type=click.IntRange(min=0),
-    default=0,
     help="How often to start all ranks again, from the newest checkpoint, after a rank was killed or its training "
     "failed (default: 0).",
 )
@@ -83,7 +82,7 @@ def launch(
     nnodes: int | None,
     node_rank: int | None,
     run_dir: str | None,
-    max_restarts: int,
+    max_restarts: int | None,
     start: str,
     hosts: str | None,
     hostfile: str | None,
@@ -151,7 +150,10 @@ def launch(
         task, of_task = TrainConfig.from_file(train_flags.pop("config_file"), **given(TrainConfig, train_flags)), {}
         typed_after = given(WorldSpec, train_flags)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
-    spec = WorldSpec(**{"max_restarts": max_restarts, **options}, sources=sources)
+    if max_restarts is not None:
+        options = {"max_restarts": max_restarts, **options}
+    max_restarts = max_restarts or 0
+    spec = WorldSpec(**options, sources=sources)
     if by_ssh:
         from ddp_manual.agent import ssh
 

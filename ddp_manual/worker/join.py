@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.errors import BadOption, DdpManualError, Stopped
-from ddp_manual.messages import LEAVE
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.training import own_code
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open

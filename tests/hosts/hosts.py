@@ -153,6 +153,14 @@ class Host:
         """Run a command on this host to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
         return self.namespace.execute(*named(self.name), *arguments, check=check, stdin=stdin)
 
+    def kill(self, words: str) -> None:
+        """Kill the youngest process of this host that has these words in its command."""
+        lines = {
+            int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            for pid in self.namespace.pids()
+        }
+        os.kill(max(pid for pid, line in lines.items() if words in line), signal.SIGKILL)
+
     # -- names --------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str, *addresses: str) -> None:

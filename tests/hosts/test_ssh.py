@@ -65,14 +65,6 @@ def wait_until_gone(reached: SshHosts) -> float:
     return time.monotonic() - began
 
 
-def kill(host: Host, words: str, number: int = signal.SIGKILL) -> None:
-    """Kill the youngest process of the host that has these words in its command."""
-    lines = {}
-    for pid in host.namespace.pids():
-        lines[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    os.kill(max(pid for pid, line in lines.items() if words in line), number)
-
-
 @pytest.mark.soak
 def test_a_script_runs_on_two_ipv6_hosts_with_unequal_slots_and_the_token_is_on_no_command_line(
     ssh_into: SshInto, tmp_path: Path
@@ -94,9 +86,9 @@ Fault = Callable[[RankProcess, SshHosts], None]
 FAULTS: dict[str, tuple[Fault, str, int]] = {
     "Ctrl-C": (lambda run, to: run.process.send_signal(signal.SIGINT), "error[stopped]", 130),
     "kill -9 of the launcher": (lambda run, to: run.process.send_signal(signal.SIGKILL), "", -9),
-    "kill -9 of b's sshd session": (lambda run, to: kill(to.hosts[1], "sshd: root@notty"), "and rank 1 with it", 14),
-    "kill -9 of b's agents": (lambda run, to: kill(to.hosts[1], "hosted"), "its agents were ended by SIGKILL", 14),
-    "kill -9 of b's worker": (lambda run, to: kill(to.hosts[1], "sleeps.sh"), "hostB", 137),
+    "kill -9 of b's sshd session": (lambda run, to: to.hosts[1].kill("sshd: root@notty"), "and rank 1 with it", 14),
+    "kill -9 of b's agents": (lambda run, to: to.hosts[1].kill("hosted"), "its agents were ended by SIGKILL", 14),
+    "kill -9 of b's worker": (lambda run, to: to.hosts[1].kill("sleeps.sh"), "hostB", 137),
     "b is cut off": (lambda run, to: to.hosts[1].cut_from(to.hosts[0]), "b: it does not answer any more", 14),
 }
 
@@ -222,7 +214,7 @@ def test_our_training_saves_on_a_signal_and_resumes_after_a_worker_was_killed_on
     assert not any("very-secret" in line for line in processes(*reached.hosts).values())
     run.process.send_signal(signal.SIGUSR1)
     run.wait_for("saved ")
-    kill(reached.hosts[1], "ddp_manual/worker")
+    reached.hosts[1].kill("ddp_manual/worker")
     assert run.wait(500) == 0, run.err
     assert "restart 1 of 1 after error[peer-lost]" in run.err
     steps = re.findall(r"step (\d+)/", run.err)

@@ -24,6 +24,8 @@ BOTTOM_ROW = (
     "host_list",
     "signals",
     "wire",
+    "memory_cgroup",
+    "on_loss",
     "held_memory",
     "program",
     "collectives",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 from ddp_manual.agent.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment
-from ddp_manual.messages import WAIT, RankInfo, RunSoFar
+from ddp_manual.memory_cgroup import memory_left
+from ddp_manual.messages import RankInfo, RunSoFar
+from ddp_manual.on_loss import WAIT
+from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
 from tests.unit.test_roll_call import RUN, info
 
@@ -146,3 +150,17 @@ def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() 
 def test_what_cannot_be_held_is_named(cannot: Any) -> None:
     with pytest.raises(BadOption, match="which cannot be held"):
         describe(cannot, [])
+
+
+def test_another_runs_files_are_told_from_those_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    assert not holds_another_run(str(tmp_path), "20261122")
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"run_id": "20261122"}}))
+    assert not holds_another_run(str(tmp_path), "20261122")
+    assert holds_another_run(str(tmp_path), "20261123")
+
+
+def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends_anybody() -> None:
+    left = memory_left()
+    assert left is not None and left > 0
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        HeldMemory.create().begin(tensors=left, text=10)

@@ -184,13 +184,15 @@ def test_rank_0s_seat_is_found_again_at_its_address_and_the_run_is_learnt_from_t
 
 
 def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch_and_sees_each_sample_once(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path
+    start: Start, port: int, small_data: Path, tmp_path: Path
 ) -> None:
+    training = ["--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--data_dir", small_data]
+
     def start_rank(rank: int, world_size: int, *options: object) -> RankProcess:
-        program, script, *rest = rank_command(rank, world_size, *options)
-        assert script == "run_multi_gpu_train.py"
+        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port, "--run_dir", tmp_path / "run"]
         record = {"RECORD": str(tmp_path / f"samples{rank}"), "RECORD_WHERE": "1"}
-        return start(program, "tests/world/recording_rank.py", "train", *rest, **record)
+        words = ["tests/world/recording_rank.py", "train", *meeting, *training, *options]
+        return start(sys.executable, *words, **record)
 
     kept = Kept(start_rank, 3, "--global_batch_size", 9, "--log_every", 10, "--hold_every", 1)
     kept.until_trained()
@@ -264,9 +266,94 @@ def test_a_stop_that_was_asked_for_before_a_loss_is_still_done_in_order(start_ke
     assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
 
 
+def test_a_rank_0_whose_agent_was_stopped_for_longer_than_peer_timeout_goes_on_with_the_others(
+    start_kept: StartKept,
+) -> None:
+    kept = start_kept(2, epochs=20)
+    kept.until_trained()
+    os.kill(kept.ranks[0].process.pid, signal.SIGSTOP)
+    kept.ranks[1].wait_for("this rank keeps its state, and looks for rank 0 for 1800 s")
+    kept.ranks[1].wait_for("is not rank 0: something accepts connections there but says nothing")
+    os.kill(kept.ranks[0].process.pid, signal.SIGCONT)
+    kept.wait_for_return(1, before=0)
+    assert kept.codes() == [0, 0]
+
+
+def test_a_newcomer_on_a_host_without_the_data_leaves_and_the_seat_is_kept(
+    start_kept: StartKept, tmp_path: Path
+) -> None:
+    kept = start_kept(2)
+    kept.until_trained()
+    lose(kept, 1, "worker")
+    kept.ranks[0].wait_for("Its seat is kept; state of step ")
+    elsewhere = kept.type(1, "--data_dir", tmp_path / "nowhere")
+    assert elsewhere.wait(60) == 16 and "error[data-missing]" in elsewhere.err
+    assert "next: give the folder that has them as --data_dir, or use digits drawn in code" in elsewhere.err
+    assert "then give this rank back, on any host: the others wait for it" in elsewhere.err
+    kept.type_again(1)
+    kept.wait_for_return(0, before=1)
+    assert kept.codes() == [0, 0]
+
+
+def test_a_stop_that_only_a_lost_rank_was_asked_for_is_forgotten_with_it(start_kept: StartKept) -> None:
+    kept = start_kept(2)
+    kept.until_trained()
+    first = worker_of(kept.ranks[0])
+    os.kill(first, signal.SIGSTOP)  # so that the ranks do not agree on the stop
+    kept.ranks[1].process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    lose(kept, 1, "both")
+    os.kill(first, signal.SIGCONT)
+    kept.ranks[0].wait_for("Its seat is kept; state of step ")
+    kept.type_again(1)
+    kept.wait_for_return(0, before=0)
+    assert kept.codes() == [0, 0]
+
+
+@pytest.fixture
+def start_program(start: Start, port: int) -> Callable[..., RankProcess]:
+    """Start one of three ranks of a program that works for some seconds: rank 1 for 2, the others for ``seconds``."""
+
+    def start_program(rank: int, how: str, seconds: int) -> RankProcess:
+        meeting = ["--world_size", 3, "--rank", rank, "--master_port", port, "--on_loss", how, "--peer_timeout", 2]
+        program = ["--no_python", "sh", "-c", f"sleep $((RANK == 1 ? 2 : {seconds}))"]
+        return start(sys.executable, "-m", "ddp_manual", "run", *meeting, *program)
+
+    return start_program
+
+
+def kill_program(rank: RankProcess) -> None:
+    os.kill(psutil.Process(rank.process.pid).children()[0].pid, signal.SIGKILL)
+
+
+def test_a_loss_after_another_rank_has_finished_and_left_ends_the_run(
+    start_program: Callable[..., RankProcess],
+) -> None:
+    ranks = [start_program(rank, "wait", 60) for rank in range(3)]
+    assert ranks[1].wait(30) == 0, ranks[1].err
+    kill_program(ranks[2])
+    assert ranks[2].wait(30) == 137
+    assert ranks[0].wait(30) == 14 and "is gone: SIGKILL" in ranks[0].err
+
+
+def test_whoever_comes_back_to_a_run_of_which_a_rank_has_finished_is_told_that_it_is_over(
+    start_program: Callable[..., RankProcess],
+) -> None:
+    ranks = [start_program(rank, "shrink", 8) for rank in range(3)]
+    ranks[0].wait_for("starting sh as rank 0 of 3")
+    kill_program(ranks[2])
+    assert ranks[2].wait(30) == 137
+    assert "the others go on without it until then" in ranks[2].err
+    ranks[0].wait_for("is gone: SIGKILL. The others go on without it; all ranks' programs are started again")
+    assert ranks[1].wait(30) == 0
+    late = start_program(2, "shrink", 8)
+    assert late.wait(30) == 14 and "error[master-lost]: the run is over" in late.err
+    assert ranks[0].wait(30) == 0, ranks[0].err
+
+
 def test_under_launch_a_worker_is_started_again_by_itself(start: Start, port: int, small_data: Path) -> None:
     meeting = ["--nproc", 2, "--on_loss", "wait", "--master_port", port]
-    training = [*SHORT, "--data_dir", small_data, "--epochs", 60]
+    training = [*SHORT, "--data_dir", small_data, "--epochs", 20]
     launch = start(sys.executable, "-m", "ddp_manual", "launch", *meeting, "--", *training)
     launch.wait_for("[rank 0] step 100/")
     lose_worker(launch)

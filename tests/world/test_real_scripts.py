@@ -149,8 +149,7 @@ SOME_FAULTS = {
 
 def faults() -> list[object]:
     """Return who is started how with which fault: a few of them, in a soak all."""
-    # Nobody waits for a rank of "ops": the other one ends well.
-    everything = {how: {name: FAULTS for name in SCRIPTS if name != "ops"} for how in SOME_FAULTS}
+    everything = {how: dict.fromkeys(SCRIPTS, FAULTS) for how in SOME_FAULTS}
     return [
         pytest.param(SCRIPTS[name], how, kind, id=f"{name}-{how}-{kind}")
         for how, scripts in (everything if ALL else SOME_FAULTS).items()
