@@ -25,7 +25,7 @@ from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.reachability import Pair, Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
 from ddp_manual.agent.seats import Seats
-from ddp_manual.agent.watch import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
+from ddp_manual.agent.watch import BROKEN, NEWCOMER, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict, traceback_of
 from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
 from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
@@ -239,6 +239,13 @@ class Coordinator:
             self._stopping.discard(rank)
             self._shrink_if_due()
             self._hear_held()
+        else:
+            self._leave_out_again(rank)
+
+    def _leave_out_again(self, rank: int) -> None:
+        """Go on without a rank, as before, with which a world that has shrunk was to grow again."""
+        if rank in self.seats.back:
+            self.roll_call.left_out.add(rank)
 
     def _dismiss(self, rank: int, error: DdpManualError, how: str) -> None:
         """Refuse a process that was a rank so far."""
@@ -294,6 +301,8 @@ class Coordinator:
         peers = {rank: self._peers.pop(rank) for rank in alone if rank in self._peers}
         for rank in alone:
             self.roll_call.leave(rank)
+            if lost[rank].kind == NEWCOMER:
+                self._leave_out_again(rank)
         self._begin_again({rank: loss.verdict for rank, loss in lost.items()})
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:

@@ -44,8 +44,9 @@ class Seats:
         self.held: dict[int, Moment | None] = {}
         """The ranks that have said since then which state they hold."""
         self._max_restarts, self._shrink = max_restarts, shrink
+        self.back: set[int] = set()
+        """The ranks with which a world that has shrunk was to grow again, since the run went on for the last time."""
         self._since: float | None = None
-        self._back: set[int] = set()
         self._first_loss = 0.0
         self._agreed: Moment | None = None
         self._furthest = 0
@@ -71,8 +72,8 @@ class Seats:
         if self._since is None:
             self._since = now
             self.lost.clear()
-            self._back.clear()
-        self._back.update(back)
+            self.back.clear()
+        self.back.update(back)
         for rank in {*lost, *replaced}:
             self.held.pop(rank, None)
         self._tries.clear()
@@ -164,7 +165,7 @@ class Seats:
         steps = f"and {counted(gone_on, 'step')}" if gone_on else "and no step"
         took = f"{seconds:.{0 if seconds >= 10 else 1}f} s were lost"
         lost = f"; {took}, {steps}" if moment is not None else f"; {took}"
-        back = [rank for rank in here if rank in self.lost or rank in self._back]
+        back = [rank for rank in here if rank in self.lost or rank in self.back]
         who = f"{in_words(as_ranges(sorted(back)))} {'is' if len(back) == 1 else 'are'} back" if back else ""
         on = {here[rank].host for rank in back}
         where = f", on {on.pop()}" if len(on) == 1 else ""

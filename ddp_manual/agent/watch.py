@@ -41,9 +41,9 @@ STALL_LINE = 300.0
 MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
-# How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; or one of its
-# collectives has broken, and nobody is to blame.
-GONE, SILENT, OWN_CODE, BROKEN = "gone", "silent", "own code", "broken"
+# How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
+# collectives has broken, and nobody is to blame; or it had come to a run which had begun, and has not worked there yet.
+GONE, SILENT, OWN_CODE, BROKEN, NEWCOMER = "gone", "silent", "own code", "broken", "newcomer"
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Watch:
         # Nobody can begin anew with a rank that has left with its work done.
         keeps_seat = keeps_seat and not self.health.has_finished(and_left=True)
         if keeps_seat and rank in self.newcomers and not self._has_worked(rank):
-            loss = replace(loss, kind=GONE)  # such as on a host without the data
+            loss = replace(loss, kind=NEWCOMER)  # such as on a host without the data
         elif keeps_seat and loss.kind is OWN_CODE:
             keeps_seat = run.on_loss_of_own_code and verdict["identifier"] in MAY_NOT_RECUR
         if not keeps_seat:

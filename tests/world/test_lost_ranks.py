@@ -295,6 +295,19 @@ def test_a_newcomer_on_a_host_without_the_data_leaves_and_the_seat_is_kept(
     assert kept.codes() == [0, 0]
 
 
+def test_a_newcomer_on_a_host_without_the_data_does_not_stop_a_world_that_has_shrunk(
+    start_kept: StartKept, tmp_path: Path
+) -> None:
+    kept = start_kept(2, "--shrink_after", 0.5, epochs=20)
+    kept.until_trained()
+    lose(kept, 1, "both")
+    kept.ranks[0].wait_for("1 of 2 ranks go on after step ")
+    elsewhere = kept.type(1, "--data_dir", tmp_path / "nowhere")
+    assert elsewhere.wait(60) == 16
+    kept.ranks[0].wait_for(". The others go on without it; state of step ")
+    assert kept.ranks[0].wait(60) == 0, kept.ranks[0].err
+
+
 def test_a_stop_that_only_a_lost_rank_was_asked_for_is_forgotten_with_it(start_kept: StartKept) -> None:
     kept = start_kept(2)
     kept.until_trained()
