@@ -119,6 +119,13 @@ class WorldSpec(Options):
                 why=self.named("standby_addr"),
                 next="name a host of the run, such as hostB or hostB:29500",
             )
+        for name in ("shrink_after", "on_loss_of_own_code"):
+            if getattr(self, name) and self.on_loss == LEAVE:
+                raise BadOption(
+                    f"--{name} needs --on_loss wait",
+                    why="without that the loss of a rank ends the run",
+                    next=f"add --on_loss wait, or leave --{name} out",
+                )
         if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.run_id):
             raise BadOption(
                 f"--run_id {self.run_id!r} cannot name a run",

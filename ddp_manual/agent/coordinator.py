@@ -509,7 +509,7 @@ class Coordinator:
     # -- what ranks say -----------------------------------------------------------------------------------------
 
     def _take_from_rank(self, peer: Peer, rank: int, message: dict[str, Any]) -> None:
-        if peer.begins_again and not message.keys() & {"bye", "held", "probed"}:
+        if peer.begins_again and not message.keys() & {"bye", "held", "probed", "stopping"}:
             # What it says of the worker that its agent replaces does not count any more.
             self.roll_call.hear(rank, time.monotonic())
         elif "held" in message:
@@ -534,7 +534,7 @@ class Coordinator:
         elif "finished" in message:
             self._watch.finish(rank)
         elif "stopping" in message:  # a pod may be replaced while it saves: the new one must not be refused
-            self._stopping.update({rank} if self.roll_call.complete else ())
+            self._stopping.update({rank} if self.roll_call.complete or self.seats.began else ())
         elif "failed" in message:
             self._take_failure(peer, rank, message)
         elif "stacks" in message:

@@ -152,6 +152,8 @@ class StopSignals:
         """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
         self.heeded = True
         """Whether it still follows them; False once its work is done."""
+        self.goes_on = False
+        """Whether the worker will take them when all ranks go on after a loss."""
         self.asked = 0
         """The first signal that has asked this rank to stop, or 0."""
         self._first: dict[str, float] = {}
@@ -174,14 +176,16 @@ class StopSignals:
             self._log(f"SIGUSR1: {does}")
             return None
         now, error = time.monotonic(), None
-        if not self.noted:
+        if not self.noted and not self.goes_on:
             error = self._stopped_early(number, here, again)
         elif now - self._first.get(seen_by, now) > ONCE_WITHIN:
             error = self._stopped_at_once(number, again)
         elif not self._first:
-            if heeded and not self._is_script:
+            if (heeded or self.goes_on) and not self._is_script:
                 self._to_worker({"stop": number})
             what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
+            if not self.noted:
+                what = "all that are here go on for a step, save a checkpoint, and stop"
             self._log(f"{asked_by(number)}: {what}; a second signal ends this rank at once")
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
         self.asked = self.asked or number

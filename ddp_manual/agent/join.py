@@ -87,6 +87,7 @@ class Join:
     Args:
         log: prints a line for this rank.
         so_far: the run that this rank was in, if it has lost rank 0.
+        since: when it has lost it, on its monotonic clock.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Join:
         steps: Steps,
         log: Callable[[str], None],
         so_far: RunSoFar | None = None,
+        since: float = 0.0,
     ) -> None:
         self.info = RankInfo(
             rank=spec.rank,
@@ -116,6 +118,7 @@ class Join:
         self.seal = Seal(launchers.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
         self._spec, self._task, self._steps = spec, task, steps
+        self._since = since
         self._log = log
         self._log_waiting = (lambda line: None) if task.waits_silently else log
         self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
@@ -387,7 +390,8 @@ class Join:
         try:
             if self.seal and not greeting.get("token"):
                 raise Unsealed(f"rank 0 ({greeting.get('host')}, pid {greeting.get('pid')}) has no token at all")
-            hello = {**dataclasses.asdict(info), "nonce": self.nonce}
+            goes_on = {**info.goes_on, "seconds": time.monotonic() - self._since} if info.goes_on else {}
+            hello = {**dataclasses.asdict(info), "goes_on": goes_on, "nonce": self.nonce}
             connection.send({"hello": self.seal.close(f"hello {greeting['challenge']}", hello)})
             while True:
                 try:

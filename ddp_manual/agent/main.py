@@ -228,7 +228,7 @@ class Agent:
             self._ending.in_background(self._send_stacks())
         elif "records" in message:
             self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
-        elif "again" in message and not self._left:
+        elif "again" in message and not (self._left or self._ending.has_come):
             self._join.begin_again()
             self._forget_worker()
             self._ending.in_background(self._replace_worker())
@@ -454,6 +454,8 @@ class Agent:
 
     def _look_for_rank_0(self, why: str) -> None:
         """Keep the state, and say hello again where rank 0 is expected."""
+        if self._ending.has_come:
+            return
         assert self._run is not None and self._so_far is not None
         self._looking = True
         self._lost_rank_0_at = time.monotonic()
@@ -473,9 +475,9 @@ class Agent:
             await self._replace_worker()
         self._join.close({})
         spec = dataclasses.replace(self.spec, join_timeout=self._run.rejoin_timeout)
-        seconds = time.monotonic() - self._lost_rank_0_at
-        so_far = dataclasses.replace(self._so_far, held=self._moment(), seconds=seconds)
-        self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far)
+        so_far = dataclasses.replace(self._so_far, held=self._moment())
+        since = self._lost_rank_0_at
+        self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=since)
         self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
         await self._work_with_others()
 
@@ -506,13 +508,15 @@ class Agent:
         Args:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
-        # Without rank 0 the run is over; the others wait for any other rank.
-        goes_on = self._placed or (self._so_far is not None and self.spec.rank == 0)
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()
-        elif number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
+            return
+        if number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
             return  # it is the debugger's
-        elif error := self._signals.take(number, seen_by, self._join.here, self._again if goes_on else ""):
+        # Without rank 0 the run is over; the others wait for any other rank.
+        goes_on = self._placed or (self._so_far is not None and self.spec.rank == 0)
+        self._signals.goes_on = self._so_far is not None and not self._placed and not self._looking
+        if error := self._signals.take(number, seen_by, self._join.here, self._again if goes_on else ""):
             self._ending.fail(error)
 
     def _watch_launcher(self) -> None:
@@ -535,8 +539,9 @@ class Agent:
         loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self._again))
 
     def _ask_worker(self, message: Mapping[str, Any]) -> None:
-        """Tell the worker what a signal asks for, and rank 0 that the run is about to end."""
-        self.worker.send(message)
+        """Tell the worker what a signal asks for, as soon as it works, and rank 0 that the run is about to end."""
+        if self._placed:
+            self.worker.send(message)
         if "stop" in message:
             self._send({"stopping": True})
 

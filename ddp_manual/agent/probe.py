@@ -202,7 +202,7 @@ async def find_rank_0(
         if is_loopback(worst.address):
             here = "; if it is on another host, give its address: --master_addr"
         elsewhere = f"(if it runs: {where} may not be its address{here}; or {firewall})"
-        waiting.advise([rank_0_command, elsewhere])
+        waiting.advise([rank_0_command] if patient else [rank_0_command, elsewhere])
         if waiting.over:
             raise _never_came(spec, where + resolved, probes, waiting, rank_0_command, who)
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))

@@ -20,6 +20,7 @@ from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
 from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 
 MOST_NAMED = 16
@@ -204,7 +205,8 @@ class RollCall:
         elif not self.all_here:
             next = self.run.command_for(self.first_missing)
         else:
-            next = f"all ranks are here; to replace rank {info.rank}, end that process and start all ranks again"
+            then = "start all ranks again" if self.run.on_loss == LEAVE else "start this rank again"
+            next = f"all ranks are here; to replace rank {info.rank}, end that process and {then}"
         return RankTaken(
             f"rank {info.rank} is taken by {holder.host} (pid {holder.pid})",
             why=f"that process has held it since {since}; this one is {info.host} (pid {info.pid}){odd}",

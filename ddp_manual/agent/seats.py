@@ -201,7 +201,7 @@ class Seats:
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
         if run.script:
-            state = "all ranks' programs are started again"
+            state = "all ranks' programs will start again"
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
         seats = missing or sorted(self.lost.keys() & set(left_out))

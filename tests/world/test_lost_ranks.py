@@ -245,15 +245,32 @@ def test_several_lost_ranks_are_given_back_one_after_the_other(start_kept: Start
     assert kept.codes() == [0, 0, 0]
 
 
-def test_ctrl_c_at_rank_0_while_a_seat_is_free_ends_the_run_with_the_way_on(start_kept: StartKept) -> None:
-    kept = start_kept(2, epochs=5)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_while_a_seat_is_free_saves_what_is_held_and_ends_the_run(
+    start_kept: StartKept, tmp_path: Path, rank: int
+) -> None:
+    kept = start_kept(3, epochs=5)
     kept.until_trained()
-    lose(kept, 1, "worker")
-    assert kept.ranks[1].wait(30) == 137
+    lose(kept, 2, "both")
     kept.ranks[0].wait_for("or go on without it: ")
+    kept.ranks[rank].process.send_signal(signal.SIGINT)
+    assert [one.wait(30) for one in kept.ranks[:2]] == [130, 130]
+    assert "all that are here go on for a step, save a checkpoint, and stop" in kept.ranks[rank].err
+    assert "--resume auto" in kept.ranks[0].err and kept.ranks[1].err.count("error[") == 1
+    assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
+
+
+def test_a_second_ctrl_c_while_a_seat_is_free_ends_a_rank_at_once(start_kept: StartKept) -> None:
+    kept = start_kept(3, epochs=5)
+    kept.until_trained()
+    lose(kept, 2, "worker")
+    kept.ranks[0].wait_for("or go on without it: ")
+    os.kill(kept.ranks[1].process.pid, signal.SIGSTOP)  # so that nobody goes on
+    kept.ranks[0].process.send_signal(signal.SIGINT)
+    kept.ranks[0].wait_for("a second signal ends this rank at once")
+    time.sleep(1.2)
     kept.ranks[0].process.send_signal(signal.SIGINT)
     assert kept.ranks[0].wait(30) == 130
-    assert "--resume auto" in kept.ranks[0].err
 
 
 def test_a_stop_that_was_asked_for_before_a_loss_is_still_done_in_order(start_kept: StartKept, tmp_path: Path) -> None:
@@ -357,7 +374,7 @@ def test_whoever_comes_back_to_a_run_of_which_a_rank_has_finished_is_told_that_i
     kill_program(ranks[2])
     assert ranks[2].wait(30) == 137
     assert "the others go on without it until then" in ranks[2].err
-    ranks[0].wait_for("is gone: SIGKILL. The others go on without it; all ranks' programs are started again")
+    ranks[0].wait_for("is gone: SIGKILL. The others go on without it; all ranks' programs will start again")
     assert ranks[1].wait(30) == 0
     late = start_program(2, "shrink", 8)
     assert late.wait(30) == 14 and "error[master-lost]: the run is over" in late.err

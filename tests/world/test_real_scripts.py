@@ -54,7 +54,7 @@ def begin_lost(starts: Starts, arguments: Sequence[str]) -> list[RankProcess]:
     lost = starts.rank(1, 2, *waits, fault="kill@1:3", arguments=arguments)
     assert lost.wait() == 137
     assert "then give this rank back, on any host: the others wait for it\n" in lost.err
-    first.wait_for("is gone: SIGKILL. Its seat is kept; all ranks' programs are started again\n")
+    first.wait_for("is gone: SIGKILL. Its seat is kept; all ranks' programs will start again\n")
     return [first, starts.rank(1, 2, *waits, arguments=arguments)]
 
 
