@@ -115,8 +115,7 @@ class Starts:
     def _start(self, *command: object, host: int = 0, fault: str = "") -> RankProcess:
         start = self.hosts[host].start if self.hosts else self.start
         how = {"cwd": self.folder, "fresh": FRESH, "libraries": self.script.libraries}
-        # Each line in one piece: torchrun's ranks write to one pipe, and unbuffered a line's end is written by itself.
-        return start(sys.executable, "-m", *command, **how, **environment(fault), PYTHONUNBUFFERED="")
+        return start(sys.executable, "-m", *command, **how, **environment(fault))
 
     def _words(self, arguments: Sequence[str]) -> list[str]:
         return [*self.script.words, *arguments, *(self.script.on_hosts if self.hosts else ())]
@@ -145,13 +144,25 @@ class Starts:
             for node, count in enumerate(counts)
         ]
 
-    def torchrun(self, *, arguments: Sequence[str]) -> list[RankProcess]:
-        return [self._start(TORCHRUN, "--standalone", "--nproc_per_node", 2, *self._words(arguments))]
+    def torchrun(self, *, arguments: Sequence[str]) -> list[str]:
+        """Run two ranks of torchrun to a good end, and return what they have printed. Each writes to a file of its own:
+        in one pipe their lines mix."""
+        for attempt in range(3):  # a rank may be aborted at Python's end, where a thread of gloo is not done yet
+            logs = self.folder / "-".join(["logs", str(attempt), *arguments])
+            options = ["--standalone", "--nproc_per_node", 2, "--redirects", 1, "--log_dir", logs]
+            run = self._start(TORCHRUN, *options, *self._words(arguments))
+            if run.wait() == 0:
+                return cleaned(path.read_text() for path in logs.rglob("stdout.log"))
+        raise AssertionError(run.err)
 
 
 def printed(processes: Iterable[RankProcess]) -> list[str]:
-    """Return what the ranks have printed, sorted, without what says how long something took."""
-    lines = [line for process in processes for line in process.out.splitlines()]
+    return cleaned(process.out for process in processes)
+
+
+def cleaned(texts: Iterable[str]) -> list[str]:
+    """Return the lines of what ranks have printed, sorted, without what says how long something took."""
+    lines = [line for text in texts for line in text.splitlines()]
     lines = [re.sub(r"^\[rank \d\] ?", "", line) for line in lines]
     return sorted(line for line in lines if line and "_runtime'" not in line)
 
@@ -176,7 +187,8 @@ def under_torchrun(starts: Starts, shared_folder: Path) -> list[str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = folder / "printed.txt"
         if not found.exists():
-            lines = completed(replace(starts, folder=folder, hosts=()).torchrun, starts.script)
+            run = replace(starts, folder=folder, hosts=()).torchrun
+            lines = [line for arguments in starts.script.runs for line in run(arguments=arguments)]
             assert lines, f"{name} prints nothing under torchrun"
             found.write_text("\n".join(lines), encoding="utf-8")
         return found.read_text(encoding="utf-8").split("\n")
