@@ -115,8 +115,7 @@ class HeldMemory:
                 if size:
                     self.mapped.madvise(mmap.MADV_REMOVE, begin, size)
             begin, size = os.fstat(self.descriptor).st_size, (tensors + 4 * text) // PAGE * PAGE + PAGE
-            left = memory_left()
-            if left is not None and size > SHARE * left:  # in a cgroup nothing fails: the kernel ends a process
+            if size > SHARE * memory_left():  # in a cgroup nothing fails: the kernel ends a process
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             if hasattr(os, "posix_fallocate"):  # otherwise a machine without memory ends the worker with SIGBUS
                 os.posix_fallocate(self.descriptor, begin, size)

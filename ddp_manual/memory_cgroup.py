@@ -6,6 +6,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 # Of version 2 and of version 1: what counts OOM kills; the limit, and what is taken; and the cached files, which the
 # kernel gives up before anything else.
 COUNTERS = ("memory.events", "memory.oom_control")
@@ -40,13 +42,9 @@ def oom_kills(file: Path | None) -> int | None:
     return None
 
 
-def memory_left() -> int | None:
-    """Return how many bytes this process may take until memory runs out, in its cgroups or on the machine; None where
-    the system does not say."""
-    left = []
-    with suppress(OSError, ValueError, TypeError, IndexError):
-        available = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]
-        left.append(int(available) * 1024)
+def memory_left() -> int:
+    """Return how many bytes this process may take until memory runs out, in its cgroups or on the machine."""
+    left = [psutil.virtual_memory().available]
     counter = oom_counter("self")
     for folder in counter.parents if counter is not None else ():  # a limit counts for all groups below it
         for limit, taken in LIMITS:
@@ -54,4 +52,4 @@ def memory_left() -> int | None:
                 most = int((folder / limit).read_text())
                 cached = sum(map(int, CACHED.findall((folder / "memory.stat").read_text())))
                 left.append(most - int((folder / taken).read_text()) + cached)
-    return min(left, default=None)
+    return min(left)

@@ -382,7 +382,7 @@ class Coordinator:
 
     def _refuse_newcomers(self, error: DdpManualError) -> None:
         """End the wait because of what ranks have in common; where seats are free, only of those that want one."""
-        newcomers = [rank for rank in self.roll_call.members if rank not in self._placed and not self._was_in_it(rank)]
+        newcomers = self._newcomers
         if not self.seats.began or not newcomers:
             self._refuse_all(error)
             return
@@ -405,9 +405,11 @@ class Coordinator:
             self._take_seat(self._peers.pop(rank))
             self._miss_again(rank, f"is cut off: {error.what}")
 
-    def _was_in_it(self, rank: int) -> bool:
-        """Whether a rank has been in this run before it has lost rank 0, or is this rank 0."""
-        return rank == 0 or bool(self.roll_call.info(rank).goes_on)
+    @property
+    def _newcomers(self) -> set[int]:
+        """The ranks, without rank 0, that have not been in this run before, also not with another rank 0."""
+        members = self.roll_call.members
+        return {rank for rank in members if rank and rank not in self._placed and not members[rank].info.goes_on}
 
     def _advance(self) -> None:
         """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
@@ -458,7 +460,7 @@ class Coordinator:
         for rank in self.roll_call.left_out:
             self._watch.health.leave(rank)
         if gone_on is not None:
-            self._watch.newcomers = {rank for rank in places if rank not in self._placed and not self._was_in_it(rank)}
+            self._watch.newcomers = places.keys() & self._newcomers
         self._placed = {*places}
         for rank, place in places.items():
             peer = self._peers[rank]

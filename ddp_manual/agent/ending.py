@@ -152,19 +152,18 @@ class StopSignals:
         """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
         self.heeded = True
         """Whether it still follows them; False once its work is done."""
-        self.goes_on = False
-        """Whether the worker will take them when all ranks go on after a loss."""
         self.asked = 0
         """The first signal that has asked this rank to stop, or 0."""
         self._first: dict[str, float] = {}
 
-    def take(self, number: int, seen_by: str, here: int, again: str) -> Stopped | None:
+    def take(self, number: int, seen_by: str, here: int, again: str, *, goes_on: bool) -> Stopped | None:
         """Take a signal; returns the error that ends the rank at once, if any.
 
         Args:
             seen_by: the process that has seen the signal.
             here: how many ranks are here.
             again: what to do after the run has ended; "" before all ranks have joined.
+            goes_on: whether the worker will take requests when all ranks go on after a loss.
         """
         heeded = self.noted and self.heeded
         if self._is_script and not self.noted:
@@ -176,12 +175,12 @@ class StopSignals:
             self._log(f"SIGUSR1: {does}")
             return None
         now, error = time.monotonic(), None
-        if not self.noted and not self.goes_on:
+        if not self.noted and not goes_on:
             error = self._stopped_early(number, here, again)
         elif now - self._first.get(seen_by, now) > ONCE_WITHIN:
             error = self._stopped_at_once(number, again)
         elif not self._first:
-            if (heeded or self.goes_on) and not self._is_script:
+            if (heeded or goes_on) and not self._is_script:
                 self._to_worker({"stop": number})
             what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
             if not self.noted:
@@ -225,7 +224,7 @@ class ProgramSignals(StopSignals):
         self.stop = 0
         """The first signal that has asked the program to stop, or 0."""
 
-    def take(self, number: int, seen_by: str, here: int, again: str) -> Stopped | None:
+    def take(self, number: int, seen_by: str, here: int, again: str, *, goes_on: bool) -> Stopped | None:
         if not self.noted:
             return None if number == SAVE else self._stopped_early(number, here, again)
         now = time.monotonic()

@@ -514,9 +514,10 @@ class Agent:
         if number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
             return  # it is the debugger's
         # Without rank 0 the run is over; the others wait for any other rank.
-        goes_on = self._placed or (self._so_far is not None and self.spec.rank == 0)
-        self._signals.goes_on = self._so_far is not None and not self._placed and not self._looking
-        if error := self._signals.take(number, seen_by, self._join.here, self._again if goes_on else ""):
+        is_over = self._placed or (self._so_far is not None and self.spec.rank == 0)
+        again = self._again if is_over else ""
+        goes_on = self._so_far is not None and not self._placed and not self._looking
+        if error := self._signals.take(number, seen_by, self._join.here, again, goes_on=goes_on):
             self._ending.fail(error)
 
     def _watch_launcher(self) -> None:

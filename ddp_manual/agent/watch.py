@@ -162,12 +162,13 @@ class Watch:
             broken_at: the line of the collective if that broke; which rank is to blame will be known in a moment.
             in_a_collective: whether torch itself failed, maybe because other ranks called something else.
         """
-        if broken_at is None and not in_a_collective:
-            self._lose(Loss(verdict, GONE if verdict.get("judged") else OWN_CODE))
-        elif broken_at is None:
-            self._lose_unless_mismatch(Loss(verdict, GONE if verdict.get("judged") else OWN_CODE))
-        else:
+        loss = Loss(verdict, GONE if verdict.get("judged") else OWN_CODE)
+        if broken_at is not None:
             self._broken.append((time.monotonic() + BLAME_WITHIN, rank, verdict, broken_at))
+        elif in_a_collective:
+            self._lose_unless_mismatch(loss)
+        else:
+            self._lose(loss)
 
     def _lose(self, loss: Loss) -> None:
         """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
