@@ -487,6 +487,14 @@ def clean_variables(threads_shared_by: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def cuda_is_only_looked_for() -> Iterator[None]:
+    """Have ``torch.cuda.is_available`` ask the driver's library NVML in the body. By default it begins to use CUDA,
+    which no fork of this process could use any more; ``import torch.utils.cpp_extension`` calls it where nvcc is."""
+    with _changed({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        yield
+
+
 def colour_allowed() -> bool:
     """Return False if the user asks for plain text (https://no-color.org) or the terminal shows no colour."""
     return not os.environ.get("NO_COLOR") and not terminal_is_dumb()

@@ -4,6 +4,7 @@
 which imports torch once and then forks each worker. A request is a byte on the inherited socket CONTROL with five
 descriptors: the worker's channel to its agent, the pipe for faults, the held memory, stdout and stderr. When the socket
 closes, that process ends, and its children with it. After ``in=terminal`` the workers stay in the terminal's session.
+A fork in which CUDA could not be used, since what was imported has begun it, becomes a new Python.
 
 A further word ``runs=NAME`` says that the rank runs the user's own program, and ``kind=executable`` that this is not
 Python; ``import=NAME,NAME`` which modules to import before the first fork.
@@ -14,18 +15,21 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
-from ddp_manual import signals
+from ddp_manual import launchers, signals
 from ddp_manual.program import EXECUTABLE
 
 
-def serve_forks(control: socket.socket) -> tuple[int, ...]:
-    """Fork for each request and return its descriptors in the child; end this process when the socket is closed."""
+def serve_forks(control: socket.socket) -> tuple[int, Sequence[int]]:
+    """Fork for each request and return, in the child, how many there were before, and its descriptors; end this process
+    when the socket is closed."""
+    before = 0
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 5)
         if not request:
@@ -35,9 +39,10 @@ def serve_forks(control: socket.socket) -> tuple[int, ...]:
                 pass
         if os.fork() == 0:
             control.close()
-            return tuple(descriptors)
+            return before, descriptors
         for descriptor in descriptors:
             os.close(descriptor)
+        before += 1
 
 
 def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_session: bool) -> None:
@@ -62,6 +67,20 @@ def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_se
         sys.modules["numpy"].random.seed()
 
 
+def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> None:
+    """Become what a worker is that no process forks; its agent sees the same process.
+
+    Args:
+        ignored: the signals that this process was told to ignore.
+    """
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.BLOCKED_AT_START)
+    signals.handle_as_any_program(ignored)
+    words = [word for word in sys.argv[1:] if "=" in word]
+    os.execv(sys.executable, [sys.executable, sys.argv[0], *map(str, descriptors), str(parent), *words])
+
+
 if __name__ == "__main__":
     *descriptors, parent = (int(word) for word in sys.argv[1:] if word.isdigit())
     who = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -77,17 +96,26 @@ if __name__ == "__main__":
 
         executable.main(descriptors[0], ignored)
         raise SystemExit(1)  # the exec has failed
-    if "runs" in who:
-        from ddp_manual.worker import script
-    else:
-        from ddp_manual.worker import task
-    if forks:
+    with launchers.cuda_is_only_looked_for() if forks else nullcontext():
         if "runs" in who:
+            from ddp_manual.worker import script
+        else:
+            from ddp_manual.worker import task
+        if forks and "runs" in who:
             script.preload(who["import"].split(","))
+    if forks:
+        from ddp_manual import terminal
+        from ddp_manual.worker.process_group import cuda_is_lost_to_this_fork
+
         gc.freeze()
         parent = os.getpid()
-        channel, faults, held, *streams = serve_forks(socket.socket(fileno=descriptors[0]))
+        before, (channel, faults, held, *streams) = serve_forks(socket.socket(fileno=descriptors[0]))
         become_forked_worker(parent, faults, *streams, has_session=who.get("in") != "terminal")
+        if cuda_is_lost_to_this_fork():
+            if not before:
+                begun = f"what {who.get('runs', 'the training')} imports has begun to use CUDA"
+                terminal.say(f"{begun}, and no fork can use it after that: the ranks here start as new processes")
+            become_new_python((channel, faults, held), parent, ignored)
     else:
         channel, faults, held = descriptors
     if "runs" in who:

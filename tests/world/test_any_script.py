@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPOSITORY, RankProcess, Start, clean_environment, free_port
+from tests.conftest import REPOSITORY, SHORT, RankProcess, Start, clean_environment, free_port
 
 DDP_MANUAL = (sys.executable, "-m", "ddp_manual")
 Ranks = Callable[..., list[RankProcess]]
@@ -337,6 +337,43 @@ def test_launch_has_imported_torchvision_for_all_ranks_of_a_script_that_needs_it
     launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)
     assert launch.wait(60) == 0, launch.err
     assert launch.out.count("[True, True, False]") == 2
+
+
+def test_a_script_that_imports_cpp_extension_can_use_cuda_under_launch(start: Start, tmp_path: Path) -> None:
+    """Where CUDA_HOME or nvcc is, that import asks whether there is CUDA, which by default begins it."""
+    seen = "torch.cuda._is_in_bad_fork(), os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')"
+    script = write(
+        tmp_path, "own.py", f"import os\nimport torch.utils.cpp_extension\nprint('seen', {seen}, flush=True)\n"
+    )
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path, fresh=True, CUDA_HOME=str(tmp_path))
+    assert launch.wait() == 0, launch.err
+    assert launch.out.count("seen False None") == 2, launch.out
+    assert "new processes" not in launch.err
+
+
+# In every process that is, or forks, a worker: torch says of its forks that they can not use CUDA.
+BEGINS_CUDA = """
+    import os, sys
+    if sys.orig_argv[1].endswith("worker"):
+        import torch
+        torch.cuda._is_in_bad_fork = lambda begun_by=os.getpid(): os.getpid() != begun_by
+"""
+
+
+@pytest.mark.parametrize("forked", ["launch --nproc 2 own.py", "train --on_loss wait"])
+def test_where_forks_could_not_use_cuda_workers_are_new_processes_and_a_line_says_so(
+    start: Start, tmp_path: Path, small_data: Path, forked: str
+) -> None:
+    write(tmp_path, "sitecustomize.py", BEGINS_CUDA)
+    script = "import signal, torch\nprint('seen', torch.cuda._is_in_bad_fork(), signal.getsignal(signal.SIGINT))\n"
+    write(tmp_path, "own.py", script)
+    training = [*SHORT, "--data_dir", small_data, "--run_dir", "run"] if forked.startswith("train") else []
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    run = start(*DDP_MANUAL, *forked.split(), *training, cwd=tmp_path, fresh=True, **env)
+    assert run.wait() == 0, run.err
+    line = "imports has begun to use CUDA, and no fork can use it after that: the ranks here start as new processes\n"
+    assert run.err.count(line) == 1, run.err
+    assert training or run.out.count("seen False <built-in function default_int_handler>") == 2, run.out
 
 
 def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start: Start, tmp_path: Path) -> None:
