@@ -183,7 +183,7 @@ def spelling(name: str, kind: type) -> str:
     return f"--{name}/--{name.removeprefix('no_')}" if name.startswith("no_") else f"--{name}/--no_{name}"
 
 
-def help_text(field: dataclasses.Field[Any], kind: type, default: str | None = None) -> str:
+def help_text(field: dataclasses.Field[Any], kind: type, default: object = None) -> str:
     """Describe an option with its choices and its default; ``default`` says which it is where it is not the field's."""
     text: str = field.metadata["help"]
     if field.metadata["choices"]:

@@ -20,6 +20,10 @@ identity = partial(option, group="identity", shared=False)
 rendezvous = partial(option, group="rendezvous", shared=False)
 loss = partial(option, group="lost ranks", shared=False)
 
+# Seconds. In a script one rank may work while the others wait, such as to prepare data: it has as long as gloo's own
+# time-out of a collective.
+STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT = 300.0, 1800.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSpec(Options):
@@ -55,9 +59,10 @@ class WorldSpec(Options):
     peer_timeout: float = rendezvous(
         10.0, "Seconds without a sign of life after which a rank counts as lost; rank 0's counts for all.", minimum=1
     )
-    stall_timeout: float = rendezvous(
-        300.0,
-        "Seconds that ranks may wait in a collective for one that lives but does not come; rank 0's counts for all.",
+    stall_timeout: float | None = rendezvous(
+        None,
+        "Seconds that ranks may wait in a collective for one that lives but does not come; rank 0's counts for all "
+        f"(default: {STALL_TIMEOUT:.0f}; of a script {STALL_TIMEOUT_OF_SCRIPT:.0f}).",
         minimum=1,
     )
     collectives: str = rendezvous(
@@ -174,6 +179,16 @@ class WorldSpec(Options):
         if not by_hand and sources.get("master_addr") != "flag":
             launchers.check_rank_0_is_found()
         return cls(**values, sources=sources)
+
+    def of_script(self) -> WorldSpec:
+        """Return the options as a rank of the user's own program has them, which has another default for one of
+        them."""
+        return dataclasses.replace(self, stall_timeout=self.stall_timeout or STALL_TIMEOUT_OF_SCRIPT)
+
+    @property
+    def stall_limit(self) -> float:
+        """``stall_timeout``, or its default."""
+        return self.stall_timeout or STALL_TIMEOUT
 
     @property
     def standby(self) -> tuple[str, int] | None:

@@ -325,7 +325,7 @@ class Join:
             command=_cut(self._command_for(None)),
             launched=_cut(self._task.launched) if self._task.launched else None,
             peer_timeout=spec.peer_timeout,
-            stall_timeout=spec.stall_timeout,
+            stall_timeout=spec.stall_limit,
             script=self._task.is_script or self._task.program is not None,
             on_loss=spec.on_loss,
             rejoin_timeout=spec.rejoin_timeout,

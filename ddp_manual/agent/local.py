@@ -124,7 +124,7 @@ def program_launch(
     launchers.token(spec.token_file)
     return Launch(
         hosts,
-        tasks.with_time_for_programs(spec),
+        spec.of_script(),
         run_id,
         RunPaths(Path(run_dir)).create(resuming=False) if run_dir is not None else None,
         max_restarts,

@@ -28,8 +28,6 @@ from ddp_manual.world_spec import WorldSpec
 
 # Options that differ between ranks or runs; they are never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
-# Seconds: the default time-out of gloo's collectives.
-PROGRAM_STALL_TIMEOUT = 1800.0
 # Options of which rank 0's value is used; where a run goes on, others take their place.
 OF_RANK_0 = ("run_dir", "resume")
 # Where rank 0 listens: an address of its own host, which another rank's command has no use for.
@@ -151,7 +149,7 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
     """
     check_program(program)
     terminal.log_to_stderr(spec.rank)
-    spec = with_time_for_programs(spec)
+    spec = spec.of_script()
     if spec.source("world_size") == "default":
         if behind := program.argument("world_size", "rank"):
             name = program.name
@@ -160,14 +158,6 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
     restarts = launchers.torchrun_restarts() if spec.agent_store else (0, 0)
     task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
     return in_this_terminal(spec, task)
-
-
-def with_time_for_programs(spec: WorldSpec) -> WorldSpec:
-    """Let ranks of a program wait for as long as torch does, unless --stall_timeout was typed: work that one rank does
-    while the others wait, such as preparing data, may take its time."""
-    if spec.source("stall_timeout") != "default":
-        return spec
-    return dataclasses.replace(spec, stall_timeout=PROGRAM_STALL_TIMEOUT)
 
 
 def check_options(spec: WorldSpec, config: TrainConfig) -> None:

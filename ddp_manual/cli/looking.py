@@ -17,6 +17,9 @@ from ddp_manual.cli.stdout import print_result
 from ddp_manual.training.config import TrainConfig, require
 from ddp_manual.world_spec import WorldSpec
 
+# Options of which ``evaluate`` has the run's values.
+OF_THE_RUN = ("model", "normalization", "dataset", "image_size", "classes", "data_dir")
+
 
 @click.command(cls=GroupedCommand)
 @click.option(
@@ -120,11 +123,7 @@ def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) ->
     help="Where the prediction files go (default: evaluation-<dataset> in the run's folder).",
 )
 @json_option
-@options_of(
-    TrainConfig,
-    only=("model", "normalization", "dataset", "image_size", "classes", "data_dir"),
-    default="the run's",
-)
+@options_of(TrainConfig, only=OF_THE_RUN, defaults=dict.fromkeys(OF_THE_RUN, "the run's"))
 def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any) -> None:
     """Test a trained model, in one process: accuracy, loss, accuracy by class, and its guess for each image.
 

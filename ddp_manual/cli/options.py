@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,15 @@ LAUNCH_OPTIONS = tuple(name for name in PROGRAM_OPTIONS if name not in OF_ITS_OW
 ALSO_SPELLED = {"master_addr": "--main_process_ip", "master_port": "--main_process_port"}
 
 
-def options_of(kind: type, only: Sequence[str] | None = None, default: str | None = None) -> Callable[[Any], Any]:
+def options_of(
+    kind: type, only: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None
+) -> Callable[[Any], Any]:
     """Give a command an option for each field of WorldSpec or TrainConfig, or for some of them.
 
     An option that is not typed arrives as None.
 
     Args:
-        default: what the help calls the default of each option, where it is not the field's.
+        defaults: option -> what the help calls its default, where that is not the field's.
     """
 
     def decorate(function: Any) -> Any:
@@ -55,7 +57,7 @@ def options_of(kind: type, only: Sequence[str] | None = None, default: str | Non
                 names = [field.name, spelling(field.name, value_type)]
                 if only is LAUNCH_OPTIONS and field.name in ALSO_SPELLED:
                     names.append(ALSO_SPELLED[field.name])
-                help = help_text(field, value_type, default)
+                help = help_text(field, value_type, (defaults or {}).get(field.name))
                 function = click.option(*names, type=value_type, default=None, help=help)(function)
         return function
 

@@ -20,9 +20,12 @@ from ddp_manual.cli.options import (
 )
 from ddp_manual.cli.stdout import print_result
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_spec import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
 
 FOUND_A_PROBLEM = 3
+# What the help calls the default.
+OF_OURS = {"stall_timeout": round(STALL_TIMEOUT)}
+OF_SCRIPTS = {"stall_timeout": round(STALL_TIMEOUT_OF_SCRIPT)}
 
 
 @click.command(cls=GroupedCommand)
@@ -33,7 +36,7 @@ FOUND_A_PROBLEM = 3
     help="A JSON file with training options, such as a run's config.json, or a run's folder; flags override it.",
 )
 @options_of(TrainConfig)
-@options_of(WorldSpec)
+@options_of(WorldSpec, defaults=OF_OURS)
 def train(config_file: str | None, **flags: Any) -> int:
     """Run ONE rank: wait for the others, then train together with them.
 
@@ -62,7 +65,7 @@ def train(config_file: str | None, **flags: Any) -> int:
 @click.option(
     "--run_dir", metavar="DIR", help="Where a rank that fails leaves why, as failure-rank<k>.json (default: nowhere)."
 )
-@options_of(WorldSpec, only=PROGRAM_OPTIONS)
+@options_of(WorldSpec, only=PROGRAM_OPTIONS, defaults=OF_SCRIPTS)
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run_program(
     script: tuple[str, ...], as_module: bool, no_python: bool, may_differ: str | None, run_dir: str | None, **flags: Any
@@ -83,7 +86,7 @@ def run_program(
 
 @click.command(cls=GroupedCommand)
 @json_option
-@options_of(WorldSpec)
+@options_of(WorldSpec, defaults=OF_OURS)
 def check(as_json: bool, **flags: Any) -> int:
     """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
 

@@ -222,11 +222,11 @@ class TrainConfig(Options):
         for name in self.trackers:
             if name in PACKAGES:
                 require(name, f"--track {name}")
-        if "wandb" in self.trackers and spec.world_size > 1 and spec.stall_timeout < WANDB_BEGINS_WITHIN:
+        if "wandb" in self.trackers and spec.world_size > 1 and spec.stall_limit < WANDB_BEGINS_WITHIN:
             logger.warning(
                 "--stall_timeout %g may be too short for --track wandb: all ranks wait while rank 0 begins the run, "
                 "for up to %g s",
-                *(spec.stall_timeout, WANDB_BEGINS_WITHIN),
+                *(spec.stall_limit, WANDB_BEGINS_WITHIN),
             )
 
     @classmethod

@@ -198,7 +198,7 @@ def _load(world: World, config: TrainConfig) -> Data:
     found = source_of(config)
     world.progress.phase = "loading"
     # Reading a large folder of images takes longer than ranks take to join.
-    timeout = max(world.spec.join_timeout, world.spec.stall_timeout)
+    timeout = max(world.spec.join_timeout, world.spec.stall_limit)
 
     def prepare() -> None:
         found.prepare()

@@ -71,10 +71,9 @@ def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable
     """Become what a worker is that no process forks; its agent sees the same process.
 
     Args:
+        descriptors: as they were received: inheritable.
         ignored: the signals that this process was told to ignore.
     """
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, True)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.BLOCKED_AT_START)
     signals.handle_as_any_program(ignored)
     words = [word for word in sys.argv[1:] if "=" in word]

@@ -84,6 +84,7 @@ def joined(
             resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
         undo.enter_context(terminal.log_as_found())
         terminal.log_to_stderr(spec.rank)
+        spec = spec.of_script()
         reporter = _start_agent(spec, run_dir, command, undo)
         reporter.tell_before_exit = tell
         rank = Rank(reporter, spec, reporter.wait("start")["start"])

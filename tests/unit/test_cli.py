@@ -99,6 +99,18 @@ def test_that_a_gpu_on_some_ranks_only_is_refused_is_in_the_help_and_in_the_docu
     assert "if only some hosts have one, the run ends with [device-missing](faults.md#device-missing)" in row
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [("train", "300"), ("check", "300"), ("run", "1800"), ("launch", "300; of a script 1800")],
+)
+def test_the_help_of_each_command_shows_how_long_its_ranks_may_stall(
+    capsys: pytest.CaptureFixture[str], command: str, default: str
+) -> None:
+    assert cli.run([command, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split()).partition("--stall_timeout FLOAT")[2].partition(" --")[0]
+    assert f"(default: {default})" in shown
+
+
 def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--help"]) == 0
     found: dict[str, list[str]] = {}
