@@ -138,6 +138,7 @@ def open_process_group(
         assert work is not None
         work.wait(FIRST_COLLECTIVE_TIMEOUT)
         answered = round(total.item())
+        store.set_timeout(timeout)  # as torch does: a program's own reads may wait for a rank that is behind
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -320,6 +320,19 @@ def test_the_world_puts_its_identity_where_other_libraries_look(start: Start, po
     assert rank.out.split() == ["0", "1", "0", "127.0.0.1", "lo", "True"]
 
 
+def test_a_script_that_joins_has_the_time_limits_of_any_script(start: Start, port: int, tmp_path: Path) -> None:
+    """The stall limit is that of ``run``, and torch's default store waits for as long as after init_process_group."""
+    script = tmp_path / "script.py"
+    store = "torch.distributed.distributed_c10d._get_default_store().timeout.total_seconds()"
+    text = "import torch, ddp_manual\nwith ddp_manual.join(device='cpu') as world:\n"
+    script.write_text(f"{text}    print(world.spec.stall_limit, {store})\n")
+    rank = start(sys.executable, script, MASTER_PORT=str(port))
+    assert rank.wait() == 0, rank.err
+    stall, waits = map(float, rank.out.split())
+    assert stall == 1800
+    assert waits >= 1800
+
+
 def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, port: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
