@@ -7,6 +7,7 @@ the memory, and a text in JSON describes the rest; so nothing that is read calls
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment, Slot
 from ddp_manual.training import ddp
+
+logger = logging.getLogger(__name__)
 
 # Where each tensor begins: torch reads any type there.
 ALIGNMENT = 64
@@ -77,31 +80,33 @@ class Holder:
             self._memory.steps_done = step
         return due
 
-    def forget(self) -> None:
-        """Let no state count any more."""
-        self._memory.forget()
-
     def choose(self, seconds: float, seconds_per_step: float) -> None:
         """Choose how often to hold, unless the user has: the same on all ranks, which give the same numbers."""
         if not self._chosen and seconds_per_step:
             self.every = max(1, math.ceil(seconds / (SHARE * seconds_per_step)))
 
     @torch.no_grad()
-    def hold(self, step: int, text: str, tensors: Sequence[Tensor]) -> None:
+    def hold(self, step: int, text: str, tensors: Sequence[Tensor]) -> bool:
         """Hold a state that ``describe`` has described, after this step.
 
-        Raises:
-            OSError: the machine has not so much memory.
+        Returns:
+            False, after a line that says so, if the machine has not so much memory; then no state counts any more.
         """
         content = text.encode()
         places = _places(tensors)
-        slot = self._memory.begin(places[-1], len(content))
+        try:
+            slot = self._memory.begin(places[-1], len(content))
+        except OSError as error:
+            logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            self._memory.forget()
+            return False
         for view, tensor in zip(self._views_of(slot, tensors, places), tensors, strict=True):
             view.copy_(tensor)
         at = slot.begin + slot.tensors
         self._memory.mapped[at : at + len(content)] = content
         self._memory.finish(slot, Moment(self._generation, step))
         self._memory.steps_done = step
+        return True
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
         """Return the tensors of a slot, which are made once as long as the state keeps its form."""

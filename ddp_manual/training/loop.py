@@ -144,11 +144,7 @@ class Trainer:
         generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
         measured = {"position": vars(position), "history": asdict(self.history), "random": generator}
         described = json.dumps(held_state.describe((state, measured), tensors))
-        try:
-            self._holder.hold(position.step, described, tensors)
-        except OSError as error:
-            logger.warning("the state is not held any more, since there is no memory for it: %s", error)
-            self._holder.forget()
+        if not self._holder.hold(position.step, described, tensors):
             self._holder = None
             return
         seconds = time.perf_counter() - began

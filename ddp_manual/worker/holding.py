@@ -25,10 +25,12 @@ class Holding:
     def __init__(self, memory: HeldMemory, placed: Mapping[str, Any]) -> None:
         self._memory = memory
         self._source: int | None = placed["state_from"]
-        self._holder = Holder(memory, placed["generation"], every=1)
+        self._holder: Holder | None = Holder(memory, placed["generation"], every=1)
         self._calls = 0
 
     def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, every: int) -> None:
+        if self._holder is None:
+            return
         self._calls += 1
         self._holder.every = every
         if not self._holder.is_due(self._calls):
@@ -44,7 +46,8 @@ class Holding:
     def _hold(self, call: int, state: Mapping[str, Any]) -> None:
         tensors: list[Any] = []
         described = held_state.describe(state, tensors)
-        self._holder.hold(call, json.dumps(described), tensors)
+        if self._holder is not None and not self._holder.hold(call, json.dumps(described), tensors):
+            self._holder = None  # and a line has said why
 
     def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
         if self._source is None:
@@ -72,7 +75,8 @@ def begin(memory: HeldMemory | None, placed: Mapping[str, Any]) -> None:
 def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, every: int = 1) -> None:
     """Hold the state of a training after a step, in memory that outlives this process; all ranks call it alike.
 
-    Outside of ``ddp-manual run --on_loss wait`` (or ``shrink``) it does nothing.
+    Outside of ``ddp-manual run --on_loss wait`` (or ``shrink``) it does nothing; nor does it once the machine has not
+    so much memory, which a line says.
 
     Args:
         model: with or without its DDP wrapper.
@@ -81,7 +85,7 @@ def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None
         every: hold at each n-th call only, where the model is large.
 
     Raises:
-        BadOption: something cannot be held. OSError: the machine has not so much memory.
+        BadOption: something cannot be held.
     """
     if _here is not None:
         _here.hold(model, optimizer, extra, every)

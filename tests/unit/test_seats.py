@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_manual import held_memory
 from ddp_manual.agent.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment
@@ -19,6 +21,7 @@ from ddp_manual.messages import RankInfo, RunSoFar
 from ddp_manual.on_loss import WAIT
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
+from ddp_manual.worker import holding
 from tests.unit.test_roll_call import RUN, info
 
 KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
@@ -164,3 +167,23 @@ def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends
     assert left is not None and left > 0
     with pytest.raises(OSError, match="Cannot allocate memory"):
         HeldMemory.create().begin(tensors=left, text=10)
+
+
+def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
+    monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
+    holding.begin(memory, {"holds": True, "state_from": None, "generation": 0})
+    try:
+        holding.hold(model)
+        assert memory.newest() is not None
+        monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
+        for _ in range(3):
+            holding.hold(model)
+        assert memory.newest() is None
+        assert caplog.messages == [
+            "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
+        ]
+    finally:
+        holding.begin(None, {})
