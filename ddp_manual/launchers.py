@@ -8,10 +8,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_manual import identity, mpirun, signals
 from ddp_manual.errors import BadOption
@@ -552,3 +552,17 @@ def start_python(
     command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
     with signals.block_in_children():
         return subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)
+
+
+def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:
+    """Become what ``start_python`` has made of this program, with other descriptors; whoever watches this process sees
+    the same one.
+
+    Args:
+        descriptors: those that are inherited.
+        ignored: what ``signals.ignored_at_start`` has returned.
+    """
+    who = [word for word in sys.argv[1:] if "=" in word]
+    with signals.block_in_children():
+        signals.handle_as_any_program(ignored)
+        os.execv(sys.executable, [sys.executable, sys.argv[0], *map(str, descriptors), str(parent), *who])

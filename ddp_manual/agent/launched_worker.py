@@ -64,9 +64,8 @@ class Forker:
         in_terminal: bool = False,
     ) -> None:
         self._nproc, self._program, self._in_terminal = nproc, program, in_terminal
-        self._words = [f"ranks={nproc}", *words_for(program), f"import={','.join(modules)}"]
-        if in_terminal:
-            self._words.append("in=terminal")
+        where = ["in=terminal"] if in_terminal else []
+        self._words = [f"ranks={nproc}", *words_for(program), f"import={','.join(modules)}", *where]
         self._start()
 
     def _start(self) -> None:

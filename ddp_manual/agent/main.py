@@ -55,6 +55,8 @@ STOP_WITHIN = 3.0
 REPLACED_WITHIN = 60.0
 # Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
 READY_WITHIN = 20.0
+# Collectives, before which a program that holds its state has held it once, or has asked for what is held.
+HOLDS_BEFORE = 20
 
 
 class Agent:
@@ -92,7 +94,7 @@ class Agent:
         self._so_far: RunSoFar | None = None
         """What this rank tells a new rank 0, once it has been in the run."""
         self._lost_rank_0_at = 0.0
-        self._replacing = self._trained = self._looking = False
+        self._replacing = self._trained = self._looking = self._has_warned = False
         self._timers: list[asyncio.TimerHandle] = []
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
@@ -295,6 +297,7 @@ class Agent:
         if "beat" in message:
             if self.worker.take_beat(message["beat"]):
                 self._send_beat()
+            self._say_what_a_loss_repeats()
         elif "ready" in message:
             self.steps += [Step(**step) for step in message.get("steps", [])]
             if not self._ready.done():
@@ -329,6 +332,14 @@ class Agent:
                 self._result = from_dict(stopped, int(stopped["exit_code"]))
             if self._left or self._alone:
                 self._ending.finish(self._result)
+
+    def _say_what_a_loss_repeats(self) -> None:
+        """Say once on rank 0, before any loss, if the program does not hold its state, and so begins anew after one."""
+        program, begun = self.task.program, sum(self.worker.beat.collectives.values())
+        holds = "holds" in self.worker.said or self.held.steps_done > 0
+        if program and self._so_far and not (self.spec.rank or holds or self._has_warned) and begun >= HOLDS_BEFORE:
+            self._has_warned, again = True, "after a loss all ranks start it again from its beginning"
+            self.log(f"{program.name} does not call hold(): {again}")
 
     def _take_failure(self, message: Mapping[str, Any]) -> None:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
@@ -403,13 +414,11 @@ class Agent:
         self._timers.clear()
         if self._leaving is not None:  # its work was done, and is begun anew
             self._leaving.cancel()
-        self._result = self._leaving = None
+        self._result = self._leaving = self._own_words = self._words_of_another = None
         self._trained = self.has_trained
         self._replacing, self._started = True, time.monotonic()
-        self._placed = self._begun = False
-        self._own_words = self._words_of_another = None
+        self._placed = self._begun = self._signals.noted = False
         self._sent_beat = Beat()
-        self._signals.noted = False
         self._ready = asyncio.get_running_loop().create_future()
 
     async def _replace_worker(self) -> None:

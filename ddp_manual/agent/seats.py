@@ -47,7 +47,6 @@ class Seats:
         self.back: set[int] = set()
         """The ranks with which a world that has shrunk was to grow again, since the run went on for the last time."""
         self._since: float | None = None
-        self._first_loss = 0.0
         self._agreed: Moment | None = None
         self._furthest = 0
         self._same: dict[int, int] = {}
@@ -150,21 +149,23 @@ class Seats:
 
     def complete(self, run: RunInfo, here: Mapping[int, RankInfo], now: float) -> tuple[str, dict[str, Any]] | None:
         """Go on: all ranks are here. Return a line to print and a record for the run's folder; None at the start."""
-        first, self.began, self._went_on = not self.began, True, now
+        since = self._since if self._since is not None else now
+        first, worked, adopted = not self.began, since - self._went_on, self.adopted
+        self.began, self._went_on, self.adopted, self._since = True, now, False, None
         if first:
             return None
         self.generation += 1
-        self.adopted = False
-        seconds = now - self._since if self._since is not None else 0.0
-        self._since = None
+        seconds = now - since
         self.seconds += seconds
         moment, source = self.newest(here)
         step = "from the newest checkpoint, or from the beginning" if moment is None else f"after step {moment.step}"
         go = "start again" if run.script and moment is None else f"go on {step}"
         gone_on = max(0, self._steps_done - moment.step) if moment is not None else 0
-        steps = f"and {counted(gone_on, 'step')}" if gone_on else "and no step"
-        took = f"{seconds:.{0 if seconds >= 10 else 1}f} s were lost"
-        lost = f"; {took}, {steps}" if moment is not None else f"; {took}"
+        repeat = counted(gone_on, "step") if gone_on else "no step"
+        if moment is None:  # of the time before it took over, another process was rank 0
+            work = "the" if adopted else f"about {max(1, round(worked))} s of"
+            repeat = f"{work} work, unless a checkpoint has it"
+        lost = f"; the break took {seconds:.{0 if seconds >= 10 else 1}f} s, and the ranks repeat {repeat}"
         back = [rank for rank in here if rank in self.lost or rank in self.back]
         who = f"{in_words(as_ranges(sorted(back)))} {'is' if len(back) == 1 else 'are'} back" if back else ""
         on = {here[rank].host for rank in back}
@@ -174,11 +175,10 @@ class Seats:
         record = {
             "generation": self.generation,
             "lost": [
-                {"rank": rank, "host": verdict["host"], "pid": verdict["pid"], "what": verdict["what"]}
-                for rank, verdict in self.lost.items()
+                {name: verdict[name] for name in ("rank", "host", "pid", "what")} for verdict in self.lost.values()
             ],
             "ranks": sorted(here),
-            "after_step": moment.step if moment is not None else None,
+            "after_step": _step(moment),
             "state_from_rank": source,
             "steps_lost": gone_on,
             "seconds": round(seconds, 3),

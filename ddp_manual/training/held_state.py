@@ -71,11 +71,12 @@ class Holder:
         self._memory, self._generation = memory, generation
         self._chosen = every
         self.every = every or 1
+        self._has_memory = True
         self._views: dict[int, tuple[int, list[Tensor]]] = {}
 
     def is_due(self, step: int) -> bool:
         """Return whether to hold the state after this step; if not, note that the step is done."""
-        due = step % self.every == 0
+        due = self._has_memory and step % self.every == 0
         if not due:
             self._memory.steps_done = step
         return due
@@ -86,26 +87,32 @@ class Holder:
             self.every = max(1, math.ceil(seconds / (SHARE * seconds_per_step)))
 
     @torch.no_grad()
-    def hold(self, step: int, text: str, tensors: Sequence[Tensor]) -> bool:
-        """Hold a state that ``describe`` has described, after this step.
+    def hold(self, step: int, state: Any) -> bool:
+        """Hold a state, a tree, after this step.
 
         Returns:
-            False, after a line that says so, if the machine has not so much memory; then no state counts any more.
+            False, after a line that says so, if the machine has not so much memory: then none is due any more, and none
+            that was held counts.
+
+        Raises:
+            BadOption: something in it cannot be held.
         """
-        content = text.encode()
+        tensors: list[Tensor] = []
+        content = json.dumps(describe(state, tensors)).encode()
         places = _places(tensors)
+        self._memory.steps_done = step
         try:
             slot = self._memory.begin(places[-1], len(content))
         except OSError as error:
             logger.warning("the state is not held any more, since there is no memory for it: %s", error)
             self._memory.forget()
+            self._has_memory = False
             return False
         for view, tensor in zip(self._views_of(slot, tensors, places), tensors, strict=True):
             view.copy_(tensor)
         at = slot.begin + slot.tensors
         self._memory.mapped[at : at + len(content)] = content
         self._memory.finish(slot, Moment(self._generation, step))
-        self._memory.steps_done = step
         return True
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:

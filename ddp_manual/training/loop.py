@@ -6,7 +6,6 @@ signals ask for, at a sync point every second or so.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
@@ -26,7 +25,7 @@ from ddp_manual.errors import TrainingFailed
 from ddp_manual.messages import SAVING
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint, data, ddp, held_state
+from ddp_manual.training import checkpoint, data, ddp
 from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
@@ -138,13 +137,11 @@ class Trainer:
         if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
-        tensors: list[Tensor] = []
         state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
         version, words, gauss = random.getstate()
         generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
         measured = {"position": vars(position), "history": asdict(self.history), "random": generator}
-        described = json.dumps(held_state.describe((state, measured), tensors))
-        if not self._holder.hold(position.step, described, tensors):
+        if not self._holder.hold(position.step, (state, measured)):
             self._holder = None
             return
         seconds = time.perf_counter() - began

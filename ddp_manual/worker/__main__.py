@@ -15,14 +15,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
-from ddp_manual import launchers, signals
+from ddp_manual import launchers, signals, terminal
 from ddp_manual.program import EXECUTABLE
 
 
@@ -67,19 +67,6 @@ def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_se
         sys.modules["numpy"].random.seed()
 
 
-def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> None:
-    """Become what a worker is that no process forks; its agent sees the same process.
-
-    Args:
-        descriptors: as they were received: inheritable.
-        ignored: the signals that this process was told to ignore.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.BLOCKED_AT_START)
-    signals.handle_as_any_program(ignored)
-    words = [word for word in sys.argv[1:] if "=" in word]
-    os.execv(sys.executable, [sys.executable, sys.argv[0], *map(str, descriptors), str(parent), *words])
-
-
 if __name__ == "__main__":
     *descriptors, parent = (int(word) for word in sys.argv[1:] if word.isdigit())
     who = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -103,18 +90,14 @@ if __name__ == "__main__":
         if forks and "runs" in who:
             script.preload(who["import"].split(","))
     if forks:
-        from ddp_manual import terminal
-        from ddp_manual.worker.process_group import cuda_is_lost_to_this_fork
-
         gc.freeze()
         parent = os.getpid()
         before, (channel, faults, held, *streams) = serve_forks(socket.socket(fileno=descriptors[0]))
         become_forked_worker(parent, faults, *streams, has_session=who.get("in") != "terminal")
-        if cuda_is_lost_to_this_fork():
+        if sys.modules["torch"].cuda._is_in_bad_fork():
             if not before:
-                begun = f"what {who.get('runs', 'the training')} imports has begun to use CUDA"
-                terminal.say(f"{begun}, and no fork can use it after that: the ranks here start as new processes")
-            become_new_python((channel, faults, held), parent, ignored)
+                terminal.say("an import has begun CUDA, which no fork can use: the ranks here start as new processes")
+            launchers.become_new_python((channel, faults, held), parent, ignored)
     else:
         channel, faults, held = descriptors
     if "runs" in who:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,23 +13,24 @@ from ddp_manual.held_memory import HeldMemory
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder
 
+Tell = Callable[[Mapping[str, Any]], None]
+
 
 class Holding:
     """What this process holds, as a rank that ``ddp-manual run`` has started.
 
     Args:
         placed: what the agent has said when all ranks had joined.
+        tell: sends a message to the agent.
     """
 
-    def __init__(self, memory: HeldMemory, placed: Mapping[str, Any]) -> None:
-        self._memory = memory
+    def __init__(self, memory: HeldMemory, placed: Mapping[str, Any], tell: Tell) -> None:
+        self._memory, self._tell = memory, tell
         self._source: int | None = placed["state_from"]
-        self._holder: Holder | None = Holder(memory, placed["generation"], every=1)
+        self._holder = Holder(memory, placed["generation"], every=1)
         self._calls = 0
 
     def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, every: int) -> None:
-        if self._holder is None:
-            return
         self._calls += 1
         self._holder.every = every
         if not self._holder.is_due(self._calls):
@@ -41,35 +41,29 @@ class Holding:
             "optimizer": optimizer.state_dict() if optimizer is not None else None,
             "extra": extra,
         }
-        self._hold(self._calls, state)
-
-    def _hold(self, call: int, state: Mapping[str, Any]) -> None:
-        tensors: list[Any] = []
-        described = held_state.describe(state, tensors)
-        if self._holder is not None and not self._holder.hold(call, json.dumps(described), tensors):
-            self._holder = None  # and a line has said why
+        self._holder.hold(self._calls, state)
 
     def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
+        self._tell({"holds": True})  # though the first step may still be to come
         if self._source is None:
             return None
-        device = next(iter(model.parameters())).device
-        state = held_state.share(self._memory, self._source, device)
+        state = held_state.share(self._memory, self._source, next(model.parameters()).device)
         self._calls = state["calls"]
         _without_ddp(model).load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
         # The rank that has held it may be lost before the next step.
-        self._hold(self._calls, state)
+        self._holder.hold(self._calls, state)
         return state["extra"]
 
 
 _here: Holding | None = None
 
 
-def begin(memory: HeldMemory | None, placed: Mapping[str, Any]) -> None:
+def begin(memory: HeldMemory | None, placed: Mapping[str, Any], tell: Tell) -> None:
     """Hold in this memory from now on, if the run keeps the seats of lost ranks."""
     global _here
-    _here = Holding(memory, placed) if memory is not None and placed["holds"] else None
+    _here = Holding(memory, placed, tell) if memory is not None and placed["holds"] else None
 
 
 def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, every: int = 1) -> None:

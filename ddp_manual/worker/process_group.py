@@ -274,11 +274,6 @@ def gpus_without_cuda() -> list[str]:
     return [f"GPU {index} of {launchers.host_name()}" for index in range(count)]
 
 
-def cuda_is_lost_to_this_fork() -> bool:
-    """Return whether this process is the fork of one that had begun to use CUDA: torch refuses to use it here."""
-    return torch.cuda._is_in_bad_fork()
-
-
 def innermost_frame(thread: int) -> FrameType | None:
     """Return the frame a thread is in, by ``threading.get_ident()``: documented, but with a private name."""
     return sys._current_frames().get(thread)

@@ -108,7 +108,7 @@ def _take_place(rank: Rank, start: Mapping[str, Any]) -> None:
     placed = rank.reporter.wait("place")
     place = Place(**placed["place"])
     launchers.become_rank(place, placed, restarts=start["restarts"], hosted=True)
-    holding.begin(rank.held, placed)
+    holding.begin(rank.held, placed, rank.reporter.send)
     torch.set_num_threads(launchers.cpu_threads(place.local_world_size))
     rank.reporter.progress.phase = RUNNING
     rank.reporter.send_beat()

@@ -64,7 +64,7 @@ def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_firs
     gone_on = seats.complete(KEEPS, here(0, 1, 2), 24.0)
     assert gone_on is not None
     line, record = gone_on
-    assert line == "rank 2 is back, on a: all 3 go on after step 6; 14 s were lost, and 2 steps"
+    assert line == "rank 2 is back, on a: all 3 go on after step 6; the break took 14 s, and the ranks repeat 2 steps"
     assert (record["generation"], record["after_step"], record["state_from_rank"], record["seconds"]) == (1, 6, 0, 14.0)
     seats.begin({1: GONE | {"rank": 1}}, 30.0)
     for rank, moment in enumerate(([0, 9], [1, 7], [1, 7])):
@@ -72,6 +72,19 @@ def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_firs
     assert seats.newest([0, 1, 2]) == (Moment(1, 7), 1), (
         "a state that all have gone on from counts more than a later step"
     )
+
+
+@pytest.mark.parametrize(
+    ("of_script", "said"),
+    [(True, "all 3 start again"), (False, "all 3 go on from the newest checkpoint, or from the beginning")],
+)
+def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(of_script: bool, said: str) -> None:
+    seats, run = begun(), replace(KEEPS, script=of_script)
+    for lost_at, back_at, took, work in ((340.2, 348.1, "7.9 s", "340 s"), (352.5, 452.5, "100 s", "4 s")):
+        seats.begin({2: GONE}, lost_at)
+        gone_on = seats.complete(run, here(0, 1, 2), back_at)
+        cost = f"the break took {took}, and the ranks repeat about {work} of work, unless a checkpoint has it"
+        assert gone_on is not None and gone_on[0] == f"rank 2 is back, on a: {said}; {cost}"
 
 
 @pytest.mark.parametrize("own_code", [True, False])
@@ -116,7 +129,8 @@ def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
     gone_on = seats.complete(KEEPS, here(0, 1, 2), 51.0)
     assert (
         gone_on is not None
-        and gone_on[0] == "rank 0 is back, on a: all 3 go on after step 70; 3.0 s were lost, and no step"
+        and gone_on[0]
+        == "rank 0 is back, on a: all 3 go on after step 70; the break took 3.0 s, and the ranks repeat no step"
     )
     assert (seats.generation, seats.count, seats.seconds) == (5, 4, 12.0)
 
@@ -130,22 +144,22 @@ def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
 
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
     memory = HeldMemory.create()
-    holder, tensors = Holder(memory, 0, 1), list[torch.Tensor]()
-    state = {"a": torch.arange(5.0), 3: (1, 2.5, None, True, "x", [float("inf")]), "scalar": torch.tensor(7)}
-    text = json.dumps(describe(state, tensors))
+    holder = Holder(memory, 0, 1)
+    state: dict[Any, Any] = {
+        "a": torch.arange(5.0),
+        3: (1, 2.5, None, True, "x", [float("inf")]),
+        "scalar": torch.tensor(7),
+    }
     assert memory.newest() is None
     for step in (1, 2, 3):
-        tensors[0][0] = step
-        holder.hold(step, text, tensors)
+        state["a"][0] = step
+        holder.hold(step, state)
     memory.begin(tensors=64, text=10)  # and the process is killed
     newest = HeldMemory(os.dup(memory.descriptor)).newest()
     assert newest is not None and newest.moment == Moment(0, 3)
     found = rebuild(read(memory))
     assert found["a"].tolist() == [3, 1, 2, 3, 4] and found[3] == state[3] and found["scalar"] == 7
-    tensors.append(torch.zeros(100_000))  # a state that grows, as with an optimizer's first step
-    holder.hold(
-        4, json.dumps({"dict": [*json.loads(text)["dict"], ["b", {"tensor": ["float32", [100_000]]}]]}), tensors
-    )
+    holder.hold(4, state | {"b": torch.zeros(100_000)})  # a state that grows, as with an optimizer's first step
     assert len(rebuild(read(memory))["b"]) == 100_000
 
 
@@ -173,8 +187,9 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
+    said: list[Any] = []
     monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
-    holding.begin(memory, {"holds": True, "state_from": None, "generation": 0})
+    holding.begin(memory, {"holds": True, "state_from": None, "generation": 0}, said.append)
     try:
         holding.hold(model)
         assert memory.newest() is not None
@@ -186,4 +201,4 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
             "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
         ]
     finally:
-        holding.begin(None, {})
+        holding.begin(None, {}, said.append)

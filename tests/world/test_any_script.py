@@ -371,9 +371,23 @@ def test_where_forks_could_not_use_cuda_workers_are_new_processes_and_a_line_say
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     run = start(*DDP_MANUAL, *forked.split(), *training, cwd=tmp_path, fresh=True, **env)
     assert run.wait() == 0, run.err
-    line = "imports has begun to use CUDA, and no fork can use it after that: the ranks here start as new processes\n"
+    line = "an import has begun CUDA, which no fork can use: the ranks here start as new processes\n"
     assert run.err.count(line) == 1, run.err
     assert training or run.out.count("seen False <built-in function default_int_handler>") == 2, run.out
+
+
+@pytest.mark.parametrize("first", ["pass", "ddp_manual.held(torch.nn.Linear(1, 1))"], ids=["nothing", "held"])
+def test_a_script_that_holds_nothing_is_told_once_what_a_loss_will_cost(
+    start: Start, tmp_path: Path, first: str
+) -> None:
+    text = "import torch, torch.distributed as dist, ddp_manual\ndist.init_process_group('gloo')\n"
+    train = "for step in range(20):\n    dist.all_reduce(torch.ones(1))\n"
+    script = write(tmp_path, "train.py", f"{text}{first}\n{train}")
+    run = start(*DDP_MANUAL, "launch", "--nproc", 2, "--on_loss", "wait", script.name, cwd=tmp_path)
+    assert run.wait() == 0, run.err
+    line = "train.py does not call hold(): after a loss all ranks start it again from its beginning"
+    said = [one for one in run.err.splitlines() if "hold()" in one]
+    assert said == ([f"[rank 0] {line}"] if first == "pass" else [])
 
 
 def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start: Start, tmp_path: Path) -> None:
