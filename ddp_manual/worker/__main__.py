@@ -94,6 +94,7 @@ if __name__ == "__main__":
         parent = os.getpid()
         before, (channel, faults, held, *streams) = serve_forks(socket.socket(fileno=descriptors[0]))
         become_forked_worker(parent, faults, *streams, has_session=who.get("in") != "terminal")
+        # Only a fork is told: an import may have called torch.cuda.is_available, which without NVML begins CUDA.
         if sys.modules["torch"].cuda._is_in_bad_fork():
             if not before:
                 terminal.say("an import has begun CUDA, which no fork can use: the ranks here start as new processes")
