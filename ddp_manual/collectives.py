@@ -3,11 +3,15 @@
 The worker writes a record before each collective; the agent reads, also after the worker's death. Each record has the
 chain of its group: a checksum of what this and all collectives before it have in common on all ranks. Ranks whose
 chains agree at a number have made the same calls up to there.
+
+Of some collectives the reduce operation is not known, such as of compiled ones and those of C++. So it has checksums of
+its own in a chain, which count only among ranks that know it of the same collectives.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,12 +22,13 @@ SLOTS = 8192
 _COUNT = struct.Struct("<Q")
 _HEADER = 64
 # How many were begun, number, group, chain; what was called and on which line.
-_RECORD = struct.Struct("<QQII104s128s")
-_KEY = struct.Struct("<QQII")
+_RECORD = struct.Struct("<QQI12s96s128s")
+_KEY = struct.Struct("<QQI12s")
 MEMORY_SIZE = _HEADER + SLOTS * _RECORD.size
-LONGEST_CALL, LONGEST_LINE = 104, 128
+LONGEST_CALL, LONGEST_LINE = 96, 128
 # A reader leaves out the oldest records, which the writer may be about to overwrite.
 _MARGIN = 64
+_32_BITS = 0xFFFFFFFF
 
 
 class Key(NamedTuple):
@@ -36,6 +41,7 @@ class Key(NamedTuple):
     group: int
     """Numbered by the rank in the order of its first collective in each group."""
     chain: int
+    """See ``chain_with``."""
 
 
 class Call(NamedTuple):
@@ -49,9 +55,32 @@ class Call(NamedTuple):
     """Such as ``train.py:91``; "" if no Python called it."""
 
 
+def chain_with(chain: int, number: int, call: bytes, reduce: bytes) -> int:
+    """Return a group's chain with one more collective: from its lowest bits on 32 each for the calls, for the numbers
+    of those whose reduce operation is known, and for these operations.
+
+    Args:
+        call: what it must have in common with the same collective of all other ranks.
+        reduce: its reduce operation; b"" if it has none, or if that is not known.
+    """
+    calls = zlib.crc32(call, chain & _32_BITS)
+    if not reduce:
+        return chain & ~_32_BITS | calls
+    known = zlib.crc32(b"%d " % number, chain >> 32 & _32_BITS)
+    return zlib.crc32(reduce, chain >> 64) << 64 | known << 32 | calls
+
+
+def comparable(chain: int) -> dict[int, int]:
+    """Return what can be compared with the chains that other ranks have at the same number: ranks that have a key of
+    these in common, with another value, have made other calls."""
+    known = chain >> 32 & _32_BITS
+    return {0: chain & _32_BITS, known: chain >> 64} if known else {0: chain & _32_BITS}
+
+
 def write(memory: memoryview, key: tuple[int, int, int, int], call: bytes, line: bytes) -> None:
     """Write a record, then how many there are; ``call`` is a call and its detail, with a tab in between."""
-    _RECORD.pack_into(memory, _HEADER + key[0] % SLOTS * _RECORD.size, *key, call, line)
+    *place, chain = key
+    _RECORD.pack_into(memory, _place(key[0]), *place, chain.to_bytes(12, "little"), call, line)
     _COUNT.pack_into(memory, 0, key[0])
 
 
@@ -59,7 +88,8 @@ def read(memory: memoryview, after: int = 0) -> Iterator[Key]:
     """Yield the records that follow the one with index ``after``, as far as they are still there."""
     last = _COUNT.unpack_from(memory)[0]
     for index in range(max(after, last - SLOTS + _MARGIN) + 1, last + 1):
-        key = Key(*_KEY.unpack_from(memory, _place(index)))
+        begun, number, group, chain = _KEY.unpack_from(memory, _place(index))
+        key = Key(begun, number, group, int.from_bytes(chain, "little"))
         if key.begun < index:  # a thread is still writing it
             break
         if key.begun == index:

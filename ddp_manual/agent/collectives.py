@@ -141,10 +141,7 @@ class Records:
         most = max(LAST, int(request["chains"]) // max(1, len({key.group for key in found})))
         for key in reversed(found):
             group = self._groups[key.group]
-            of_group = groups.setdefault(
-                group.key,
-                {"name": group.name, "chains": []},
-            )
+            of_group = groups.setdefault(group.key, {"name": group.name, "chains": []})
             if len(of_group["chains"]) < 2 * most:
                 of_group["chains"] += [key.number, key.chain]
         last = collectives.read_call(memory, found[-1].begun) if found else None
@@ -177,8 +174,8 @@ class _Heard:
     """What rank 0 has heard of a group."""
 
     def __init__(self) -> None:
-        self.chains: dict[int, tuple[int, int]] = {}
-        """Number -> its chain, and the rank that has sent it first."""
+        self.chains: dict[tuple[int, int], tuple[int, int]] = {}
+        """Number and a key of what is ``comparable`` in its chain -> the value, and the rank that has sent it first."""
         self.last: dict[int, tuple[int, float]] = {}
         """Rank -> the last number that it has sent, and since when it is that."""
 
@@ -248,14 +245,15 @@ class Comparison:
             for number, chain in zip(sent[::2], sent[1::2], strict=False):
                 if number <= before:
                     break
-                other = heard.chains.setdefault(number, (chain, rank))
-                if other[0] != chain and self._differ is None:
-                    self._differ = group, number, rank, other[1]
+                for compared, value in collectives.comparable(chain).items():
+                    other = heard.chains.setdefault((number, compared), (value, rank))
+                    if other[0] != value and self._differ is None:
+                        self._differ = group, number, rank, other[1]
             heard.last[rank] = sent[0], now
             most = min(MOST_KEPT, MOST_KEPT_OF_ALL // len(self._groups))
             if len(heard.chains) > most:
-                for number in sorted(heard.chains)[: -most // 2]:
-                    del heard.chains[number]
+                for oldest in sorted(heard.chains)[: -most // 2]:
+                    del heard.chains[oldest]
             if len(self._groups) > MOST_GROUPS_KEPT:
                 del self._groups[next(iter(self._groups))]
         return self._differ is not None
@@ -357,16 +355,19 @@ class Side(NamedTuple):
 
 
 def sides_of(calls: Mapping[int, collectives.Call], chains: Mapping[int, int | None]) -> list[Side]:
-    """Return who called what, the fewest ranks first; one side or none if all called what goes together."""
-    if len(set(chains.values())) < 2:
-        return []
+    """Return who called what, the fewest ranks first; none if all called what goes together. A rank is on no side if
+    what is known of its call goes together with the calls of all others."""
+    compared = {rank: collectives.comparable(chains[rank] or 0) for rank in calls}
+    known = Counter(key for of_rank in compared.values() for key in of_rank)
+    alike = Counter(pair for of_rank in compared.values() for pair in of_rank.items())
+    differ = {rank: sum(known[key] - alike[key, value] for key, value in compared[rank].items()) for rank in calls}
     sides: dict[collectives.Call, list[int]] = {}
     for rank in sorted(calls):
-        sides.setdefault(calls[rank], []).append(rank)
-    votes = Counter(chains.values())
+        if differ[rank]:
+            sides.setdefault(calls[rank], []).append(rank)
     return sorted(
         (Side(ranks, call) for call, ranks in sides.items()),
-        key=lambda side: (votes[chains[side.ranks[0]]], len(side.ranks), side.ranks),
+        key=lambda side: (-differ[side.ranks[0]], len(side.ranks), side.ranks),
     )
 
 
@@ -381,12 +382,13 @@ def first_difference(chains: Mapping[int, Mapping[int, int]]) -> int | None:
     Args:
         chains: rank -> number -> chain, as far as they are known.
     """
-    seen: dict[int, int] = {}
+    seen: dict[tuple[int, int], int] = {}
     differ = [
         number
         for of_rank in chains.values()
         for number, chain in of_rank.items()
-        if seen.setdefault(number, chain) != chain
+        for compared, value in collectives.comparable(chain).items()
+        if seen.setdefault((number, compared), value) != value
     ]
     return min(differ, default=None)
 

@@ -1,6 +1,6 @@
 """Record each collective that this process begins, in memory that it shares with its agent: see ``collectives``.
 
-Since torch 2.15 a process group calls a hook before each collective, also before those that C++ begins, such as DDP's
+Since torch 2.14 a process group calls a hook before each collective, also before those that C++ begins, such as DDP's
 in a backward pass. With an older torch the methods that Python calls are wrapped, and the others are not recorded.
 """
 
@@ -27,6 +27,7 @@ from ddp_manual.worker.process_group import (
     CODE_OF_COLLECTIVES,
     calling_frame,
     has_several_backends,
+    hide_from_dynamo,
     innermost_frame,
     operations_of_hooks,
     watch_process_groups,
@@ -178,7 +179,7 @@ class Recorder:
                 if operation is not None:
                     record(operation, args.input_tensors, args.output_tensors, args.root, calling_frame())
 
-            group.register_pre_hook(_HOOK, before)
+            group.register_pre_hook(_HOOK, hide_from_dynamo(before))
 
     def _closed(self, group: Any) -> None:
         if self._groups.pop(group, None) is not None and self._operations:
@@ -213,8 +214,8 @@ class Recorder:
                 order = orders.get(device)
                 if order is None:
                     order = orders[device] = _Order(self._introduce(group, name, ranks, device))
-                reduces = _reduce_operation(frame) if operation.reduces else None
-                called = _called_with(operation, inputs, outputs, root, reduces)
+                reduce = _reduce_operation(frame) if operation.reduces else ""
+                called = _called_with(operation, inputs, outputs, root, reduce)
                 words = common.get(called)
                 if words is None:
                     if len(common) >= _MOST_KEPT:
@@ -224,7 +225,7 @@ class Recorder:
                 with self._turn:
                     self._begun = index = self._begun + 1
                     order.number += 1
-                    order.chain = zlib.crc32(words[0], order.chain)
+                    order.chain = collectives.chain_with(order.chain, order.number, words[0], reduce.encode())
                     collectives.write(memory, (index, order.number, order.identity, order.chain), words[1], line)
             except Exception as error:  # the program goes on, and its agent says why nothing is compared any more
                 self._memory = None
@@ -278,14 +279,14 @@ class Recorder:
 
 
 def _called_with(
-    operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, reduces: Any
+    operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, reduce: str
 ) -> tuple[Any, ...]:
     """Return what tells one call from another: all that ``_in_words`` needs, as fast as possible."""
     tensors = outputs if operation.by_outputs or not inputs else inputs
     if not tensors:
-        return (operation, None, (), (), 0, root, reduces)
+        return (operation, None, (), (), 0, root, reduce)
     first, count = tensors[0], len(tensors)
-    return (operation, first.dtype, first.shape, tensors[-1].shape if count > 1 else (), count, root, reduces)
+    return (operation, first.dtype, first.shape, tensors[-1].shape if count > 1 else (), count, root, reduce)
 
 
 def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], frame: FrameType | None) -> str:
@@ -301,28 +302,25 @@ def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 
 
 def _in_words(operation: Operation, called: tuple[Any, ...], ranks: Sequence[int]) -> tuple[bytes, bytes]:
-    """Return what the ranks must have in common, and the words for it."""
-    _, dtype, first, last, count, root, reduces = called
+    """Return what the ranks must have in common, except for the reduce operation, and the words for all of it."""
+    _, dtype, first, last, count, root, reduce = called
     dtype = "" if dtype is None or operation.any_dtype else str(dtype).removeprefix("torch.")
     sizes = "any" if operation.any_size else f"{count} {math.prod(first)} {math.prod(last)}"
-    reduces = str(getattr(reduces, "name", "")) or ("SUM" if operation.reduces else "")
-    common = f"{operation.name} {dtype} {sizes} {root} {reduces}"
+    common = f"{operation.name} {dtype} {sizes} {root}"
     call = f"{operation.name} {dtype}[{', '.join(map(str, first))}]" if dtype else operation.name
-    details = [reduces.lower()] if reduces else []
+    details = [reduce.lower()] if reduce else []
     if operation.root and 0 <= root < len(ranks):
         details.append(f"{operation.root} rank {ranks[root]}")
     shown = f"{call[: collectives.LONGEST_CALL - 32]}\t{', '.join(details)}"
     return common.encode(), shown.encode(errors="replace")[: collectives.LONGEST_CALL]
 
 
-def _reduce_operation(frame: FrameType | None) -> Any:
-    """Return ReduceOp.SUM, ... of the function of torch.distributed that this frame is in; None in any other frame.
-
-    torch does not tell its hooks. C++ and compiled code sum up, nearly always.
-    """
+def _reduce_operation(frame: FrameType | None) -> str:
+    """Return ``SUM``, ... of the function of torch.distributed that this frame is in; "" in any other frame, such as
+    one of compiled code: torch does not tell its hooks."""
     if frame is None or frame.f_code.co_name not in _REDUCE or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
-        return None
-    return frame.f_locals.get("op")
+        return ""
+    return str(getattr(frame.f_locals.get("op"), "name", ""))
 
 
 # Those that have hooks registered. A process that ends with one would crash, and so would a fork of it.

@@ -42,6 +42,7 @@ CLOSE_WITHIN = 20.0
 # Seconds; a thread of the program's own may compute for ever.
 RELEASE_WITHIN = 2.0
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_none_open() -> None:
@@ -212,8 +213,18 @@ def import_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
+def hide_from_dynamo(function: F) -> F:
+    """Keep Dynamo from compiling a function of this package, and what it calls, below a compiled frame of the program;
+    without importing ``torch._dynamo``, as its ``disable`` does."""
+    with suppress(AttributeError):
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def set_timeout(timeout: timedelta) -> None:
-    """Set the time-out of the default process group: public since torch 2.15, private before."""
+    """Set the time-out of the default process group: public since torch 2.14, private before."""
     (getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)
 
 
@@ -298,7 +309,7 @@ def has_several_backends(group: Any) -> bool:
 def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
     """Return the number of an operation in torch's enum for hooks -> what is ``wanted`` by its name there.
 
-    A member of the enum itself takes 1 us to be looked up. Empty if this torch, older than 2.15, has no hooks.
+    A member of the enum itself takes 1 us to be looked up. Empty if this torch, older than 2.14, has no hooks.
     """
     names = getattr(torch._C._distributed_c10d, "HookOpName", None)
     return {member.value: wanted[name] for name, member in names.__members__.items() if name in wanted} if names else {}
@@ -358,9 +369,9 @@ _METHODS = {
 
 def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
     """Call ``called(group, name, inputs, outputs, root, frame)`` before each collective that Python begins, until the
-    function that is returned is called: for torch before 2.15, which has no hooks."""
+    function that is returned is called: for torch before 2.14, which has no hooks."""
     group_class = torch._C._distributed_c10d.ProcessGroup
-    originals = {method: getattr(group_class, method) for method in _METHODS if hasattr(group_class, method)}
+    originals = {method: vars(group_class)[method] for method in _METHODS if hasattr(group_class, method)}
 
     def wrap(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -369,12 +380,12 @@ def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
             inputs, outputs = (tensors[1], tensors[0]) if len(tensors) > 1 else ([*tensors, []][0], [])
             root = getattr(arguments[-1], "rootRank", -1) if arguments else -1
             called(group, _METHODS[method], inputs, outputs, root, calling_frame())
-            return original(group, *arguments, **named)
+            return original.__get__(group)(*arguments, **named)
 
         return collective
 
     for method, original in originals.items():
-        setattr(group_class, method, wrap(method, original))
+        setattr(group_class, method, hide_from_dynamo(wrap(method, original)))
 
     def undo() -> None:
         for method, original in originals.items():

@@ -8,7 +8,9 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from ddp_manual.agent.collectives import (
     MOST_GROUPS_KEPT,
     MOST_GROUPS_READ,
     Comparison,
+    Difference,
     Records,
 )
 from ddp_manual.agent.watch import Watch
@@ -33,6 +36,7 @@ from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.messages import Beat
 from ddp_manual.wire import encode
 from ddp_manual.worker import collectives as recording
+from ddp_manual.worker.process_group import hide_from_dynamo
 
 WITHIN = 10.0
 
@@ -196,26 +200,125 @@ def test_groups_share_the_numbers_that_an_agent_replies_with(
         assert [len(group["chains"]) for group in answer.values()] == [2 * each] * 4
 
 
-def recorded(*calls: Callable[[Callable[..., None]], Any]) -> dict[str, list[int]]:
-    """What rank 0 of 2 records of these calls with a group of two backends: group -> chains. Each is given what records
-    the collectives of the group."""
+Calls = Callable[[Callable[..., None]], Any]
+"""Calls collectives; it is given what records those of the group."""
+
+
+def records_of(*calls: Calls, backend: str = "fake") -> Records:
+    """What an agent reads of a worker that makes these calls as rank 0 of 2, by default with torch's stand-in for a
+    backend."""
     told: list[Any] = []
-    dist.init_process_group("cpu:fake,meta:other", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    dist.init_process_group(backend, store=fake_pg.FakeStore(), rank=0, world_size=2)
     recorder = recording.Recorder(told.append)
     recorder.start()
     try:
         record = recorder._groups[dist.group.WORLD]
-        assert recorder._memory is not None and record is not None
+        assert record is not None
         for call in calls:
             call(record)
-        keys = {one["group"]["identity"]: one["group"]["key"] for one in told if "group" in one}
-        chains: dict[str, list[int]] = {key: [] for key in keys.values()}
-        for key in collectives.read(recorder._memory):
-            chains[keys[key.group]].append(key.chain)
-        return chains
+        read = Records()
+        read.open(os.getpid(), told[0]["memory"])
+        for one in told[1:]:
+            read.add_group(one["group"])
+        return read
     finally:
         recorder.stop()
         dist.destroy_process_group()
+
+
+def recorded(*calls: Calls, backend: str = "fake") -> dict[str, list[int]]:
+    """Group -> number, chain, number, chain, ... of these calls."""
+    groups = records_of(*calls, backend=backend).answer({"chains": MOST_CHAINS})["groups"]
+    return {key: group["chains"] for key, group in groups.items()}
+
+
+def compared(*ranks: Records) -> tuple[bool, Difference | None]:
+    """Whether the heartbeats of these ranks show that they called different collectives, and what rank 0 finds."""
+    comparison = Comparison()
+    differ = [comparison.hear(rank, records.for_beat(), 0.0) for rank, records in enumerate(ranks)]
+
+    async def ask(asked: Iterable[int], request: Mapping[str, Any]) -> dict[int, Any]:
+        return {rank: json.loads(json.dumps(ranks[rank].answer(request))) for rank in asked}
+
+    difference, _ = asyncio.run(comparison.look(ask, range(len(ranks)), "again"))
+    return differ[-1], difference
+
+
+def alike(record: Callable[..., None]) -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def greatest(record: Callable[..., None]) -> None:
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX)
+
+
+def least(record: Callable[..., None]) -> None:
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MIN)
+
+
+def compiled(record: Callable[..., None]) -> None:
+    """What torch.compile makes of ``greatest``: C++, to which the operation is a string."""
+    operations = torch.ops._c10d_functional
+    operations.wait_tensor(operations.all_reduce_(torch.ones(4), "max", dist.group.WORLD.group_name))
+
+
+def broadcast(record: Callable[..., None]) -> None:
+    dist.broadcast(torch.ones(4), src=0)
+
+
+def test_a_compiled_collective_goes_together_with_that_of_a_rank_whatever_its_reduce_operation() -> None:
+    fell_back, compiles = records_of(alike, greatest, alike), records_of(alike, compiled, alike)
+    assert compared(compiles, fell_back, compiles) == (False, None)
+
+
+def test_ranks_whose_reduce_operations_are_known_and_differ_are_named_beside_one_whose_is_not_known() -> None:
+    ranks = (
+        records_of(alike, alike, compiled, alike),
+        *(records_of(alike, alike, op, alike) for op in (greatest, least)),
+    )
+    differ, found = compared(*ranks)
+    assert differ and found is not None
+    assert found.error.what.startswith("rank 1 called all_reduce float32[4] (max) at ")
+    assert ", rank 2 called all_reduce float32[4] (min) at " in found.error.what and "rank 0" not in found.error.what
+    assert found.error.what.endswith(", as the 3rd of the default group")
+
+
+def test_a_rank_that_calls_something_else_is_named_after_calls_whose_reduce_operation_was_not_known_of_all() -> None:
+    differ, found = compared(*(records_of(alike, op, last) for op, last in ((compiled, alike), (least, broadcast))))
+    assert differ and found is not None
+    assert "called broadcast float32[4] at " in found.error.what and "as the 3rd of" in found.error.what
+
+
+def test_dynamo_compiles_nothing_of_what_records_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where compiled code calls the collective, with a hook and with the methods of an older torch."""
+    import torch._dynamo as dynamo
+
+    @torch.compile(backend="eager")
+    def program(tensor: torch.Tensor) -> torch.Tensor:
+        work = dist.all_reduce(2 * tensor, async_op=True)
+        work.wait()
+        return tensor + 1
+
+    def frames() -> int:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+        program(torch.ones(4))
+        return int(dynamo.utils.counters["frames"]["total"])
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    not_recorded = frames()
+    dist.destroy_process_group()
+    found: list[int] = []
+    for operations in (recording.operations_of_hooks, lambda wanted: {}):
+        monkeypatch.setattr(recording, "operations_of_hooks", operations)
+        assert recorded(lambda record: found.append(frames()))
+    assert found == [not_recorded] * 2
+
+
+def test_nothing_is_imported_to_hide_a_function_from_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch._dynamo takes 1.5 to 4.4 s to be imported."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    hide_from_dynamo(lambda: None)
 
 
 def test_the_backends_of_a_group_have_orders_of_their_own() -> None:
@@ -232,8 +335,9 @@ def test_the_backends_of_a_group_have_orders_of_their_own() -> None:
     def barrier(record: Callable[..., None]) -> None:
         dist.barrier()
 
-    one = recorded(on_cpu, elsewhere, barrier, on_cpu, elsewhere)
-    other = recorded(elsewhere, on_cpu, elsewhere, barrier, on_cpu)
+    recorded_of_both = partial(recorded, backend="cpu:fake,meta:other")
+    one = recorded_of_both(on_cpu, elsewhere, barrier, on_cpu, elsewhere)
+    other = recorded_of_both(elsewhere, on_cpu, elsewhere, barrier, on_cpu)
     assert one == other
-    assert {key.split("/")[2]: len(chains) for key, chains in one.items()} == {"cpu": 3, "meta": 2}
-    assert recorded(on_cpu, barrier) != recorded(barrier, on_cpu)
+    assert {key.split("/")[2]: len(chains) / 2 for key, chains in one.items()} == {"cpu": 3, "meta": 2}
+    assert recorded_of_both(on_cpu, barrier) != recorded_of_both(barrier, on_cpu)
