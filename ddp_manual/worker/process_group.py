@@ -206,6 +206,7 @@ if sys.version_info < (3, 14):
 # Private names of torch and Python, each here because no public name does the same.
 
 CODE_OF_COLLECTIVES = distributed_c10d.__file__
+CODE_OF_DDP = torch.nn.parallel.distributed.__file__
 
 
 def import_dynamo() -> None:
@@ -369,7 +370,11 @@ _METHODS = {
 
 def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
     """Call ``called(group, name, inputs, outputs, root, frame)`` before each collective that Python begins, until the
-    function that is returned is called: for torch before 2.14, which has no hooks."""
+    function that is returned is called: for torch before 2.14, which has no hooks.
+
+    What DDP itself calls is left out. Within its ``join()``, with ``find_unused_parameters=True``, a rank that has
+    joined calls ``allreduce`` from Python, and the others from C++.
+    """
     group_class = torch._C._distributed_c10d.ProcessGroup
     originals = {method: vars(group_class)[method] for method in _METHODS if hasattr(group_class, method)}
 
@@ -379,7 +384,9 @@ def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
             tensors = [_flat(one) for one in arguments if isinstance(one, (list, torch.Tensor))]
             inputs, outputs = (tensors[1], tensors[0]) if len(tensors) > 1 else ([*tensors, []][0], [])
             root = getattr(arguments[-1], "rootRank", -1) if arguments else -1
-            called(group, _METHODS[method], inputs, outputs, root, calling_frame())
+            frame = calling_frame()
+            if frame is None or frame.f_code.co_filename != CODE_OF_DDP:
+                called(group, _METHODS[method], inputs, outputs, root, frame)
             return original.__get__(group)(*arguments, **named)
 
         return collective

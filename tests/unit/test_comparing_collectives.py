@@ -289,6 +289,31 @@ def test_a_rank_that_calls_something_else_is_named_after_calls_whose_reduce_oper
     assert "called broadcast float32[4] at " in found.error.what and "as the 3rd of" in found.error.what
 
 
+def test_what_only_the_joined_rank_calls_from_python_is_not_recorded_without_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within DDP's join() with find_unused_parameters=True: the ranks that still train call it from C++."""
+    monkeypatch.setattr(recording, "operations_of_hooks", lambda wanted: {})
+
+    def joined(record: Callable[..., None]) -> None:
+        model = SimpleNamespace(process_group=dist.group.WORLD)
+        model.reducer = SimpleNamespace(_get_local_used_map=lambda: torch.zeros(4, dtype=torch.int32))
+        torch.nn.parallel.DistributedDataParallel._match_unused_params_allreduce(model)
+
+    assert recorded(alike, joined, greatest) == recorded(alike, greatest) != {}
+
+
+def test_collectives_can_be_called_after_they_were_recorded_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a script whose join() has ended."""
+    monkeypatch.setattr(recording, "operations_of_hooks", lambda wanted: {})
+    assert recorded(alike)
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        dist.all_reduce(torch.ones(4))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_dynamo_compiles_nothing_of_what_records_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where compiled code calls the collective, with a hook and with the methods of an older torch."""
     import torch._dynamo as dynamo
