@@ -38,6 +38,9 @@ LONGEST_TEXT = 20_000
 LONGEST_PLACE = 200
 # Numbers and chains that a heartbeat may say of a group.
 LONGEST_CHAINS = 256
+# Of the time-out of a process group: ranks wait for less long in a collective. After the time-out torch ends those that
+# wait, and nobody would name the rank that they wait for.
+SHARE_OF_TIMEOUT = 0.8
 
 JOINING = "joining"
 RUNNING = "running"
@@ -261,6 +264,9 @@ class RunInfo(_FromNetwork):
     stall_timeout: float
     script: bool
     """Whether the ranks run the user's own script, whose options are unknown here."""
+    stall_timeout_is_default: bool = False
+    """Whether nobody has set it for a script: then it counts only where the time-outs of its process groups are not
+    known."""
     on_loss: str = LEAVE
     """What the ranks do when one of them is lost: see ``WorldSpec``."""
     rejoin_timeout: float = 0.0
@@ -277,6 +283,19 @@ class RunInfo(_FromNetwork):
             return "start all ranks again"
         return from_last_checkpoint(self.launched or first_command_and(self.run_dir))
 
+    def longest_wait(self, timeout: float | None, until_known: float) -> LongestWait:
+        """Return how long ranks may wait in a collective of a process group.
+
+        Args:
+            timeout: the seconds of the group's own time-out; None if that is not known.
+            until_known: seconds from the begin of a wait until rank 0 knows of it, at most.
+        """
+        own = LongestWait(self.stall_timeout)
+        if timeout is None:
+            return own
+        of_group = LongestWait(max(timeout / 2, SHARE_OF_TIMEOUT * timeout - until_known), timeout)
+        return of_group if self.stall_timeout_is_default or of_group.seconds < own.seconds else own
+
     def command_for(self, rank: int) -> str:
         return self.command.replace("{rank}", str(rank), 1)  # a program may have an argument with such a word
 
@@ -284,6 +303,36 @@ class RunInfo(_FromNetwork):
     def only_on_its_host(self) -> bool:
         """Whether rank 0 listens on loopback, which no other host reaches."""
         return _ip_address(self.address).is_loopback
+
+
+def timeout_for(stall_timeout: float) -> float:
+    """Return the seconds of a time-out that ends no collective before ``stall_timeout`` does."""
+    return stall_timeout / SHARE_OF_TIMEOUT + 10
+
+
+@dataclass(frozen=True)
+class LongestWait:
+    """How long ranks may wait in a collective for one that lives but does not come."""
+
+    seconds: float
+    timeout: float | None = None
+    """The time-out of their process group, if it follows from that; otherwise it is ``stall_timeout``."""
+
+    @property
+    def reason(self) -> str:
+        if self.timeout is None:
+            return "--stall_timeout"
+        return f"{SHARE_OF_TIMEOUT:.0%} of their process group's time-out of {self.timeout:g} s"
+
+    @property
+    def larger(self) -> str:
+        """What makes it longer."""
+        if self.timeout is None:
+            return "a larger --stall_timeout"
+        return (
+            f"a larger timeout in\ninit_process_group or new_group: it is {self.timeout:g} s, and the run ends before "
+            "torch ends the ranks that wait\n(for the group that join() opens, a larger stall_timeout)"
+        )
 
 
 @dataclass(kw_only=True)
@@ -346,6 +395,9 @@ class Beat(_FromNetwork):
     step_seconds: float = 0.0
     collectives: Mapping[str, int] = field(default_factory=dict)
     """Process group -> how many collectives this rank has begun in it."""
+    timeouts: Mapping[str, float] = field(default_factory=dict)
+    """Process group -> the seconds after which torch ends a collective in it; "" -> those of all that are left out: the
+    shortest."""
     unfinished: int = 0
     """How many collectives of NCCL this rank has begun and its GPU has not completed."""
     inside: bool = False
@@ -367,6 +419,7 @@ class Beat(_FromNetwork):
         progress: Progress,
         collectives: Mapping[str, int],
         *,
+        timeouts: Mapping[str, float] | None = None,
         unfinished: int = 0,
         inside: bool,
         place: str,
@@ -374,8 +427,10 @@ class Beat(_FromNetwork):
     ) -> Beat:
         """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``.
 
-        Texts are cut and made printable; numbers that are not finite become 0.
+        Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is said once.
         """
+        shortest = min(timeouts.values()) if timeouts else 0.0
+        longer = {group: seconds for group, seconds in (timeouts or {}).items() if seconds > shortest}
         return cls(
             phase=printable(str(progress.phase)),
             epoch=int(_number(progress.epoch)),
@@ -383,6 +438,7 @@ class Beat(_FromNetwork):
             samples_per_second=round(_number(progress.samples_per_second), 1),
             step_seconds=round(_number(progress.step_seconds), 6),
             collectives=collectives,
+            timeouts={"": shortest, **longer} if shortest > 0 else {},
             unfinished=unfinished,
             inside=inside,
             place=printable(place, LONGEST_PLACE),
@@ -392,12 +448,27 @@ class Beat(_FromNetwork):
     def _check_values(self) -> None:
         if not {int, float}.issuperset(map(type, self.collectives.values())):
             raise TypeError("a number of collectives is not a number")
+        if not {int, float}.issuperset(map(type, self.timeouts.values())):
+            raise TypeError("a time-out is not a number")
+        if not all(0 < seconds < math.inf for seconds in self.timeouts.values()):
+            raise ValueError("an impossible time-out")
         _check_names([self.phase, self.place, self.stopped, *self.calls])
         for sent in self.calls.values():
             if not isinstance(sent, list) or not {int}.issuperset(map(type, sent)):
                 raise TypeError("a chain of collectives is not numbers")
             if len(sent) % 2 or len(sent) > LONGEST_CHAINS:
                 raise ValueError("chains of collectives are not pairs, or too many")
+
+    def timeout_of_wait(self, fewest: Mapping[str, int]) -> float | None:
+        """Return the time-out of the process group in which this rank waits if it does; None if that is not known.
+
+        Args:
+            fewest: process group -> the fewest collectives that any rank has begun in it. Where this rank has begun
+                more, it waits. If there is no such group, or if there are several, the shortest time-out is returned.
+        """
+        ahead = [group for group, count in self.collectives.items() if count > fewest.get(group, count)]
+        found = [self.timeouts.get(group, self.timeouts.get("")) for group in ahead or self.collectives]
+        return min((seconds for seconds in found if seconds is not None), default=None)
 
     def at_step(self) -> str:
         """Return ``training, at step 120 of epoch 2``; the phase alone if steps are not counted."""

@@ -307,11 +307,8 @@ class Comparison:
         """Return the last collectives of ranks that do not reply, perhaps since their agents have left."""
         found: dict[int, str] = {}
         for rank in sorted(ranks):
-            began = [
-                (group in names, heard.last[rank][0], group)
-                for group, heard in self._groups.items()
-                if rank in heard.last
-            ]
+            groups = [(group, heard.last) for group, heard in self._groups.items() if rank in heard.last]
+            began = [(group in names, last[rank][0], group) for group, last in groups]
             if began:
                 named, number, group = max(began, key=lambda one: one[0])
                 found[rank] = f"the {ordinal(number)} of {names[group] if named else 'another group'}"

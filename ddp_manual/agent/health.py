@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddp_manual.messages import LEAVING, Beat, RunInfo
+from ddp_manual.messages import LEAVING, Beat, LongestWait, RunInfo
 
 # A rank is slow if its own work takes this many times the median, for this many seconds.
 SLOW = 1.5
@@ -43,6 +43,8 @@ class Stall:
     fewer: Sequence[int] = ()
     """The waiting ranks that have begun fewer collectives than others: their connection is cut, or they are busy inside
     torch."""
+    longest: LongestWait = field(default_factory=lambda: LongestWait(0.0))
+    """How long they may wait."""
 
 
 @dataclass
@@ -179,30 +181,34 @@ class Health:
         return [other for other in self.finished if self._ranks[other].began_other_than(begun, int.__lt__)]
 
     def find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
-        """Find ranks that have waited in a collective for longer than stall_timeout, and the ranks they wait for.
+        """Find ranks that have waited in a collective for longer than they may, and the ranks they wait for.
 
         Ranks that have begun fewer collectives in the same process group are those they wait for.
 
         Args:
             now: seconds of rank 0's monotonic clock.
-            longer_than: seconds in place of stall_timeout.
+            longer_than: seconds in place of those.
 
         Returns:
             None if no rank waits for that long.
         """
-        seconds = self._run.stall_timeout if longer_than is None else longer_than
         active = {rank: known for rank, known in self._watched() if known.beat.phase != LEAVING and not known.finished}
         # A person in a debugger may take as long as he likes.
         if len(active) < 2 or any(known.beat.debugging for known in active.values()):
             return None
-        long = [rank for rank, known in active.items() if now - known.changed > seconds]
-        waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > seconds]
+        fewest = _by_group((known.beat for known in active.values()), min)
+        # The heartbeat of a rank, and the look at it, may each be one period late.
+        late, longest_wait = 2 * heartbeat_period(self._run), self._run.longest_wait
+        longest = {rank: longest_wait(known.beat.timeout_of_wait(fewest), late) for rank, known in active.items()}
+        seconds = {rank: longer_than or one.seconds for rank, one in longest.items()}
+        long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]
+        waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > seconds[rank]]
         if self.async_collectives and len(long) == len(active) and not waiting:
             # No rank makes progress. A rank that has begun more collectives than another waits for it.
-            fewest = _by_group((known.beat for known in active.values()), min)
             waiting = [rank for rank in long if active[rank].began_other_than(fewest, int.__gt__)]
         if not waiting:
             return None
+        may_wait = min((longest[rank] for rank in waiting), key=lambda one: one.seconds)
         most = _by_group((active[rank].beat for rank in waiting), max)
         behind = [rank for rank, known in active.items() if known.began_other_than(most, int.__lt__)]
         # A rank inside a collective has most likely brought what the others need from it, and waits for what they
@@ -214,8 +220,8 @@ class Health:
             usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
             behind = [rank for rank, known in active.items() if known.beat.place != usual]
         waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
-        longest = max(now - active[rank].changed for rank in waiting or behind)
-        return Stall(waiting, behind, longest, [] if behind else fewer)
+        waited = max(now - active[rank].changed for rank in waiting or behind)
+        return Stall(waiting, behind, waited, [] if behind else fewer, may_wait)
 
     def newly_slow(self, now: float) -> list[tuple[int, float, float]]:
         """Return the ranks that became slow, each once, with its own seconds per step and the median of all."""

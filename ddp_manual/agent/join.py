@@ -314,6 +314,7 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run_id = spec.run_id or run_folder.new_run_id()
+        is_script = self._task.is_script or self._task.program is not None
         run = RunInfo(
             run_id=run_id,
             run_dir=self._task.run_dir and self._task.run_dir.replace("{run_id}", run_id),
@@ -326,7 +327,8 @@ class Join:
             launched=_cut(self._task.launched) if self._task.launched else None,
             peer_timeout=spec.peer_timeout,
             stall_timeout=spec.stall_limit,
-            script=self._task.is_script or self._task.program is not None,
+            stall_timeout_is_default=is_script and "stall_timeout" not in spec.sources,
+            script=is_script,
             on_loss=spec.on_loss,
             rejoin_timeout=spec.rejoin_timeout,
             shrink_after=spec.shrink_after,

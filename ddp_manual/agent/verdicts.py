@@ -143,13 +143,13 @@ def stalled(
         also = f", and {in_words(as_ranges(others))}" if others else ""
         waiting = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
         what = f"{info.who}{also} is stuck while others wait: {waiting} for {stall.seconds:.0f} s"
-        next = "repair what the stack shows; work that takes this long while others wait needs a larger --stall_timeout"
+        next = f"repair what the stack shows; work that takes this long while others wait needs {stall.longest.larger}"
     else:
         info = members[stall.waiting[0]]
         what = f"all ranks have waited in a collective for {stall.seconds:.0f} s, and none is behind"
         next = (
             "a connection between two of them may be cut: ddp-manual check tries them all\n"
-            "or a step takes longer than that, and needs a larger --stall_timeout"
+            f"or a step takes longer than that, and needs {stall.longest.larger}"
         )
         if any(beats[rank].unfinished for rank in ranks):
             next = f"{next}\nor one of their GPUs hangs: nvidia-smi on each host, and dmesg for Xid"

@@ -151,7 +151,7 @@ class Watch:
         if stall is not None and not self._said_stall:
             busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
             line = f"{in_words(as_ranges(sorted(stall.waiting)))} wait for {busy}, for {STALL_LINE:.0f} s so far"
-            limit = f"the run ends after {self._roll_call.run.stall_timeout:.0f} s (--stall_timeout)"
+            limit = f"the run ends after {stall.longest.seconds:.0f} s ({stall.longest.reason})"
             self.send_to_all({"line": f"{line}; {limit}"})
         self._said_stall = stall is not None
 

@@ -148,7 +148,7 @@ class Recorder:
         self._undo.callback(self._forget)
         self._undo.callback(watch_process_groups(self._opened, self._closed))
         if not self._operations:
-            self._undo.callback(wrap_collectives(self._called))
+            self._undo.callback(wrap_collectives(_OPERATIONS, self._called))
 
     def stop(self) -> None:
         """Undo ``start``. A hook that is still registered when the interpreter ends would crash the process."""
@@ -186,10 +186,10 @@ class Recorder:
             with suppress(RuntimeError):
                 group.unregister_pre_hook(_HOOK)
 
-    def _called(self, group: Any, name: str, *with_what: Any) -> None:
+    def _called(self, group: Any, *with_what: Any) -> None:
         """Record a collective that Python has called, with a torch that has no hooks."""
         if (record := self._groups.get(group)) is not None:
-            record(_OPERATIONS[name], *with_what)
+            record(*with_what)
 
     def _recording(self, group: Any, name: str) -> Callable[..., None]:
         """Return what records the collectives of a process group."""

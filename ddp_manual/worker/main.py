@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from ddp_manual import errors, launchers
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words, more_seconds
+from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words, more_seconds, timeout_for
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
@@ -144,7 +144,7 @@ class Rank:
             with self.steps.step("process group") as step:
                 store = store or process_group.open_store(address, port)
                 # torch's time-out names no rank, so it comes after that of the agents, which do.
-                timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=2 * run["stall_timeout"]))
+                timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=timeout_for(run["stall_timeout"])))
                 group = (place.rank, place.world_size)
                 process_group.open_process_group(store, *group, backend, pinned, timeout)
                 step.detail = f"{backend} on {pinned}"

@@ -42,7 +42,6 @@ CLOSE_WITHIN = 20.0
 # Seconds; a thread of the program's own may compute for ever.
 RELEASE_WITHIN = 2.0
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_none_open() -> None:
@@ -214,13 +213,13 @@ def import_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def hide_from_dynamo(function: F) -> F:
+def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from compiling a function of this package, and what it calls, below a compiled frame of the program;
     without importing ``torch._dynamo``, as its ``disable`` does."""
     with suppress(AttributeError):
         frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
@@ -245,6 +244,17 @@ def collectives_begun() -> dict[str, int]:
                     number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
                     begun[str(name)] = begun.get(str(name), 0) + int(number)
     return begun
+
+
+def timeouts_of_groups() -> dict[str, float]:
+    """Return process group -> the seconds after which torch ends a collective in it, where a backend says so; any
+    thread may ask."""
+    found: dict[str, float] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        with suppress(AttributeError, RuntimeError, ValueError):
+            timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+            found[str(name)] = min(timeouts).total_seconds()
+    return found
 
 
 _RECORDERS = (("_dump_nccl_trace_json",), ("_dump_fr_trace_json", "nccl2"), ("_dump_fr_trace_json", "nccl"))
@@ -347,38 +357,19 @@ def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[A
     return undo
 
 
-# The methods of a process group that Python calls, and torch's names for the same in hooks.
-_METHODS = {
-    "broadcast": "BROADCAST",
-    "allreduce": "ALLREDUCE",
-    "reduce": "REDUCE",
-    "allgather": "ALLGATHER",
-    "_allgather_base": "ALLGATHER_BASE",
-    "reduce_scatter": "REDUCE_SCATTER",
-    "_reduce_scatter_base": "REDUCE_SCATTER_BASE",
-    "gather": "GATHER",
-    "scatter": "SCATTER",
-    "alltoall": "ALLTOALL",
-    "alltoall_base": "ALLTOALL_BASE",
-    "barrier": "BARRIER",
-    "allreduce_coalesced": "ALLREDUCE_COALESCED",
-    "allgather_coalesced": "ALLGATHER_COALESCED",
-    "allgather_into_tensor_coalesced": "ALLGATHER_INTO_TENSOR_COALESCED",
-    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER_TENSOR_COALESCED",
-}
-
-
-def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
-    """Call ``called(group, name, inputs, outputs, root, frame)`` before each collective that Python begins, until the
-    function that is returned is called: for torch before 2.14, which has no hooks.
+def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Callable[[], None]:
+    """Call ``called(group, what is wanted, inputs, outputs, root, frame)`` before each collective that Python begins,
+    until the function that is returned is called: for torch before 2.14, which has no hooks, with the methods of a
+    process group, whose names are those of the hooks.
 
     What DDP itself calls is left out. Within its ``join()``, with ``find_unused_parameters=True``, a rank that has
     joined calls ``allreduce`` from Python, and the others from C++.
     """
     group_class = torch._C._distributed_c10d.ProcessGroup
-    originals = {method: vars(group_class)[method] for method in _METHODS if hasattr(group_class, method)}
+    names = {method: method.strip("_").upper() for method in vars(group_class)}
+    originals = {method: original for method, original in vars(group_class).items() if names[method] in wanted}
 
-    def wrap(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(method: str, original: Any) -> Callable[..., Any]:
         @functools.wraps(original)
         def collective(group: Any, *arguments: Any, **named: Any) -> Any:
             tensors = [_flat(one) for one in arguments if isinstance(one, (list, torch.Tensor))]
@@ -386,7 +377,7 @@ def wrap_collectives(called: Callable[..., None]) -> Callable[[], None]:
             root = getattr(arguments[-1], "rootRank", -1) if arguments else -1
             frame = calling_frame()
             if frame is None or frame.f_code.co_filename != CODE_OF_DDP:
-                called(group, _METHODS[method], inputs, outputs, root, frame)
+                called(group, wanted[names[method]], inputs, outputs, root, frame)
             return original.__get__(group)(*arguments, **named)
 
         return collective

@@ -38,6 +38,7 @@ from ddp_manual.worker.process_group import (
     collectives_unfinished,
     innermost_frame,
     innermost_frames,
+    timeouts_of_groups,
 )
 
 # Seconds.
@@ -133,6 +134,7 @@ class Reporter:
         beat = Beat.of(
             self.progress,
             begun,
+            timeouts=timeouts_of_groups(),
             unfinished=unfinished or 0,
             inside=where.inside or (waits_for_gpu if unfinished is None else unfinished > 0),
             place=where.place,

@@ -87,7 +87,8 @@ def _spec(rank: int, nprocs: int, port: int, options: dict[str, Any]) -> WorldSp
                 why=f"it decides {', '.join(DECIDED)}; options are {', '.join(known)}",
                 next=f"leave {name} out" + ("; how many ranks there are is nprocs" if name == "world_size" else ""),
             )
-    return WorldSpec(world_size=nprocs, rank=rank, master_port=port, **options)
+    sources = dict.fromkeys(options, "argument")
+    return WorldSpec(world_size=nprocs, rank=rank, master_port=port, sources=sources, **options)
 
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:

@@ -32,7 +32,8 @@ from ddp_manual.errors import (
     MasterUnresolvable,
     PortInUse,
 )
-from ddp_manual.messages import RankInfo, Steps
+from ddp_manual.messages import RankInfo, RunInfo, Steps
+from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
 from tests.runs import run_info
@@ -349,6 +350,31 @@ def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
     assert caught.value.what.startswith("another rank 0 is already running at 127.0.0.1:")
     assert "it is run first-run, waiting for ranks 0-1" in caught.value.why
     assert "--rank 1" in caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("task", "typed", "is_default"),
+    [
+        (Task(command="", is_script=True), {}, True),
+        (Task(command="", is_script=True), {"stall_timeout": 1800.0}, False),
+        (Task(command="", program=Program(kind=SCRIPT, name="train.py")), {}, True),
+        (Task(command="", program=Program(kind=SCRIPT, name="train.py")), {"stall_timeout": 300.0}, False),
+        (Task(command=""), {}, False),  # our training
+    ],
+)
+def test_rank_0_tells_whether_the_stall_timeout_of_a_script_was_typed(
+    task: Task, typed: dict[str, float], is_default: bool
+) -> None:
+    """If it was not, the time-outs of the script's process groups count in its place."""
+    spec = WorldSpec.from_environment(world_size=1, rank=0, **typed)
+
+    async def join() -> RunInfo:
+        joining = Join(spec, task, steps=Steps(), log=lambda line: None)
+        run, _ = await joining.join()
+        joining.close({})
+        return run
+
+    assert asyncio.run(join()).stall_timeout_is_default is is_default
 
 
 def test_a_world_of_one_takes_any_free_port() -> None:

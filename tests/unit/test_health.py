@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.health import SLOW_FOR, Health, Stall
-from ddp_manual.messages import Beat, Progress, RankInfo
+from ddp_manual.agent.watch import Watch
+from ddp_manual.messages import Beat, LongestWait, Progress, RankInfo
 from tests.runs import run_info
 
 RUN = run_info()
@@ -309,6 +312,98 @@ def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -
             assert health.find_stall(half_second / 2) is None
 
 
+def stall_after(beats: Sequence[Beat], **of_run: object) -> Stall:
+    """What rank 0 finds first where the ranks stay as they are: it looks twice a second."""
+    health = Health(replace(RUN, world_size=len(beats), **of_run), now=0.0)
+    for rank, beat in enumerate(beats):
+        health.hear(rank, beat, 0.0)
+    for half_second in range(2 * 20_000):
+        if (stall := health.find_stall(half_second / 2)) is not None:
+            return stall
+    raise AssertionError("no stall")
+
+
+OF_SCRIPT = {"script": True, "stall_timeout": 1800.0, "stall_timeout_is_default": True}
+TYPED = {"script": True, "stall_timeout_is_default": False}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "of_run", "judged", "reason"),
+    [
+        (10.0, OF_SCRIPT, (7, 8), "80% of their process group's time-out of 10 s"),
+        (600.0, OF_SCRIPT, (478, 480), "80% of their process group's time-out of 600 s"),  # NCCL's default
+        (1800.0, OF_SCRIPT, (1438, 1440), "80% of their process group's time-out of 1800 s"),  # gloo's
+        (14400.0, OF_SCRIPT, (11518, 11520), "80% of their process group's time-out of 14400 s"),
+        (2.0, OF_SCRIPT, (1, 2), "80% of their process group's time-out of 2 s"),
+        (None, OF_SCRIPT, (1800, 1801), "--stall_timeout"),
+        (10.0, {**TYPED, "stall_timeout": 10.0}, (7, 8), "80% of their process group's time-out of 10 s"),
+        (10.0, {**TYPED, "stall_timeout": 5.0}, (5, 6), "--stall_timeout"),
+        (14400.0, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
+        (None, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
+        (1800.0, {"script": False, "stall_timeout": 300.0}, (300, 301), "--stall_timeout"),
+    ],
+)
+def test_a_stall_is_judged_before_torchs_time_out_or_after_a_shorter_stall_timeout(
+    timeout: float | None, of_run: dict[str, object], judged: tuple[float, float], reason: str
+) -> None:
+    timeouts = {} if timeout is None else {"": timeout}
+    waits, stuck = (
+        replace(training(7, count, inside=inside), timeouts=timeouts) for count, inside in ((8, True), (7, False))
+    )
+    stall = stall_after([waits, stuck], **of_run)
+    assert judged[0] <= stall.seconds <= judged[1]
+    assert (stall.waiting, stall.behind, stall.longest.reason) == ([0], [1], reason)
+
+
+@pytest.mark.parametrize(
+    ("begun", "timeout"),
+    [
+        ({"0": 50, "1": 5}, 14400),  # rank 1 is behind in the second group
+        ({"0": 51, "1": 4}, 600),  # in the default group
+        ({"0": 51, "1": 5}, 600),  # in both
+        ({"0": 50, "1": 4}, 600),  # nobody knows in which
+    ],
+)
+def test_the_time_out_counts_of_the_group_that_ranks_wait_in_otherwise_the_shortest(
+    begun: dict[str, int], timeout: float
+) -> None:
+    timeouts = {"": 600.0, "1": 14400.0}
+    waits = Beat(phase="running", collectives=begun, inside=True, timeouts=timeouts)
+    stuck = Beat(phase="running", collectives={"0": 50, "1": 4}, timeouts=timeouts)
+    stall = stall_after([waits, stuck], **OF_SCRIPT)
+    assert stall.longest.timeout == timeout
+    assert (stall.waiting, stall.behind) == ([0], [1])
+
+
+def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
+    """The roll call and the connections are stand-ins: only what is sent matters here."""
+    sent: list[Any] = []
+    run = replace(RUN, world_size=2, **OF_SCRIPT)
+    roll_call = SimpleNamespace(run=run, info=lambda rank: None, complete=True, hear=lambda *_: None)
+    peer = SimpleNamespace(connection=SimpleNamespace(write=lambda line: sent.append(json.loads(line))))
+    watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
+    for rank in range(2):
+        watch.hear(rank, replace(training(7, 8 - rank, inside=rank == 0), timeouts={"": 14400.0}), 0.0)
+        watch.hear(rank, None, 300.0)
+    for now in (300.0, 300.5, 301.0):
+        watch.check_health(now)
+    [line] = sent
+    waits = "rank 0 wait for rank 1, for 300 s so far"
+    assert line == {"line": f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)"}
+
+
+def test_the_words_about_a_stall_say_which_limit_to_raise() -> None:
+    beats = {rank: training(7, 8 - rank, inside=not rank) for rank in range(2)}
+    infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
+    for behind in ([1], []):
+        for longest, words in (
+            (LongestWait(300.0), "a larger --stall_timeout"),
+            (LongestWait(7, 10), "a larger timeout in\ninit_process_group or new_group: it is 10 s"),
+        ):
+            stall = Stall([0] if behind else [0, 1], behind, 300.0, longest=longest)
+            assert words in verdicts.stalled(infos, stall, beats, {}, "again")["next"]
+
+
 class Odd:
     """What a user's program may put where a number belongs."""
 
@@ -320,6 +415,12 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
         setattr(progress, name, value)
     beat = Beat.of(progress, {}, inside=False, place="\x1b[2J", debugging=False)
     assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a\\nb", place="\\x1b[2J")
+
+
+def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_program_opens() -> None:
+    timeouts = {**{str(group): 1800.0 for group in range(20_000)}, "long": 14400.0}
+    beat = Beat.of(Progress(), {}, timeouts=timeouts, inside=False, place="", debugging=False)
+    assert beat.timeouts == {"": 1800.0, "long": 14400.0} == Beat.from_message(vars(beat)).timeouts
 
 
 @pytest.mark.parametrize(
@@ -335,6 +436,11 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
         {"stopped": 5},
         {"stopped": "SIG\nSTOP"},
         {"no": 1},
+        {"timeouts": {"": "long"}},
+        {"timeouts": {"": float("nan")}},
+        {"timeouts": {"": float("inf")}},
+        {"timeouts": {"": 0}},
+        {"timeouts": {"": True}},
     ],
 )
 def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from ddp_manual.worker import process_group
 
@@ -29,6 +31,20 @@ def test_the_end_waits_for_a_thread_that_wakes_up_time_and_again_and_needs_the_g
     process_group.release_tensors_of_collectives()
     assert len(released) == 40
     thread.join()
+
+
+def test_the_time_outs_of_process_groups_are_those_that_the_program_has_given_them() -> None:
+    assert process_group.timeouts_of_groups() == {}
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(hours=4))
+    try:
+        short = dist.new_group([0], timeout=timedelta(seconds=10))
+        default, short = (group.group_name for group in (dist.group.WORLD, short))
+        assert process_group.timeouts_of_groups() == {default: 14400.0, short: 10.0}
+        process_group.set_timeout(timedelta(seconds=5))
+        assert process_group.timeouts_of_groups() == {default: 5.0, short: 10.0}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_end_does_not_wait_for_threads_that_sleep_and_not_for_ever_for_one_that_never_does() -> None:

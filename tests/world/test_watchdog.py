@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,39 @@ def test_a_c_call_that_holds_the_gil_is_not_reported_as_a_fault_and_status_shows
         codes=[],
         row=18,
     )
+
+
+OWN_TIMEOUT = """
+    import datetime, time
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
+    for _ in range(5):
+        dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_stuck_rank_is_named_before_torchs_own_time_out_ends_the_ranks_that_wait(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    """Both are as long. torch's would end rank 0, which would be named for it."""
+    timeout = 10
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(OWN_TIMEOUT).format(timeout=timeout))
+    run = [sys.executable, "-m", "ddp_manual", "run", "--world_size", 2, "--master_port", port]
+    ranks = [start(*run, "--stall_timeout", timeout, "--rank", rank, script) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [14, 14]
+    for rank in ranks:
+        [error] = re.findall(r"error\[.*", rank.err, flags=re.DOTALL)
+        assert (
+            error.startswith("error[peer-stalled]: rank 1 ") and " is stuck while others wait: rank 0 waits " in error
+        )
+        assert f'File "{script}", line 9' in error and "left with error" not in error, error
+        assert "needs a larger timeout in\n" in error and f"init_process_group or new_group: it is {timeout} s" in error
+    assert "that is this rank; the others have not waited for it" in ranks[1].err
 
 
 def test_a_rank_in_a_debugger_is_named_to_the_others_and_no_rank_is_ended(
