@@ -77,21 +77,23 @@ def block_in_children(numbers: Iterable[int] = BLOCKED_AT_START) -> Iterator[Non
 
 @contextmanager
 def handle_in_event_loop(handle: Callable[[int], None]) -> Iterator[None]:
-    """Have the event loop call ``handle`` with the number of each signal that arrives while the body runs."""
+    """Have the event loop call ``handle`` with the number of each signal that arrives while the body runs.
+
+    A signal that arrives later is too late, and is ignored: this process has said how it ends, and is leaving.
+    """
     import asyncio  # takes 0.05 s, which --help does without
 
     loop = asyncio.get_running_loop()
     numbers = [*handled(), SAVE]
-    before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, handle, int(number))
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-            # This process is leaving: a signal that arrives from now on is too late.
-            signal.signal(number, signal.SIG_IGN if before[number] is signal.SIG_DFL else before[number])
+        with block_in_children(numbers):  # and here: for a moment each has its default handler
+            for number in numbers:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def _run(specs: Sequence[WorldSpec], train_fn: Callable[..., object], args: tupl
     except errors.StopSignal as stop:
         raise _stop_in_order(ranks, stop.number) from None
     finally:
-        with signals.defer_stop():
+        with suppress(errors.StopSignal), signals.defer_stop():  # the ranks end anyway, and why is known already
             for number, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, math.inf)):
                 for rank in ranks:
                     rank.send_signal(number, to_its_group=True)

@@ -190,6 +190,33 @@ def test_a_signal_before_there_is_a_run_is_one_line(
     assert capsys.readouterr().err == "error[stopped]: stopped by Ctrl-C (SIGINT)\n"
 
 
+SIGNALLED_AFTER_ITS_ERROR = """
+import asyncio, os, signal, sys
+from ddp_manual import cli, errors, signals, terminal
+
+async def agent():
+    with signals.handle_in_event_loop(lambda number: None):
+        terminal.print_error(errors.Stopped(signal.SIGINT, "at once, by a second signal"))
+
+def command(**_):
+    asyncio.run(agent())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    return 130
+
+cli.ddp_manual.main = command
+sys.exit(cli.run([]))
+"""
+
+
+def test_a_signal_after_the_error_that_ends_an_agent_prints_no_second_one() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", SIGNALLED_AFTER_ITS_ERROR], capture_output=True, text=True, check=False
+    )
+    assert said.stderr == "error[stopped]: stopped by Ctrl-C (SIGINT) at once, by a second signal\n"
+    assert said.returncode == 130
+
+
 def test_a_bad_option_is_refused_before_torch_is_loaded() -> None:
     script = (
         "import sys; from ddp_manual import cli; status = cli.run(['train', '--rank', '4', '--world_size', '4']);"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -103,6 +104,42 @@ def test_only_a_training_that_a_signal_stopped_says_how_to_go_on() -> None:
         assert as_ours(0, error).next == "start all ranks again"
         assert as_ours(0, error, spawning.START_AGAIN).next == "start the script again"
     assert spawning._stop_in_order([], signal.SIGINT).next == "start the script again"
+
+
+class Unending:
+    """A rank that ends only when it is killed. Ctrl-C comes while its parent waits for it, and while it is ended."""
+
+    def __init__(self, *about: object) -> None:
+        self.code: int | None = None
+        self.presses = 0
+
+    def start(self) -> None: ...
+
+    def read(self, kind: str) -> None: ...
+
+    def press(self) -> None:
+        self.presses += 1
+        os.kill(os.getpid(), signal.SIGINT)
+
+    @property
+    def exitcode(self) -> int | None:
+        if not self.presses:
+            self.press()
+        return self.code
+
+    def send_signal(self, number: int, *, to_its_group: bool = False) -> None:
+        if to_its_group:
+            self.press()
+            self.code = -number
+
+
+def test_ctrl_c_while_spawn_ends_its_ranks_raises_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawning, "RankProcess", Unending)
+    monkeypatch.setattr(spawning, "STOP_WITHIN", 0.1)
+    with pytest.raises(Stopped) as stopped:
+        spawning.spawn(print, 1)
+    assert stopped.value.__context__ is None or isinstance(stopped.value.__context__, StopSignal)
+    assert stopped.value.__suppress_context__
 
 
 def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:
