@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from ddp_manual.errors import StopSignal
+from ddp_manual.errors import StopSignal, signal_name
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE = signal.SIGUSR1
@@ -32,6 +32,8 @@ PR_SET_CHILD_SUBREAPER = 36
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 # Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
 ONCE_WITHIN = 0.3
+# Seconds in which a signal that is sent to all processes of a rank, one by one, has come to each of them.
+SENT_TO_ALL_WITHIN = 0.1
 
 _sigterm_without_us: list[Any] = []
 """What handled SIGTERM before each handler of this package that is set now; the first is the user's own."""
@@ -188,11 +190,62 @@ def handle_as_any_program(ignored: Iterable[int]) -> None:
         signal.signal(number, signal.SIG_IGN if number in ignored else usual)
 
 
-def terminal_tells_children() -> bool:
+def _terminal_tells_children() -> bool:
     """Return whether a terminal sends Ctrl-C to this process, and so to its children too."""
     with suppress(OSError), open("/dev/tty", "rb") as terminal:
         return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     return False
+
+
+class Witness:
+    """A process that gets each signal that is sent to all processes of this rank: to their process group, cgroup or
+    host, or by their name. It keeps such signals blocked, and the kernel shows which are pending: see proc(5).
+
+    Args:
+        own_session: whether workers have sessions of their own, so that no signal to this process's group reaches them.
+    """
+
+    def __init__(self, *, own_session: bool) -> None:
+        self._answers: dict[int, tuple[float, bool]] = {}
+        self._pid, parent = 0, os.getpid()
+        if sys.platform == "linux":
+            with block_in_children():
+                self._pid = os.fork()
+                if not self._pid:
+                    _collect_signals(parent, own_session=own_session)
+
+    def has_got(self, number: int) -> bool:
+        """Return whether this signal has come there too; all who ask about it at the same moment get one answer."""
+        now = time.monotonic()
+        if not self._pid:
+            return number == signal.SIGINT and _terminal_tells_children()
+        if number not in self._answers or now - self._answers[number][0] > ONCE_WITHIN:
+            self._answers[number] = now, False
+            with suppress(OSError):  # somebody has killed it
+                self._answers[number] = now, number in _signals_of(self._pid, "ShdPnd")
+                os.kill(self._pid, STACKS)  # it forgets what has come
+        return self._answers[number][1]
+
+    def close(self) -> None:
+        if self._pid:
+            with suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+
+
+def _collect_signals(parent: int, *, own_session: bool) -> NoReturn:
+    """Be the witness, a fork of ``parent`` that is as good as idle, until the kernel or ``parent`` kills it."""
+    try:
+        os.closerange(0, 1 << 16)
+        if own_session:
+            os.setsid()
+        die_with_parent(parent)
+        while True:
+            signal.sigwait([STACKS])
+            while signal.sigtimedwait(BLOCKED_AT_START, 0):
+                pass
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def let_children_be_terminated() -> None:
@@ -254,6 +307,45 @@ def end_children() -> None:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=0.1)
+
+
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the state on, see proc(5); [] if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def stopped_by(pid: int) -> str:
+    """Return the name of the signal that has stopped a process; "" while it runs."""
+    fields = process_stat(pid)
+    if not fields or fields[0] != "T":
+        return ""
+    number = int(fields[-1])
+    return signal_name(number) if number else ""  # not all of its threads have stopped yet
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the exit code, or minus the signal's number, of a process that has ended and was not waited for yet."""
+    fields = process_stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
+
+
+def is_caught(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for this signal; True where the kernel does not say."""
+    try:
+        return number in _signals_of(pid, "SigCgt")
+    except (OSError, ValueError, IndexError):
+        return True
+
+
+def _signals_of(pid: int, field: str) -> set[int]:
+    """Return the signals in a field of /proc/<pid>/status, see proc(5)."""
+    with open(f"/proc/{pid}/status", errors="replace") as file:
+        mask = int(file.read().partition(f"{field}:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def write_stacks_to(descriptor: int) -> None:

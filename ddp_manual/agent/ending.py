@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -138,14 +139,11 @@ class StopSignals:
 
     Args:
         is_script: whether the worker is a user's own script, which takes its signals itself.
+        to_worker: lets the worker do what a signal asks for.
     """
 
     def __init__(
-        self,
-        spec: WorldSpec,
-        is_script: bool,
-        log: Callable[[str], None],
-        to_worker: Callable[[Mapping[str, Any]], None],
+        self, spec: WorldSpec, is_script: bool, log: Callable[[str], None], to_worker: Callable[[int], None]
     ) -> None:
         self._spec, self._is_script, self._log, self._to_worker = spec, is_script, log, to_worker
         self.noted = False
@@ -154,6 +152,8 @@ class StopSignals:
         """Whether it still follows them; False once its work is done."""
         self.asked = 0
         """The first signal that has asked this rank to stop, or 0."""
+        self.stop = 0
+        """The first signal that has asked a user's own program to stop, or 0."""
         self._first: dict[str, float] = {}
 
     def take(self, number: int, seen_by: str, here: int, again: str, *, goes_on: bool) -> Stopped | None:
@@ -166,11 +166,13 @@ class StopSignals:
             goes_on: whether the worker will take requests when all ranks go on after a loss.
         """
         heeded = self.noted and self.heeded
-        if self._is_script and not self.noted:
-            return None  # the script handles it as any program does
+        if self._is_script and not self.noted:  # the script handles it as any program does
+            if number == signal.SIGTERM:
+                self.stop = self.stop or number
+            return None
         if number == SAVE:
             if heeded and not self._is_script:
-                self._to_worker({"save": True})
+                self._to_worker(number)
             does = "a checkpoint at the next step all ranks agree on" if heeded else NOTHING_TO_SAVE
             self._log(f"SIGUSR1: {does}")
             return None
@@ -181,7 +183,7 @@ class StopSignals:
             error = self._stopped_at_once(number, again)
         elif not self._first:
             if (heeded or goes_on) and not self._is_script:
-                self._to_worker({"stop": number})
+                self._to_worker(number)
             what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
             if not self.noted:
                 what = "all that are here go on for a step, save a checkpoint, and stop"
@@ -190,6 +192,20 @@ class StopSignals:
         self.asked = self.asked or number
         self._first.setdefault(seen_by, now)
         return error
+
+    def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:
+        """Return the error for a program that has ended itself with this exit code after a signal; None without one.
+
+        Args:
+            exit_code: None if it has not ended within the time that it has.
+            because_of: what it has raised, such as that a collective broke when another rank had ended.
+        """
+        if not self.stop:
+            return None
+        ended = "did not end within its time" if exit_code is None else f"ended with exit code {exit_code}"
+        why = [f"the program has it, and {ended}"] if exit_code != 128 + self.stop else []
+        why += [because_of.what, because_of.why] if because_of is not None else []
+        return Stopped(self.stop, why="\n".join(why), next=again)
 
     def _stopped_at_once(self, number: int, again: str) -> Stopped:
         if self.heeded:
@@ -213,37 +229,21 @@ class StopSignals:
 class ProgramSignals(StopSignals):
     """What signals do to a rank that runs a user's own program: the program gets them, as it would from a terminal, and
     a second one that asks to stop ends the rank at once.
-
-    Args:
-        pass_on: sends a signal to the program; returns False if a terminal has sent it already.
     """
-
-    def __init__(self, spec: WorldSpec, log: Callable[[str], None], pass_on: Callable[[int], bool]) -> None:
-        super().__init__(spec, True, log, lambda message: None)
-        self._pass_on = pass_on
-        self.stop = 0
-        """The first signal that has asked the program to stop, or 0."""
 
     def take(self, number: int, seen_by: str, here: int, again: str, *, goes_on: bool) -> Stopped | None:
         if not self.noted:
             return None if number == SAVE else self._stopped_early(number, here, again)
         now = time.monotonic()
         if number == SAVE:
-            self._pass_on(number)
+            self._to_worker(number)
         elif not self.stop:
             self.stop, self._asked = number, now
-            passed = "passed on to the program" if self._pass_on(number) else "the terminal has sent it to the program"
-            self._log(f"{asked_by(number)}: {passed}; a second signal ends this rank at once")
+            self._to_worker(number)
+            self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
         elif now - self._asked > ONCE_WITHIN:
             return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
         return None
-
-    def stopped_by(self, exit_code: int, again: str) -> Stopped | None:
-        """Return the error for a program that has ended itself with this exit code after a signal; None without one."""
-        if not self.stop:
-            return None
-        why = f"the program has it, and ended with exit code {exit_code}" if exit_code != 128 + self.stop else ""
-        return Stopped(self.stop, why=why, next=again)
 
 
 def start_alone_again(run_dir: str | None) -> str:

@@ -23,6 +23,7 @@ import ddp_manual
 from ddp_manual import launchers, signals
 from ddp_manual.agent import local
 from ddp_manual.agent.program_source import source_of
+from ddp_manual.agent.worker_process import SAVE_WITHIN
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.messages import last_words
 from ddp_manual.program import Program
@@ -68,7 +69,7 @@ class _Served:
         self._heard = time.monotonic()
         self._messages: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         self._launch: local.Launch | None = None
-        self._stopping = False
+        self._stopping = self._host_goes_down = False
 
     async def run(self) -> None:
         self._tell({"hello": {"version": ddp_manual.__version__, **launchers.reached_at()}})
@@ -79,7 +80,7 @@ class _Served:
         try:
             order = await self._messages.get()
             if order is not None:
-                with signals.handle_in_event_loop(self._signal):
+                with signals.handle_in_event_loop(self._take_signal):
                     await self._follow(order["order"])
         finally:
             for task in tasks:
@@ -140,19 +141,27 @@ class _Served:
             await asyncio.sleep(0.2)
         self._stop(END_WITHIN - SILENT_AFTER)
 
+    def _take_signal(self, number: int) -> None:
+        """Pass on a signal of this host, which may be about to end the connection to the other side too."""
+        self._host_goes_down |= number != signals.SAVE
+        self._signal(number)
+
     def _signal(self, number: int) -> None:
         if self._launch is not None:
             self._launch.take_signal(number)
 
     def _stop(self, within: float) -> None:
-        """Stop all ranks: at first in order, then at once, and after ``within`` seconds with this process."""
+        """Stop all ranks: at first in order, then at once, and after ``within`` seconds with this process. Where a
+        signal of this host has done the first, programs have the time to do what they do about it."""
         if self._stopping:
             return
         self._stopping = True
+        within = SAVE_WITHIN if self._host_goes_down else within
         signal.setitimer(signal.ITIMER_REAL, within)  # no handler: this also ends a process that hangs
         self._messages.put_nowait(None)
-        self._signal(signal.SIGHUP)
-        asyncio.get_running_loop().call_later(within / 2, self._signal, signal.SIGHUP)
+        if not self._host_goes_down:
+            self._signal(signal.SIGHUP)
+        asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
 
     def _tell_failure(self, failure: local.Failure) -> None:
         self._tell({"failed": [failure[0], last_words(failure[1])]})

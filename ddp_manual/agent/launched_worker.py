@@ -56,12 +56,7 @@ class Forker:
     """
 
     def __init__(
-        self,
-        nproc: int,
-        program: Program | None = None,
-        modules: Sequence[str] = (),
-        *,
-        in_terminal: bool = False,
+        self, nproc: int, program: Program | None = None, modules: Sequence[str] = (), *, in_terminal: bool = False
     ) -> None:
         self._nproc, self._program, self._in_terminal = nproc, program, in_terminal
         where = ["in=terminal"] if in_terminal else []
@@ -168,10 +163,6 @@ class ForkedWorker(Worker):
     def signal(self, number: int) -> None:
         if self.said:  # before that its pid is the forker's
             super().signal(number)
-
-    async def silence(self) -> None:
-        if self.said:
-            await super().silence()
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
         if self.said:

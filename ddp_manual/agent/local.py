@@ -273,6 +273,7 @@ class Launch:
     chose_folder: bool = True
     """Whether the user has chosen the run's folder, which is then kept."""
     agents: list[Agent] = field(default_factory=list)
+    witness: signals.Witness | None = None
     signalled: int = 0
     restarts: int = 0
     has_trained: bool = False
@@ -316,7 +317,8 @@ class Launch:
         nproc = self.hosts.nproc
         imports = forkable_imports(self.program) if self.forks and self.program is not None else []
         starter = Forker(nproc, self.program, imports) if self.forks else ProcessStarter(nproc, self.program)
-        with closing(starter):
+        witness = closing(signals.Witness(own_session=True)) if self.program is not None else nullcontext()
+        with closing(starter), witness as self.witness:
             yield starter
 
     def _may_start_again(self, error: DdpManualError) -> bool:
@@ -334,10 +336,7 @@ class Launch:
             self.paths.remove_start()
 
     async def attempt(
-        self,
-        starter: Forker | ProcessStarter,
-        writer: Executor,
-        tell: Callable[[Failure], None] = lambda failure: None,
+        self, starter: Forker | ProcessStarter, writer: Executor, tell: Callable[[Failure], None] = lambda failure: None
     ) -> Failure | None:
         """Start all ranks of this host and wait for the last; returns the failure that has ended the attempt, if any.
 
@@ -396,13 +395,15 @@ class Launch:
             task = tasks.training_task(own, self.config, launched=self.go_on)
         first = self.hosts.ranks[0]
         speaker = 0 if self.hosts.slots else first  # with ssh the ranks of all hosts share one terminal
-        return Agent(
+        agent = Agent(
             own,
             dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
             start_worker=lambda held: starter.start(rank, world_size, held, output),
             log=lambda line: output.print(f"{terminal.tag(rank)} {line}"),
             print_error=lambda error: output.print(self._render(rank, error)),
         )
+        agent.witness = self.witness
+        return agent
 
     def _render(self, rank: int, error: DdpManualError) -> str:
         """Return the text of a rank's error without the way on, which ``launch`` says once, and in one line if another

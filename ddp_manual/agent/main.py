@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
 from ddp_manual.agent.ending import Ended, Ending, ProgramSignals, StopSignals, how_it_ended, leave_failure
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
-from ddp_manual.agent.worker_process import Worker, wait_until
+from ddp_manual.agent.worker_process import SAVE_WITHIN, TERM_GRACE, Worker, wait_until
 from ddp_manual.errors import (
     CollectiveMismatch,
     DdpManualError,
@@ -84,11 +85,11 @@ class Agent:
         self._start_worker = start_worker
         self._alone = bool(task.start.get("alone"))
         self._join = Join(spec, task, steps=self.steps, log=log)
-        if task.program is not None:
-            self._signals: StopSignals = ProgramSignals(spec, log, self._pass_on)
-        else:
-            self._signals = StopSignals(spec, task.is_script, log, self._ask_worker)
+        kind, ask = (StopSignals, self._ask_worker) if task.program is None else (ProgramSignals, self._pass_on)
+        self._signals = kind(spec, task.is_script, log, ask)
         self.worker: Worker
+        self.witness: signals.Witness | None = None
+        """What tells which signals have been sent to a user's own program too."""
         self.held = HeldMemory.create()
         """The state of the training, which outlives the worker."""
         self._so_far: RunSoFar | None = None
@@ -122,6 +123,8 @@ class Agent:
                 with self.steps.step("open files") as step:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self.worker = self._start_worker(self.held)
+                if self.task.launched is None and self.task.program is not None:
+                    self.witness = signals.Witness(own_session=False)
             except Exception as error:
                 self._ending.fail(error)
                 ended = await self._ending.wait()
@@ -135,6 +138,8 @@ class Agent:
             ended = await self._ending.wait()
             await self._leave(ended.error)
             self.held.close()
+            if self.task.launched is None and self.witness is not None:
+                self.witness.close()
         return ended
 
     async def _attach(self) -> None:
@@ -145,9 +150,13 @@ class Agent:
             if worker is self.worker and not self._replacing:
                 self._take_from_worker(message)
 
-        def gone() -> None:
+        def gone(*, later: bool = False) -> None:
             if worker is self.worker and not self._replacing:
-                self._worker_gone()
+                if -(worker.status or 0) in signals.STOP and not (self._signals.stop or later):
+                    # Its agent may get the same signal a moment later.
+                    asyncio.get_running_loop().call_later(signals.ONCE_WITHIN, partial(gone, later=True))
+                else:
+                    self._worker_gone()
 
         await worker.attach(self._ending.guarded(take), gone)
         self._join.info = dataclasses.replace(self._join.info, pid=worker.pid)
@@ -274,11 +283,23 @@ class Agent:
         elif own is not None:
             own.next = str(verdict["next"]) if ours else own.next  # which says whether its seat is kept
             error = own if ours or own.identifier == verdict["identifier"] else error
+            if not ours and verdict["identifier"] == Stopped.identifier:
+                error = self._signals.stopped_by(own.exit_code, self._again, because_of=own) or error
         elif not ours:
             self._words_of_another = str(verdict["identifier"])
-            self._fail_later(SAME_WITHIN, error)
+            self._call_later(SAME_WITHIN, self._lose_peer, error)
             return
         self._ending.fail(error)
+
+    def _lose_peer(self, error: DdpManualError) -> None:
+        """Fail with a peer; if signals have asked both to stop, only once the program had the time to end by itself."""
+        stopped = self._signals.stopped_by(None, self._again)
+        if stopped is None or self._words_of_another != Stopped.identifier:
+            self._ending.fail(error)
+            return
+        self._over = True
+        self.worker.send({"close": True})
+        self._call_later((self.worker.until or 0) - time.monotonic(), self._ending.fail, stopped)
 
     def _coordinator_gone(self, reason: str) -> None:
         if self._over or self._left or self._looking or self._run is None or self._words_of_another is not None:
@@ -309,7 +330,7 @@ class Agent:
             self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
             if message["heeds"] and self._signals.asked:  # of an earlier worker
                 self.worker.send({"stop": self._signals.asked})
-            elif message["heeds"] and isinstance(self._signals, ProgramSignals) and self._signals.stop:
+            elif message["heeds"] and self.task.program is not None and self._signals.stop:
                 self._pass_on(self._signals.stop)
         elif "signalled" in message:
             self.take_signal(int(message["signalled"]), seen_by="script")
@@ -346,8 +367,11 @@ class Agent:
         words = message["failed"]
         self._own_words = from_dict(words, int(words["exit_code"]))
         # Not an exception of another kind, which the signal is no reason for.
-        if isinstance(self._signals, ProgramSignals) and (message.get("exit") or words["identifier"] == "stopped"):
-            stopped = self._signals.stopped_by(self._own_words.exit_code, self._again)
+        by_itself = message.get("exit") or words["identifier"] == Stopped.identifier
+        follows = message.get("broken") and self._words_of_another == Stopped.identifier
+        if self.task.program is not None and (by_itself or follows):
+            because_of = None if by_itself else self._own_words
+            stopped = self._signals.stopped_by(self._own_words.exit_code, self._again, because_of=because_of)
             if stopped is not None:  # such as by sys.exit(143), after it has tidied up
                 self._own_words, message = stopped, {**message, "failed": last_words(stopped)}
         if self._own_words.identifier == self._words_of_another:
@@ -363,7 +387,7 @@ class Agent:
         if self._left and not worker.status:
             self._ending.finish(self._result)
             return
-        if self.task.program is not None and self._placed and self._program_ended(worker.status):
+        if self._placed and self._program_ended(worker.status):
             return
         info = dataclasses.replace(self._join.info, pid=worker.pid)
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
@@ -372,7 +396,7 @@ class Agent:
 
     def _program_ended(self, status: int | None) -> bool:
         """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
-        if status == 0:
+        if status == 0 and self.task.program is not None:
             if "finished" not in self.worker.said:  # it has ended its process without Python's way out
                 self._send({"finished": True})
                 if self.spec.rank == 0 and self.spec.world_size > 1:
@@ -380,7 +404,6 @@ class Agent:
             self._result = {}
             self._leaving = self._ending.in_background(self._leave_in_order())
             return True
-        assert isinstance(self._signals, ProgramSignals)
         code = 1 if status is None else 128 - status if status < 0 else status
         stopped = self._signals.stopped_by(code, self._again)
         if stopped is not None:
@@ -399,11 +422,11 @@ class Agent:
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
-        self._fail_later(within, error)
+        self._call_later(within, self._ending.fail, error)
 
-    def _fail_later(self, seconds: float, error: DdpManualError) -> None:
+    def _call_later(self, seconds: float, fail: Callable[[DdpManualError], None], error: DdpManualError) -> None:
         """Fail, unless the rank has ended by then, or begins anew."""
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, self._ending.fail, error))
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, fail, error))
 
     # -- another worker, or another rank 0 ----------------------------------------------------------------------------
 
@@ -494,8 +517,8 @@ class Agent:
         """Say goodbye after the worker has left. Rank 0 leaves last, because its worker has torch's store."""
         coordinator = self._join.coordinator
         if coordinator is not None:
-            within = LEAVE_TIMEOUT if self.task.program is None else math.inf  # its work after the last collective
-            await coordinator.wait_for_goodbyes(self.log, within)
+            works_on = self.task.program is not None and not self._over  # after its last collective
+            await coordinator.wait_for_goodbyes(self.log, math.inf if works_on else LEAVE_TIMEOUT)
         self._left = True
         if coordinator is not None:
             coordinator.end()
@@ -519,7 +542,8 @@ class Agent:
         """
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()
-            return
+            if self.task.program is None or self.worker.ended:
+                return
         if number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
             return  # it is the debugger's
         # Without rank 0 the run is over; the others wait for any other rank.
@@ -527,7 +551,10 @@ class Agent:
         again = self._again if is_over else ""
         goes_on = self._so_far is not None and not self._placed and not self._looking
         if error := self._signals.take(number, seen_by, self._join.here, again, goes_on=goes_on):
+            self.worker.until = 0
             self._ending.fail(error)
+        elif self._signals.stop and self.task.is_script:
+            self.worker.until = time.monotonic() + SAVE_WITHIN
 
     def _watch_launcher(self) -> None:
         """Stop this rank when its launcher is gone: mpirun that is killed leaves the ranks of its host running."""
@@ -548,19 +575,25 @@ class Agent:
             self.take_signal(signal.SIGHUP)
         loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self._again))
 
-    def _ask_worker(self, message: Mapping[str, Any]) -> None:
+    def _ask_worker(self, number: int) -> None:
         """Tell the worker what a signal asks for, as soon as it works, and rank 0 that the run is about to end."""
         if self._placed:
-            self.worker.send(message)
-        if "stop" in message:
+            self.worker.send({"save": True} if number == signals.SAVE else {"stop": number})
+        if number != signals.SAVE:
             self._send({"stopping": True})
 
-    def _pass_on(self, number: int) -> bool:
-        """Send a signal to the program, unless the terminal has done so; returns whether it was sent."""
-        if number == signal.SIGINT and not self.worker.copies and signals.terminal_tells_children():
-            return False
-        self.worker.signal_all(number)
-        return True
+    def _pass_on(self, number: int) -> None:
+        """Let the program handle a signal. One that asks it to stop is its first SIGTERM, or the same as ours."""
+        has_been_asked = self.worker.until is not None
+        if number != signals.SAVE:
+            self.worker.until = time.monotonic() + SAVE_WITHIN
+        if number == signals.SAVE or not has_been_asked:
+            asyncio.get_running_loop().call_later(signals.SENT_TO_ALL_WITHIN, self._send_on, number)
+
+    def _send_on(self, number: int) -> None:
+        """Send a signal to the program, unless whoever has sent it here has sent it there too."""
+        if self.witness is None or not self.witness.has_got(number):
+            self.worker.signal_all(number)
 
     def _tick(self) -> None:
         if not self._ending.has_come:
@@ -643,7 +676,8 @@ class Agent:
             self._join.fail(error)
         if self.task.program is not None and not self.worker.is_gone:  # which may take seconds
             self.log(f"{self.task.program.name} is ending: {error.what}")
-        await self.worker.silence()
+        stops = Stopped.identifier in (error.identifier, (error.on_its_rank or ("",))[0])
+        await self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE)
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
         if self._run_dir and self._is_own_folder and not never_a_rank and in_folder:
             leave_failure(self._run_dir, self.spec.rank, self.worker.pid, error, self._run)

@@ -297,9 +297,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
         reason = str(unsealed)
     if answer is None and there.greeting["token"] == bool(seal):
         raise MasterLost(
-            f"the run at {where} has ended",
-            why="its rank 0 closed the connection",
-            next="look at rank 0's last lines",
+            f"the run at {where} has ended", why="its rank 0 closed the connection", next="look at rank 0's last lines"
         )
     raise TokenMismatch(
         f"rank 0 at {where} does not have this process's token, or this process lacks rank 0's",

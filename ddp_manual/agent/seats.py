@@ -57,11 +57,7 @@ class Seats:
         self._went_on = 0.0
 
     def begin(
-        self,
-        lost: Mapping[int, Verdict],
-        now: float,
-        back: Collection[int] = (),
-        replaced: Collection[int] = (),
+        self, lost: Mapping[int, Verdict], now: float, back: Collection[int] = (), replaced: Collection[int] = ()
     ) -> None:
         """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk.
 

@@ -21,6 +21,7 @@ from ddp_manual.agent import local, tasks
 from ddp_manual.agent.hosted import END_WITHIN
 from ddp_manual.agent.program_source import check_program, source_of
 from ddp_manual.agent.ssh_session import NotReady, Remote, Session
+from ddp_manual.agent.worker_process import SAVE_WITHIN
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped, from_dict
 from ddp_manual.host_list import Host
 from ddp_manual.options import as_flags
@@ -231,9 +232,11 @@ class HostedLaunch:
             why=f"{name}: {cause}",
             next=f"{remedy}\nthen start again:\n{self.options['go_on']}",
         )
+        was_stopped = any(rank in session.ranks and error.identifier == "stopped" for rank, error in self._failed)
+        within = SAVE_WITHIN if was_stopped else session.others_end_within  # a host that went down, and said so
         for other in self._sessions:
-            other.send({"lost": f"host {name} is gone", "within": session.others_end_within})
-            asyncio.get_running_loop().call_later(END_WITHIN + 1, other.kill)
+            other.send({"lost": f"host {name} is gone", "within": within})
+            asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, other.kill)
         return False
 
     def _take_signal(self, number: int) -> None:

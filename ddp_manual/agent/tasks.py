@@ -35,10 +35,7 @@ LISTENING = "listen_addr"
 
 
 def command_template(
-    spec: WorldSpec,
-    config: TrainConfig | None = None,
-    program: Program | None = None,
-    may_differ: Sequence[str] = (),
+    spec: WorldSpec, config: TrainConfig | None = None, program: Program | None = None, may_differ: Sequence[str] = ()
 ) -> str:
     """Return the command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` in it; where a
     launcher starts all ranks together, the command that does so; in a pod, the command that shows why a pod is missing.

@@ -24,7 +24,7 @@ from ddp_manual import signals
 from ddp_manual.agent.collectives import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.stacks import readable_stack
-from ddp_manual.errors import DdpManualError, not_installed, signal_name
+from ddp_manual.errors import DdpManualError, not_installed
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launchers import start_python
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
@@ -42,13 +42,14 @@ LOOK_EVERY = 0.2
 LONGEST_STACK = 1 << 16
 KILL_AFTER = 2.0
 LAST_LINES_WITHIN = 1.0
-# A program that handles SIGTERM, perhaps to save something. torchrun gives 30 s.
+# A program that handles SIGTERM because another rank has failed.
 TERM_GRACE = 5.0
 KILLED_WITHIN = 10.0
 # A script whose collective breaks ends by itself; what it does on its way has time limits of its own.
 GRACE = 0.7
 WAY_OUT = 10.0
-# A checkpoint that is being written when the run ends is finished first.
+# What is being saved when the run ends is finished first: a checkpoint, or what a program does about a signal that has
+# asked it to stop, on this host or another one. torchrun gives as long.
 SAVE_WITHIN = 30.0
 ANSWER_WITHIN = 0.5
 PROGRAM = Path(__file__).parent.parent / "worker"
@@ -86,6 +87,8 @@ class Worker:
         """The collectives it has begun."""
         self.said: set[str] = set()
         """The kinds of its messages so far; it sends the first once it has torch."""
+        self.until: float | None = None
+        """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
         self._channel, self._faults, self._process = channel, faults, process
         self._connection: Connection | None = None
         self._fault_text = ""
@@ -151,7 +154,7 @@ class Worker:
                 pidfd = os.pidfd_open(self.pid)
 
         def end() -> None:  # at once, before the parent of the process collects its status
-            self.status = _exit_status(self.pid)
+            self.status = signals.exit_status(self.pid)
             ended.set()
 
         if pidfd is not None:
@@ -177,8 +180,8 @@ class Worker:
         how it has ended; our own training says so itself."""
         if self.program is None or not os.path.isdir("/proc/self"):
             return self.is_gone
-        self.status = _exit_status(self.pid)
-        return self.status is not None or not _stat(self.pid)
+        self.status = signals.exit_status(self.pid)
+        return self.status is not None or not signals.process_stat(self.pid)
 
     def send(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
@@ -200,11 +203,7 @@ class Worker:
 
     def stopped_by(self) -> str:
         """Return the name of the signal that has stopped the process; "" while it runs."""
-        fields = _stat(self.pid)
-        if not fields or fields[0] != "T":
-            return ""
-        number = int(fields[-1])
-        return signal_name(number) if number else ""  # not all of its threads have stopped yet
+        return signals.stopped_by(self.pid)
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -221,7 +220,7 @@ class Worker:
         """Return the Python stacks of all threads except this package's own."""
         if name := self.stopped_by():
             return f"its worker is stopped: {name}"
-        if not _catches(self.pid, signals.STACKS):  # the signal would end it
+        if not signals.is_caught(self.pid, signals.STACKS):  # the signal would end it
             return "it runs no Python that could write a stack"
         self._fault_text = before = ""
         self.signal(signals.STACKS)
@@ -232,13 +231,16 @@ class Worker:
         self._fault_text = ""
         return readable_stack(before) or "its worker gave none"
 
-    async def silence(self) -> None:
-        """Let it flush its output and then write no more: its agent prints the last lines. A program ends first."""
-        if self.program is not None:
-            await self._end_program()
+    async def silence(self, *, grace: float = TERM_GRACE) -> None:
+        """Let it flush its output and then write no more: its agent prints the last lines. A program ends first, in so
+        many seconds."""
+        if self.program is None:
+            self.send({"quiet": True})
+        if not self.said:
             return
-        self.send({"quiet": True})
-        if self.said and not self.stopped_by():
+        if self.program is not None:
+            await self._end_program(grace)
+        elif not self.stopped_by():
             await self._hear("quiet", within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
@@ -256,18 +258,25 @@ class Worker:
         await self.read_output()
         self.close()
 
-    async def _end_program(self) -> None:
+    async def _end_program(self, grace: float) -> None:
         """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
-        it is stopped."""
+        it is stopped. One that a signal has asked to end gets no second one."""
         if "notes" in self.said and not self.stopped_by():
             if "failed" in self.said:  # what it has registered with atexit takes its time
                 await self._hear(within=WAY_OUT)
             elif self.program is not None and self.program.kind != EXECUTABLE:
                 await self._let_it_save()
-            if not self.is_gone:
+            if self.until is None and not self.is_gone:
+                handles_it = signals.is_caught(self.pid, signal.SIGTERM)
+                self.until = time.monotonic() + (grace if handles_it else TERM_GRACE)
                 self.signal_all(signal.SIGTERM)
+            blocked_at = time.monotonic()
+            while not self.is_gone and time.monotonic() < (self.until or 0):
+                await asyncio.sleep(0.01)
                 # Python calls no handler while the main thread is blocked in a collective.
-                await self._hear(within=KILL_AFTER if self.beat.inside else TERM_GRACE)
+                blocked_at = blocked_at if self.beat.inside else time.monotonic()
+                if time.monotonic() - blocked_at > KILL_AFTER:
+                    break
         self.signal_all(signal.SIGKILL)
         await wait_until(lambda: self.ended, KILLED_WITHIN)
         await self.read_output()
@@ -353,7 +362,7 @@ class ScriptWorker(Worker):
         self.send({"exit": error.exit_code})
         await self._hear(within=KILL_AFTER)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not self.is_gone:
+            if not self.is_gone and (number == signal.SIGKILL or self.until is None):
                 self.signal(number)
                 await self._hear(within=KILL_AFTER)
 
@@ -388,26 +397,3 @@ def start_process(
 def words_for(program: Program | None) -> list[str]:
     """Return what the command of a worker says of its program."""
     return [] if program is None else [f"runs={program.name}", f"kind={program.kind}"]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on, see proc(5); [] if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _exit_status(pid: int) -> int | None:
-    """Return the exit code, or minus the signal's number, of a process that has ended and was not waited for yet."""
-    fields = _stat(pid)
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for this signal; True where the kernel does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
-    return True

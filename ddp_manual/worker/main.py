@@ -24,12 +24,7 @@ from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, la
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
-from ddp_manual.worker.collective_errors import (
-    collective_error,
-    first_line,
-    is_broken_collective,
-    was_raised_by_torch,
-)
+from ddp_manual.worker.collective_errors import collective_error, first_line, is_broken_collective, was_raised_by_torch
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
 from ddp_manual.worker.world import World

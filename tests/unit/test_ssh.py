@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ddp_manual import cli, launchers
+from ddp_manual import cli, launchers, signals
 from ddp_manual.agent import hosted, ssh
 from ddp_manual.agent.ssh_session import NO_FOLDER, Remote, why_not
 from tests.conftest import Start
@@ -245,6 +246,47 @@ def test_a_host_whose_agents_are_frozen_is_lost_after_5_s(start: Start, tmp_path
     assert "the connection to host 127.0.0.1 has ended, and rank 1 with it" in run.err
     assert "it does not answer any more: nothing has come for 5 s" in run.err
     assert psutil.wait_procs(left, timeout=5)[1] == []
+
+
+SAVES = """
+import signal, sys, time
+
+def save(number, frame):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    print("asked", flush=True)
+    time.sleep(6)
+    open(sys.argv[1], "w").close()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_program_on_a_host_that_goes_down_has_the_time_to_save_though_the_connection_ends(
+    start: Start, tmp_path: Path
+) -> None:
+    """Longer than a host has whose connection is merely cut."""
+    script, saved = tmp_path / "saves.py", tmp_path / "saved"
+    script.write_text(SAVES)
+    launch = [sys.executable, "-m", "ddp_manual", "launch", "--hosts", "localhost:1", "--no_python"]
+    run = start(*launch, sys.executable, script, saved, fresh=True)
+    run.wait_for("ready")
+    launcher = psutil.Process(run.process.pid)
+    on_host = launcher.children(recursive=True)
+    for process in on_host:
+        process.terminate()
+    run.wait_for("asked")
+    time.sleep(signals.ONCE_WITHIN)  # sooner another signal would count as the same
+    launcher.kill()
+    try:
+        assert psutil.wait_procs(on_host, timeout=15)[1] == []
+    finally:
+        for process in on_host:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert saved.exists()
 
 
 def test_ctrl_c_ends_at_once_while_a_host_has_not_answered_yet(start: Start, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import REPOSITORY, SHORT, RankProcess, Start, clean_environment, free_port
@@ -273,6 +274,98 @@ def test_a_script_that_handles_a_signal_ends_in_its_own_way(ranks: Ranks, tmp_pa
         process.process.send_signal(signal.SIGTERM)
     assert [process.wait(20) for process in processes] == [0, 0]
     assert [process.out for process in processes] == ["ready\nsaved\n"] * 2
+
+
+# Rank 0 writes for so many seconds once it is asked to end, and says how often it was asked; the others just end.
+SAVES = """
+    import os, signal, sys, time
+    import torch.distributed as dist
+
+    def save(number, frame):
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        open("asked", "w").close()
+        end = time.monotonic() + float(sys.argv[1])
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        print("saved after", [*os.read(came, 100)], flush=True)
+        sys.exit(0)
+
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "0":
+        came, coming = os.pipe()
+        os.set_blocking(coming, False)
+        signal.set_wakeup_fd(coming)  # gets a byte for each signal, also of two that call the handler once
+        signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_signal_to_all_ranks_leaves_a_program_the_time_to_save_though_others_have_ended(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Longer than after the failure of another rank, and without a second signal into its handler."""
+    processes = ranks(write(tmp_path, "saves.py", SAVES), 7)
+    for process in processes:
+        process.wait_for("ready")
+    for process in reversed(processes):
+        process.process.send_signal(signal.SIGTERM)
+    assert [process.wait(20) for process in processes] == [0, 143], processes[0].err
+    assert processes[0].out == "ready\nsaved after [15]\n"
+    assert "error" not in processes[0].err and "error[stopped]: stopped by SIGTERM" in processes[1].err
+
+
+def test_a_program_whose_peer_was_told_to_stop_is_asked_once_and_has_the_time_to_save(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    processes = ranks(write(tmp_path, "saves.py", SAVES), 7)
+    for process in processes:
+        process.wait_for("ready")
+    processes[1].process.send_signal(signal.SIGTERM)
+    assert [process.wait(20) for process in processes] == [14, 143], processes[0].err
+    assert processes[0].out == "ready\nsaved after [15]\n"
+    assert "left with error[stopped]" in processes[0].err
+
+
+def terminate(started: RankProcess, by: str, asked: Path) -> None:
+    """Send SIGTERM to a process group, as timeout and Slurm do; to each process, as systemd does; or to agents alone.
+    The program has it before its agent does anything about it."""
+    agent = psutil.Process(started.process.pid)
+    if by == "agent":
+        agent.terminate()
+        return
+    agent.suspend()
+    if by == "group":
+        os.killpg(agent.pid, signal.SIGTERM)
+    else:
+        for process in (agent, *agent.children(recursive=True)):
+            process.terminate()
+    deadline = time.monotonic() + 20
+    while not asked.exists() and (by == "each" or "launch" not in started.arguments):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    agent.resume()
+
+
+@pytest.mark.parametrize("by", ["group", "each", "agent"])
+def test_a_signal_reaches_a_program_once_however_it_is_sent(start: Start, tmp_path: Path, by: str) -> None:
+    run = start(*DDP_MANUAL, "run", "--world_size", 1, write(tmp_path, "saves.py", SAVES), 0.5, cwd=tmp_path)
+    run.wait_for("ready")
+    terminate(run, by, tmp_path / "asked")
+    assert run.wait(20) == 0, run.err
+    assert run.out == "ready\nsaved after [15]\n"
+    assert run.err.count("SIGTERM") == 1
+
+
+@pytest.mark.parametrize("by", ["group", "each", "agent"])
+def test_launch_that_is_signalled_lets_a_program_save(start: Start, tmp_path: Path, by: str) -> None:
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, write(tmp_path, "saves.py", SAVES), 1.5, cwd=tmp_path)
+    launch.wait_for("[rank 0] ready")
+    launch.wait_for("[rank 1] ready")
+    terminate(launch, by, tmp_path / "asked")
+    assert launch.wait(20) == 143, launch.err
+    assert launch.out.count("saved after [15]") == 1
+    assert "left with error" not in launch.err
 
 
 def test_a_second_signal_ends_a_script_that_ignores_the_first(ranks: Ranks, tmp_path: Path) -> None:

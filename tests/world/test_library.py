@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -92,6 +93,36 @@ def test_two_ranks_that_were_told_to_use_one_gpu_are_refused(start: Start, port:
     for rank in ranks:
         assert "DeviceMissing: rank 1 (" in rank.err and "wants cuda:1, which does not exist" in rank.err
         assert "train on the CPU" not in rank.err
+
+
+SAVES = """
+import signal, sys, time, ddp_manual
+
+def save(number, frame):
+    time.sleep(3)
+    print("saved", flush=True)
+    sys.exit(0)
+
+with ddp_manual.join(device="cpu") as world:
+    if world.rank == 0:
+        signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_signal_to_all_processes_of_scripts_leaves_one_the_time_to_save_though_another_has_ended(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVES)
+    ranks = [start(sys.executable, script, WORLD_SIZE="2", RANK=rank, MASTER_PORT=str(port)) for rank in "01"]
+    for rank in ranks:
+        rank.wait_for("ready")
+    for rank in reversed(ranks):
+        os.killpg(rank.process.pid, signal.SIGTERM)  # its agent has the signal too
+    assert [rank.wait(20) for rank in ranks] == [0, -signal.SIGTERM], ranks[0].err
+    assert ranks[0].out == "ready\nsaved\n"
 
 
 def test_with_nccl_the_tensors_of_the_cpu_go_over_gloo_and_are_counted_too(start: Start) -> None:
