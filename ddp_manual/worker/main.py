@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
 VERDICT_WITHIN = 4.0
 LEAVE_WITHIN = 70.0
+# Verdicts about ranks that all live: no collective breaks before the first agent has ended its rank because of them.
+ALL_LIVE = (errors.CollectiveMismatch.identifier, errors.PeerStalled.identifier)
 Options = Mapping[str, tuple[Any, str]]
 
 
@@ -220,8 +222,13 @@ class Rank:
             return error
         with suppress(TimeoutError, errors.DdpManualError):
             self.reporter.wait("verdict", VERDICT_WITHIN + more_seconds(self.spec.world_size))
-        self.reporter.send({"noticed": True})
         verdict = self.reporter.verdict
+        if verdict and not verdict["own"] and verdict["identifier"] in ALL_LIVE and is_broken_collective(error):
+            # The end of another rank has broken it, and the agent is about to end this one: which rank is ended first,
+            # and which one raises, would be luck.
+            self.reporter.unwinding = False  # nothing is being closed that the agent would wait for
+            time.sleep(VERDICT_WITHIN)
+        self.reporter.send({"noticed": True})
         if verdict is None or verdict["own"]:
             return error
         cause = errors.from_dict(verdict, verdict["exit_code"])

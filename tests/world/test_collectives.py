@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.catalogue import record
-from tests.clock import said
+from tests.clock import said, with_site
 from tests.conftest import REPOSITORY, RankProcess, Start
 
 HEALTHY_SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_HEALTHY_SECONDS", "1"))
@@ -75,8 +75,10 @@ ONE_EACH = "rank 2 called {} at script.py:{}, ranks 0 and 1 called {} at script.
 NAMED_WITHIN = 3.0
 
 
-def start_ranks(start: Start, port: int, script: Path, *arguments: object, ranks: int = 3) -> list[RankProcess]:
-    meeting = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+def start_ranks(
+    start: Start, port: int, script: Path, *arguments: object, ranks: int = 3, **env: str
+) -> list[RankProcess]:
+    meeting = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port), **env}
     return [start(sys.executable, script, *arguments, RANK=str(rank), **meeting) for rank in range(ranks)]
 
 
@@ -128,6 +130,18 @@ def test_ranks_that_call_a_collective_differently_are_named_with_what_each_calle
         codes=codes,
         row=21,
     )
+
+
+def test_a_rank_that_is_ended_later_than_the_others_says_the_same(start: Start, port: int, tmp_path: Path) -> None:
+    """The end of the others breaks its collective, which is not what the run ends of."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    late = "import os, ddp_manual.agent.worker_process as agent\nagent.GRACE += int(os.environ.get('RANK') == '1')"
+    ranks = start_ranks(start, port, script, "dtypes", **with_site(tmp_path / "late", late))
+    assert [rank.wait(60) for rank in ranks] == [14, 14, 14], ranks[1].err
+    for rank in ranks:
+        assert "error[collective-mismatch]: rank 2 called all_reduce float64[4]" in rank.err
+        assert "Traceback" not in rank.err, rank.err
 
 
 def test_a_mismatch_in_a_group_names_the_group(start: Start, port: int, tmp_path: Path) -> None:
