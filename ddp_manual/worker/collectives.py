@@ -88,6 +88,8 @@ _OPERATIONS = {
         )
     },
 }
+# torch 2.14 calls these by the same names, whether they are given a list of tensors or one tensor for all ranks.
+_OF_ONE_TENSOR = {_OPERATIONS[one]: _OPERATIONS[f"{one}_BASE"] for one in ("ALLGATHER", "REDUCE_SCATTER", "ALLTOALL")}
 
 
 class _Order:
@@ -175,9 +177,10 @@ class Recorder:
             operations = self._operations
 
             def before(args: Any) -> None:
-                operation = operations.get(args.name.value)
-                if operation is not None:
-                    record(operation, args.input_tensors, args.output_tensors, args.root, calling_frame())
+                if (operation := operations.get(args.name.value)) is not None:
+                    inputs, outputs = args.input_tensors, args.output_tensors
+                    single = _OF_ONE_TENSOR.get(operation) if len(inputs) == len(outputs) == 1 else None
+                    record(single or operation, inputs, outputs, args.root, calling_frame())
 
             group.register_pre_hook(_HOOK, hide_from_dynamo(before))
 
