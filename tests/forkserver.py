@@ -193,10 +193,15 @@ class ForksForALauncher:
     @staticmethod
     def _serve(control: socket.socket, parent: int, path: Sequence[str]) -> None:
         """Fork twice for each request, so that the second fork is an orphan; never returns."""
-        while message := control.recv(1 << 20):
+        while True:
+            message, files, _, _ = socket.recv_fds(control, 1 << 20, 2)
+            if not message:
+                os._exit(0)
             between = os.fork()
             if between:
                 os.waitpid(between, 0)
+                for file in files:
+                    os.close(file)
                 continue
             if os.fork():
                 os._exit(0)
@@ -204,8 +209,8 @@ class ForksForALauncher:
                 time.sleep(0.001)
             control.send(str(os.getpid()).encode())
             request = json.loads(message)
-            run_in_fork(path, request["words"], (), request["options"])
-        os._exit(0)
+            streams = dict(zip(request["streams"], files, strict=True))
+            run_in_fork(path, request["words"], (), {**request["options"], **streams})
 
     def take_over(self) -> None:
         """From now on have ``subprocess.Popen`` fork to start Python programs, unless it is given other options."""
@@ -215,14 +220,18 @@ class ForksForALauncher:
             def __init__(self, args: Sequence[str], **options: Any) -> None:
                 words, env = list(args), options.get("env") or dict(os.environ)
                 given = {name for name, value in options.items() if value is not None}
-                known = given <= {"env", "start_new_session"} and words[0] == sys.executable
+                streams = {name: options[name] for name in given & {"stdout", "stderr"}}
+                known = given - streams.keys() <= {"env", "start_new_session"} and words[0] == sys.executable
+                known = known and all(hasattr(stream, "fileno") for stream in streams.values())
                 if not known or not would_see(forks._started_with, env):
                     super().__init__(args, **options)
                     return
                 as_parent_of_a_fork(self, words)
                 options = {"env": dict(env), "start_new_session": options.get("start_new_session")}
+                request = {"words": words, "options": options, "streams": [*streams]}
                 with forks._turn:
-                    forks._control.send(json.dumps({"words": words, "options": options}).encode())
+                    files = [stream.fileno() for stream in streams.values()]
+                    socket.send_fds(forks._control, [json.dumps(request).encode()], files)
                     self.pid = int(forks._control.recv(16))
 
         subprocess.Popen = Popen  # type: ignore[misc]

@@ -112,9 +112,9 @@ class Starts:
     folder: Path
     hosts: Sequence[Host] = ()
 
-    def _start(self, *command: object, host: int = 0, fault: str = "") -> RankProcess:
+    def _start(self, *command: object, host: int = 0, fault: str = "", fresh: bool = FRESH) -> RankProcess:
         start = self.hosts[host].start if self.hosts else self.start
-        how = {"cwd": self.folder, "fresh": FRESH, "libraries": self.script.libraries}
+        how = {"cwd": self.folder, "fresh": fresh, "libraries": self.script.libraries}
         return start(sys.executable, "-m", *command, **how, **environment(fault))
 
     def _words(self, arguments: Sequence[str]) -> list[str]:
@@ -146,14 +146,13 @@ class Starts:
 
     def torchrun(self, *, arguments: Sequence[str]) -> list[str]:
         """Run two ranks of torchrun to a good end, and return what they have printed. Each writes to a file of its own:
-        in one pipe their lines mix."""
-        for attempt in range(3):  # a rank may be aborted at Python's end, where a thread of gloo is not done yet
-            logs = self.folder / "-".join(["logs", str(attempt), *arguments])
-            options = ["--standalone", "--nproc_per_node", 2, "--redirects", 1, "--log_dir", logs]
-            run = self._start(TORCHRUN, *options, *self._words(arguments))
-            if run.wait() == 0:
-                return cleaned(path.read_text() for path in logs.rglob("stdout.log"))
-        raise AssertionError(run.err)
+        in one pipe their lines mix. Their processes are always forks: a new Python without our wait at its end may be
+        aborted there, where a thread of gloo is not done yet."""
+        logs = self.folder / "-".join(["logs", *arguments])
+        options = ["--standalone", "--nproc_per_node", 2, "--redirects", 1, "--log_dir", logs]
+        run = self._start(TORCHRUN, *options, *self._words(arguments), fresh=False)
+        assert run.wait() == 0, run.err
+        return cleaned(path.read_text() for path in logs.rglob("stdout.log"))
 
 
 def printed(processes: Iterable[RankProcess]) -> list[str]:
@@ -187,7 +186,9 @@ def under_torchrun(starts: Starts, shared_folder: Path) -> list[str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = folder / "printed.txt"
         if not found.exists():
-            run = replace(starts, folder=folder, hosts=()).torchrun
+            own = starts.folder.with_name("torchrun")  # not one in which another test's run may have left checkpoints
+            own.mkdir()
+            run = replace(starts, folder=own, hosts=()).torchrun
             lines = [line for arguments in starts.script.runs for line in run(arguments=arguments)]
             assert lines, f"{name} prints nothing under torchrun"
             found.write_text("\n".join(lines), encoding="utf-8")
