@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +38,7 @@ from ddp_manual.messages import RankInfo, RunInfo, Steps
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import Waiting
 from ddp_manual.world_spec import WorldSpec
+from tests.conftest import REPOSITORY, free_port
 from tests.runs import run_info
 
 
@@ -436,3 +439,16 @@ def test_the_interface_on_the_way_to_loopback_is_loopback() -> None:
     own, interface = route_to("127.0.0.1")
     assert own == "127.0.0.1"
     assert interface in ("lo", "lo0")
+
+
+def test_no_two_tests_are_given_the_same_port() -> None:
+    """Of one process or of two, also while nobody listens there yet."""
+    given = free_port()
+    draw_it_again = (
+        "import random; from tests.conftest import free_port; "
+        f"drawn = iter([{given}, {given}, *range(20_000, 30_000)]); "
+        "random.SystemRandom.randrange = lambda *bounds: next(drawn); print(free_port(), free_port())"
+    )
+    command = [sys.executable, "-c", draw_it_again]
+    others = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
+    assert len({str(given), *others}) == 3

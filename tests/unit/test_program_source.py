@@ -169,9 +169,9 @@ def test_of_an_installed_module_its_file_and_its_package_count(tmp_path: Path, m
 )
 def test_imports_whose_parentheses_are_not_closed_are_read_in_no_time(tmp_path: Path, text: str) -> None:
     write(tmp_path, {"train.py": f"{text}\nimport one\n", "one.py": ""})
-    started = time.monotonic()
+    started = time.process_time()  # the machine has other work too
     assert files_of(tmp_path / "train.py") == ["one.py", "train.py"]
-    assert time.monotonic() - started < 3
+    assert time.process_time() - started < 3
 
 
 def test_many_files_are_combined_by_folder_and_still_fit_into_a_hello(tmp_path: Path) -> None:
