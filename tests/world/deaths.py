@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from ddp_manual.tools import status
+from ddp_manual.world_spec import WorldSpec
 from tests.conftest import LONGER, RankProcess, Start
 from tests.faulty import faulty
 from tests.memory import MemoryGroup
@@ -79,6 +81,14 @@ def start_three(
 def until_trained(three: Three, step: int = 100) -> None:
     """Wait until rank 0 has logged a step."""
     three.ranks[0].wait_for(f"[rank 0] step {step}/")
+
+
+def until_heard(three: Three) -> None:
+    """Wait until rank 0 has logged a step and, which may come later, has heard of a step of each rank."""
+    until_trained(three)
+    words = three.ranks[0].arguments
+    spec = WorldSpec(world_size=3, rank=0, master_port=int(words[words.index("--master_port") + 1]))
+    wait_until(lambda: all(line["step"] for line in status.watch(spec, lambda seen: None, again=False)["progress"]))
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:

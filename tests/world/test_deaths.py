@@ -36,7 +36,7 @@ from tests.world.deaths import (
     gone_at,
     left_behind,
     start_three,
-    until_trained,
+    until_heard,
     wait_until,
 )
 from tests.world.test_rendezvous import last_error
@@ -78,7 +78,7 @@ def test_a_rank_whose_worker_is_killed_is_named_by_all_ranks(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
 ) -> None:
     three = start_three(start, rank_command, victim)
-    until_trained(three)
+    until_heard(three)
     since = time.monotonic()
     three.signal_worker(signal.SIGKILL)
     found, seconds = faults_found(
@@ -102,7 +102,7 @@ def test_a_rank_whose_agent_is_killed_is_named_by_all_others_and_its_worker_goes
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
 ) -> None:
     three = start_three(start, rank_command, victim)
-    until_trained(three)
+    until_heard(three)
     worker = three.process.worker
     since = time.monotonic()
     three.process.process.send_signal(signal.SIGKILL)
@@ -124,7 +124,7 @@ def test_a_rank_that_freezes_is_named_by_all_others_and_leaves_when_it_thaws(
 ) -> None:
     """Agent and worker both, as Ctrl-Z and a frozen host do it."""
     three = start_three(start, rank_command, victim)
-    until_trained(three)
+    until_heard(three)
     since = time.monotonic()
     os.killpg(three.process.process.pid, signal.SIGSTOP)
     found, seconds = faults_found(
@@ -144,7 +144,7 @@ def test_a_worker_that_is_stopped_is_named_at_once_and_lost_if_it_is_not_continu
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
 ) -> None:
     three = start_three(start, rank_command, victim)
-    until_trained(three)
+    until_heard(three)
     line = f"{three.name} is stopped: SIGSTOP; on {HOST}, kill -CONT {three.process.worker} lets it go on\n"
     since = time.monotonic()
     three.signal_worker(signal.SIGSTOP)
