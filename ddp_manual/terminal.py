@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from ddp_manual import launchers
+from ddp_manual import launchers, unread
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.run_folder import RunPaths
 
@@ -90,7 +90,8 @@ def print_error(error: DdpManualError) -> None:
     """Print the error that ends this process, in place of a progress bar; the exit code also says it, in case the
     terminal is gone."""
     show_cursor = "\x1b[?25h" if _clear_line() else ""  # an interrupted progress bar leaves it hidden
-    say(_clear_line() + show_cursor + in_colour(error.render(), sys.stderr))
+    with unread.never_block():
+        say(_clear_line() + show_cursor + in_colour(error.render(), sys.stderr))
 
 
 def _clear_line() -> str:
@@ -144,8 +145,8 @@ class RankOutput:
     """Writes the output of one rank to the terminal, with the rank in front, and unchanged to its log.
 
     Args:
-        writer: the thread that writes. A reader of the terminal may stop reading, as with Ctrl-S, and the event loop,
-            which sends heartbeats, must not wait for it.
+        writer: the thread that writes. It waits for a slow reader of the terminal, as the event loop, which sends
+            heartbeats, must not; it does not wait for a reader who has stopped, since the log goes on.
     """
 
     def __init__(self, log: BinaryIO, rank: int, writer: Executor) -> None:
@@ -170,10 +171,8 @@ class RankOutput:
         with suppress(OSError, ValueError):
             self._log.write(text)
             self._log.flush()
-        with suppress(OSError, ValueError):
-            for line in text.decode(errors="replace").splitlines(keepends=True):
-                sink.write(f"{shown} {in_colour(line.removeprefix(self._tag + ' '), sink)}")
-            sink.flush()
+        lines = text.decode(errors="replace").splitlines(keepends=True)
+        unread.write("".join(f"{shown} {in_colour(line.removeprefix(self._tag + ' '), sink)}" for line in lines), sink)
 
 
 class ProgressLines:

@@ -13,7 +13,7 @@ import signal
 import socket
 from typing import Any
 
-from ddp_manual import signals, terminal
+from ddp_manual import signals, terminal, unread
 from ddp_manual.agent.join import Task
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import ScriptWorker
@@ -22,6 +22,7 @@ from ddp_manual.wire import LineReader
 from ddp_manual.world_spec import WorldSpec
 
 
+@unread.never_block()
 def main(channel: int, faults: int) -> None:
     """Serve the script at the other end of ``channel`` until it has left, or was told why the run ends."""
     for number in (*signals.handled(), signals.SAVE):  # the script alone handles signals

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ddp_manual
+from ddp_manual import unread
 from ddp_manual.agent import local
 from ddp_manual.agent.hosted import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
 from ddp_manual.errors import BadOption, from_dict, signal_name
@@ -278,7 +279,7 @@ class Session:
         if text and self.ready:  # what is said before is a greeting, or why the host is not ready
             shown = "".join(f"[{self.host.name}] {line}\n" for line in text)
             self._showing += 1
-            await asyncio.wrap_future(self._writer.submit(_write, shown, sink))
+            await asyncio.wrap_future(self._writer.submit(unread.write, shown, sink))
             self._showing -= 1
 
     async def _end(self) -> None:
@@ -319,9 +320,3 @@ class Session:
         if not done:
             self.kill()
             await self._ending
-
-
-def _write(text: str, sink: TextIO) -> None:
-    with suppress(OSError, ValueError):
-        sink.write(text)
-        sink.flush()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, host_list, launchers, terminal
+from ddp_manual import errors, host_list, launchers, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
     check_has_no_script,
@@ -171,11 +171,14 @@ def launch(
         if dry_run:
             print_result(launched.dry_run())
             return 0
-        return launched.run()
+        with unread.never_block():
+            return launched.run()
     on = local.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
-    if isinstance(task, Program):
-        return local.launch_program(task, on, spec, typed[1:], run_dir=run_dir, max_restarts=max_restarts, **of_task)
-    return local.launch_ranks(on, spec, task, program, run_dir, max_restarts)
+    of_task = {"run_dir": run_dir, "max_restarts": max_restarts, **of_task}
+    with unread.never_block():
+        if isinstance(task, Program):
+            return local.launch_program(task, on, spec, typed[1:], **of_task)
+        return local.launch_ranks(on, spec, task, program, **of_task)
 
 
 def _check_hosts_options(flags: dict[str, Any]) -> None:

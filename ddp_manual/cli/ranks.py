@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, terminal
+from ddp_manual import errors, terminal, unread
 from ddp_manual.cli.options import (
     PROGRAM_OPTIONS,
     GroupedCommand,
@@ -48,7 +48,8 @@ def train(config_file: str | None, **flags: Any) -> int:
 
     from ddp_manual.agent import tasks
 
-    ended = tasks.train_by_hand(spec, config)
+    with unread.never_block():
+        ended = tasks.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
         try:
             print_result(terminal.result_text(ended.result))
@@ -81,7 +82,8 @@ def run_program(
 
     from ddp_manual.agent import tasks
 
-    return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
+    with unread.never_block():
+        return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
 
 
 @click.command(cls=GroupedCommand)
@@ -95,6 +97,7 @@ def check(as_json: bool, **flags: Any) -> int:
     """
     from ddp_manual.tools import check
 
-    report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
+    with unread.never_block():
+        report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
     print_result(json.dumps(report) if as_json else check.text(report))
     return FOUND_A_PROBLEM if report["findings"] else 0

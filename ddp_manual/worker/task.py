@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_manual import signals, terminal
+from ddp_manual import signals, terminal, unread
 from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import Steps, first_command_and
@@ -40,6 +40,7 @@ ROUND_TRIPS = 10
 import_dynamo()
 
 
+@unread.never_block()
 def main(channel: int, held: int) -> None:
     """Live as a rank; never return, since the agent ends the process without a teardown that could hang.
 

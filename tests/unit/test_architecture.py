@@ -38,6 +38,7 @@ BOTTOM_ROW = (
     "run_folder",
     "options",
     "world_spec",
+    "unread",
     "terminal",
 )
 BOTTOM = set(BOTTOM_ROW)

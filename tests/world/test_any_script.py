@@ -267,6 +267,28 @@ def test_a_signal_reaches_the_script_and_ends_the_run_in_seconds(
     assert "left with error[stopped]" in processes[0].err
 
 
+def test_a_script_that_nobody_reads_is_stuck_in_its_print_and_is_not_lost(ranks: Ranks, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "prints.py",
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            reading, writing = os.pipe()
+            for stream in (1, 2):
+                os.dup2(writing, stream)
+            print("x" * 1_000_000)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    processes = ranks(script, options=("--stall_timeout", 2, "--peer_timeout", 2))
+    assert [process.wait(30) for process in processes] == [14, 14], processes[0].err
+    for process in processes:
+        assert "error[peer-stalled]: rank 1 (" in process.err
+        assert "running, on prints.py:8 in <module>" in process.err
+
+
 def test_a_script_that_handles_a_signal_ends_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
     processes = ranks(write(tmp_path, "handles.py", HANDLES), "handles")
     for process in processes:

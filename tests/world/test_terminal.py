@@ -24,6 +24,8 @@ from tests.conftest import LONGER, REPOSITORY, SHORT, Start, clean_environment
 
 BAR = re.compile(r"^[━╸╺]{10} +\d+/\d+ \d:\d\d:\d\d epoch 1/\d+ loss \d.\d{4} accuracy ")
 PROMPT = "$ "
+# More than a pipe and a process of ours keep.
+LINES_UNREAD = 50_000
 
 
 class Terminal:
@@ -189,3 +191,39 @@ def test_a_rank_that_is_stopped_while_others_wait_is_told_to_start_again_without
     said = "error[stopped]: stopped by SIGTERM\n  next: start this rank again: the others wait for it\n"
     assert ranks[1].err.endswith(said)
     assert ranks[0].process.poll() is None
+
+
+def test_a_terminal_that_is_not_read_neither_ends_the_run_nor_its_own_rank(
+    at_terminal: Type, start: Start, port: int
+) -> None:
+    words = ["-m", "ddp_manual", "run", "--no_python", "--world_size", 2, "--master_port", port, "--peer_timeout", 2]
+    first, second = ([*map(str, words), "--rank", str(rank), "sleep", "6"] for rank in range(2))
+    terminal = at_terminal(f"python {shlex.join(second)}")
+    terminal.wait_for(lambda lines: any("1 of 2 here" in line or "is rank 0 started?" in line for line in lines))
+    terminal.type("\x13")
+    other = start(sys.executable, *first)
+    assert other.wait() == 0, other.err
+    terminal.type("\x11")
+    assert "error[" not in "".join(terminal.wait())
+
+
+def test_launch_goes_on_while_nobody_reads_its_terminal_and_so_do_its_logs(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --no_python --run_dir {tmp_path / 'run'}"
+    process = subprocess.Popen(
+        [*command.split(), "sh", "-c", f"yes {'words ' * 20} | head -n {LINES_UNREAD}"],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        stdout=writing,
+        stderr=writing,
+        start_new_session=True,
+    )
+    os.close(writing)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        os.close(reading)
+    logs = sorted((tmp_path / "run").glob("log-rank*.txt"))
+    assert [log.read_bytes().count(b"words\n") for log in logs] == [LINES_UNREAD] * 2
