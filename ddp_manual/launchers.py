@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddp_manual import identity, mpirun, signals
+from ddp_manual import identity, mpirun, orphans, signals
 from ddp_manual.errors import BadOption
 
 if TYPE_CHECKING:
@@ -551,7 +551,9 @@ def start_python(
     """
     command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
     with signals.block_in_children():
-        return subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)
+        process = subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)
+    orphans.is_own(process)
+    return process
 
 
 def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:

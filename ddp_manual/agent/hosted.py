@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 import ddp_manual
-from ddp_manual import launchers, signals
+from ddp_manual import launchers, orphans, signals
 from ddp_manual.agent import local
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.agent.worker_process import SAVE_WITHIN
@@ -58,6 +58,7 @@ def serve() -> int:
         code = os.waitstatus_to_exitcode(ended[1])
         return code if code >= 0 else 128 - code
     signals.die_with_parent(own)
+    orphans.adopt()
     with ThreadPoolExecutor(1, "ddp_manual output") as writer:
         asyncio.run(_Served(writer).run())
     return 0

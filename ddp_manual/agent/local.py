@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, signals, terminal
+from ddp_manual import launchers, orphans, signals, terminal
 from ddp_manual.agent import tasks
 from ddp_manual.agent.launched_worker import Forker, ProcessStarter
 from ddp_manual.agent.main import Agent
@@ -365,6 +365,7 @@ class Launch:
 
             try:
                 await asyncio.gather(*map(live, self.agents))
+                await orphans.Children().end()  # those in sessions of their own may be any rank's
             finally:  # before the logs are closed
                 await asyncio.wrap_future(writer.submit(lambda: None))
         self.has_trained |= any(agent.has_trained for agent in self.agents)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import run_folder, signals
+from ddp_manual import orphans, run_folder, signals
 from ddp_manual.agent import ending, verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
@@ -598,6 +598,7 @@ class Agent:
     def _tick(self) -> None:
         if not self._ending.has_come:
             asyncio.get_running_loop().call_later(TICK, self._tick)
+            orphans.reap()
             self._ending.guarded(self._look_around)(time.monotonic())
 
     def _look_around(self, now: float) -> None:
@@ -647,6 +648,8 @@ class Agent:
         if keeps_store:
             await self._let_others_read()
         await self.worker.end(error, own=own)
+        if error is None and (left := self.worker.children.ended):
+            self.log(f"ended what was left running: {', '.join(left)}")
         if not keeps_store:
             await self._let_others_read()
         if error is not None and self.spec.rank == 0 and leaves_no_folder:

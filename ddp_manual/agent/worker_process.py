@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import signals
+from ddp_manual import orphans, signals
 from ddp_manual.agent.collectives import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.stacks import readable_stack
@@ -91,6 +91,7 @@ class Worker:
         """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
         self._channel, self._faults, self._process = channel, faults, process
         self._connection: Connection | None = None
+        self.children = orphans.Children()
         self._fault_text = ""
         self._saving = False
         self._spoke_at = time.monotonic()
@@ -252,15 +253,23 @@ class Worker:
         """
         if self.said and error is not None and not self.ended:
             await self._let_it_save()
-        self.signal(signal.SIGKILL)
+        await self._kill(self.signal)
+        self.close()
+
+    async def _kill(self, send: Callable[[int], None]) -> None:
+        """Kill it by ``send``, and end what it has started."""
+        self.children.look(self.pid)
+        send(signal.SIGKILL)
         # A process that waits in the kernel for a device or a file system ends only when that replies.
         await wait_until(lambda: self.ended, KILLED_WITHIN)
-        await self.read_output()
-        self.close()
+        await self.children.end(self.pid if self.copies else None)
+        # What it has written last, in a pipe that a process which it has started may keep open.
+        await wait_until(lambda: all(copy.done() for copy in self.copies), LAST_LINES_WITHIN)
 
     async def _end_program(self, grace: float) -> None:
         """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
         it is stopped. One that a signal has asked to end gets no second one."""
+        self.children.look(self.pid)
         if "notes" in self.said and not self.stopped_by():
             if "failed" in self.said:  # what it has registered with atexit takes its time
                 await self._hear(within=WAY_OUT)
@@ -277,14 +286,7 @@ class Worker:
                 blocked_at = blocked_at if self.beat.inside else time.monotonic()
                 if time.monotonic() - blocked_at > KILL_AFTER:
                     break
-        self.signal_all(signal.SIGKILL)
-        await wait_until(lambda: self.ended, KILLED_WITHIN)
-        await self.read_output()
-
-    async def read_output(self) -> None:
-        """Copy what the worker has written last, which a process that it has started may keep open."""
-        if self.copies:
-            await asyncio.wait(self.copies, timeout=LAST_LINES_WITHIN)
+        await self._kill(self.signal_all)
 
     async def _let_it_save(self) -> None:
         """Ask whether the worker is writing a checkpoint, and wait until it is written."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, host_list, launchers, terminal, unread
+from ddp_manual import errors, host_list, launchers, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
     check_has_no_script,
@@ -175,6 +175,7 @@ def launch(
             return launched.run()
     on = local.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
     of_task = {"run_dir": run_dir, "max_restarts": max_restarts, **of_task}
+    orphans.adopt()
     with unread.never_block():
         if isinstance(task, Program):
             return local.launch_program(task, on, spec, typed[1:], **of_task)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, terminal, unread
+from ddp_manual import errors, orphans, terminal, unread
 from ddp_manual.cli.options import (
     PROGRAM_OPTIONS,
     GroupedCommand,
@@ -48,6 +48,7 @@ def train(config_file: str | None, **flags: Any) -> int:
 
     from ddp_manual.agent import tasks
 
+    orphans.adopt()
     with unread.never_block():
         ended = tasks.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
@@ -82,6 +83,7 @@ def run_program(
 
     from ddp_manual.agent import tasks
 
+    orphans.adopt()
     with unread.never_block():
         return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
 

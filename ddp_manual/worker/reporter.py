@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_manual import terminal
+from ddp_manual import orphans, terminal
 from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.messages import Beat, Progress
 from ddp_manual.signals import SAVE, Requests
@@ -363,4 +363,5 @@ def flush_briefly() -> None:
 def end_process(status: int) -> None:
     """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
     flush_briefly()
+    orphans.end_daemons()
     os._exit(status)

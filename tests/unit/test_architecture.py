@@ -23,6 +23,7 @@ BOTTOM_ROW = (
     "errors",
     "host_list",
     "signals",
+    "orphans",
     "wire",
     "memory_cgroup",
     "on_loss",

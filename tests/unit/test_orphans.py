@@ -1,0 +1,154 @@
+"""What is left of workers is ended by the process that adopts it: real processes, each test in a Python of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to an ancestor")
+
+# A worker is a shell in a session of its own, which says the pids of what it has started.
+STARTS = """
+import asyncio, os, subprocess, sys, time
+from ddp_manual import orphans
+
+started = []
+
+def wait_until(holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+def worker(command):
+    script = command + "; echo ready; exec sleep 100"
+    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    orphans.is_own(process)
+    lines = iter(process.stdout.readline, "ready\\n")
+    pids = [int(line) for line in lines]
+    started.extend([process.pid, *pids])
+    return process, pids
+
+def state(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+def gone(pids):
+    return not any(map(state, pids))
+
+def live(pids):
+    return all(state(pid) not in ("", "Z") for pid in pids)
+
+try:
+    exec(sys.stdin.read())
+finally:
+    for pid in started:
+        if live([pid]):
+            os.kill(pid, 9)
+print("passed")
+"""
+
+
+def runs(program: str) -> None:
+    words = [sys.executable, "-c", STARTS]
+    given = textwrap.dedent(program)
+    done = subprocess.run(words, cwd=REPOSITORY, input=given, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.endswith("passed\n"), done.stderr
+
+
+def test_all_that_a_worker_has_started_ends_with_it_in_whatever_session_it_is() -> None:
+    runs(
+        """
+        orphans.adopt()
+        plain, of_its_own = "sleep 100 & echo $!", "setsid sleep 100 & echo $!"
+        daemon = "(setsid sh -c 'echo $$; exec sleep 100' & )"
+        stubborn = "sh -c 'trap \\"\\" TERM; echo $$; while true; do sleep 1; done' &"
+        process, pids = worker("; ".join([plain, of_its_own, daemon]) + "; " + stubborn + " sleep 0.2")
+        wait_until(lambda: len(pids) == 4)
+        process.kill(), process.wait()
+        children = orphans.Children()
+        asyncio.run(children.end())
+        assert gone(pids), [state(pid) for pid in pids]
+        names = sorted(text.partition(" (pid")[0] for text in children.ended)
+        assert set(names) == {"sh", "sleep"} and len(names) >= 4, names
+        """
+    )
+
+
+def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes_on() -> None:
+    runs(
+        """
+        before = subprocess.Popen(["sleep", "100"])
+        started.append(before.pid)
+        orphans.adopt()
+        command = "sleep 100 & echo $!; setsid sleep 100 & echo $!"
+        (one, its), (other, others) = worker(command), worker(command)
+        orphan = "(sleep 100 & echo $!)"
+        third, left = worker(orphan)
+        children = orphans.Children()
+        children.look(one.pid)
+        one.kill(), one.wait()
+        asyncio.run(children.end(one.pid))
+        assert gone(its)
+        assert live([before.pid, other.pid, third.pid, *others, *left])
+        for process in (other, third):
+            process.kill(), process.wait()
+        asyncio.run(orphans.Children().end())
+        assert gone([*others, *left]) and live([before.pid])
+        """
+    )
+
+
+def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -> None:
+    runs(
+        """
+        orphans.adopt()
+        process, (orphan,) = worker("(sh -c 'echo $$; exec sleep 100' & sleep 0.2)")
+        child = subprocess.Popen(["sh", "-c", "exit 7"])
+        orphans.is_own(child)
+        wait_until(lambda: state(child.pid) == "Z")
+        os.kill(orphan, 9)
+        wait_until(lambda: state(orphan) == "Z")
+        orphans.reap()
+        assert child.wait() == 7
+        orphans.reap()
+        assert gone([orphan]) and process.poll() is None
+        """
+    )
+
+
+def test_a_process_that_adopts_nothing_ends_nothing() -> None:
+    runs(
+        """
+        process, pids = worker("sleep 100 & echo $!")
+        children = orphans.Children()
+        children.look(process.pid)
+        process.kill(), process.wait()
+        asyncio.run(children.end())
+        assert children.ended == [] and live(pids)
+        """
+    )
+
+
+def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_would() -> None:
+    runs(
+        """
+        import multiprocessing
+        fork = multiprocessing.get_context("fork")
+        processes = [fork.Process(target=time.sleep, args=(100,), daemon=daemon) for daemon in (True, False)]
+        for process in processes:
+            process.start()
+            started.append(process.pid)
+        orphans.end_daemons()
+        processes[0].join(10)
+        assert [process.exitcode for process in processes] == [-15, None]
+        """
+    )
