@@ -75,6 +75,8 @@ class Children:
 
     def __init__(self) -> None:
         self._known: set[Process] = set()
+        self._all_before = 0.0
+        """In clock ticks: all orphans that were born before are ended, since all workers of their time are."""
         self.ended: list[str] = []
         """What was ended, since it had not ended with the worker, such as ``tensorboard (pid 17)``."""
 
@@ -82,6 +84,12 @@ class Children:
         """Remember what the worker has started, before it ends."""
         if _adopts:
             self._known.update(seen.process for seen in _below(_look(), {worker}))
+
+    def look_at_all(self, worker: int) -> None:
+        """Do so where all workers of this process end, or are replaced: one that was killed had no time for a look."""
+        self.look(worker)
+        if _adopts:
+            self._all_before = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
 
     async def end(self, session: int | None = None) -> None:
         """End what is left of a worker that has ended: at first it has the time to end by itself, then a SIGTERM.
@@ -94,7 +102,7 @@ class Children:
         ended: dict[Process, str] = {}
         for number, within in STEPS if _adopts else ():
             deadline, signalled = time.monotonic() + within, set[Process]()
-            while left := _orphans(lambda seen: session in (None, seen.session) or seen.process in self._known):
+            while left := _orphans(lambda seen: session in (None, seen.session) or self._has(seen.process)):
                 for seen in left:
                     self._known.add(seen.process)
                     if seen.process not in signalled:
@@ -108,6 +116,9 @@ class Children:
                 await asyncio.sleep(LOOK_EVERY)
                 reap()
         self.ended += ended.values()
+
+    def _has(self, process: Process) -> bool:
+        return process in self._known or process.born < self._all_before
 
 
 def end_daemons() -> None:

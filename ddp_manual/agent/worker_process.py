@@ -269,7 +269,7 @@ class Worker:
     async def _end_program(self, grace: float) -> None:
         """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
         it is stopped. One that a signal has asked to end gets no second one."""
-        self.children.look(self.pid)
+        self.children.look_at_all(self.pid)
         if "notes" in self.said and not self.stopped_by():
             if "failed" in self.said:  # what it has registered with atexit takes its time
                 await self._hear(within=WAY_OUT)

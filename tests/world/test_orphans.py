@@ -23,6 +23,22 @@ setsid sh -c 'echo $$ > "$0"/$$; exec sleep 100' $FOLDER &
 (setsid sh -c 'echo $$ > "$0"/$$; exec sleep 100' $FOLDER &)
 while [ $(ls $FOLDER | wc -l) -lt $ALL ]; do sleep 0.05; done
 """
+# The first of two generations leaves four processes and loses rank 1, the second waits until they have ended.
+REPLACED = """
+if [ -f $FOLDER.$RANK ]; then
+  for attempt in $(seq 200); do
+    for pid in $(ls $FOLDER); do [ -e /proc/$pid ] && sleep 0.1 && continue 2; done
+    exit 0
+  done
+  exit 4
+fi
+touch $FOLDER.$RANK
+sh -c 'echo $$ > "$0"/$$; exec sleep 100' $FOLDER &
+setsid sh -c 'echo $$ > "$0"/$$; exec sleep 100' $FOLDER &
+while [ $(ls $FOLDER | wc -l) -lt 4 ]; do sleep 0.05; done
+[ $RANK = 1 ] && kill -9 $$
+sleep 100
+"""
 DATA_LOADER = """
 import os, pathlib, sys, time, multiprocessing
 
@@ -92,3 +108,12 @@ def test_processes_of_a_script_that_hang_in_sessions_of_their_own_end_with_it(
     rank.process.send_signal(signal.SIGTERM)
     assert rank.wait(30) == 143, rank.err
     assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_what_a_worker_has_left_ends_before_the_worker_that_replaces_it_works(
+    start: Start, left: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--on_loss", "wait", "--no_python"]
+    ranks = start(*words, "sh", "-c", REPLACED, FOLDER=str(tmp_path / "left"))
+    left(4)
+    assert ranks.wait(60) == 0, ranks.err
