@@ -25,7 +25,7 @@ LOOK_EVERY = 0.02
 _started: list[subprocess.Popen[Any]] = []
 """What this process has started itself."""
 _others: set[int] = set()
-"""The children that it had before it began to adopt orphans."""
+"""The children that it had before it began to adopt orphans, or that it has forked for itself."""
 _adopts: list[bool] = []
 
 
@@ -51,6 +51,11 @@ def adopt() -> None:
         _others.update(seen.process.pid for seen in _look() if seen.parent == os.getpid())
         signals.adopt_orphans()
         _adopts.append(True)
+
+
+def spare(pid: int) -> None:
+    """Note a child that ends by an order of its own, and is no orphan."""
+    _others.add(pid)
 
 
 def is_own(process: subprocess.Popen[Any]) -> None:

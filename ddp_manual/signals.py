@@ -207,30 +207,31 @@ class Witness:
 
     def __init__(self, *, own_session: bool) -> None:
         self._answers: dict[int, tuple[float, bool]] = {}
-        self._pid, parent = 0, os.getpid()
+        self.pid, parent = 0, os.getpid()
+        """Its pid; 0 where there is none."""
         if sys.platform == "linux":
             with block_in_children():
-                self._pid = os.fork()
-                if not self._pid:
+                self.pid = os.fork()
+                if not self.pid:
                     _collect_signals(parent, own_session=own_session)
 
     def has_got(self, number: int) -> bool:
         """Return whether this signal has come there too; all who ask about it at the same moment get one answer."""
         now = time.monotonic()
-        if not self._pid:
+        if not self.pid:
             return number == signal.SIGINT and _terminal_tells_children()
         if number not in self._answers or now - self._answers[number][0] > ONCE_WITHIN:
             self._answers[number] = now, False
             with suppress(OSError):  # somebody has killed it
-                self._answers[number] = now, number in _signals_of(self._pid, "ShdPnd")
-                os.kill(self._pid, STACKS)  # it forgets what has come
+                self._answers[number] = now, number in _signals_of(self.pid, "ShdPnd")
+                os.kill(self.pid, STACKS)  # it forgets what has come
         return self._answers[number][1]
 
     def close(self) -> None:
-        if self._pid:
+        if self.pid:
             with suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
 
 def _collect_signals(parent: int, *, own_session: bool) -> NoReturn:

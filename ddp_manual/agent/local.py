@@ -317,8 +317,11 @@ class Launch:
         nproc = self.hosts.nproc
         imports = forkable_imports(self.program) if self.forks and self.program is not None else []
         starter = Forker(nproc, self.program, imports) if self.forks else ProcessStarter(nproc, self.program)
-        witness = closing(signals.Witness(own_session=True)) if self.program is not None else nullcontext()
-        with closing(starter), witness as self.witness:
+        with ExitStack() as stack:
+            stack.enter_context(closing(starter))
+            if self.program is not None:
+                self.witness = stack.enter_context(closing(signals.Witness(own_session=True)))
+                orphans.spare(self.witness.pid)
             yield starter
 
     def _may_start_again(self, error: DdpManualError) -> bool:

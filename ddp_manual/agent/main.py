@@ -125,6 +125,7 @@ class Agent:
                 self.worker = self._start_worker(self.held)
                 if self.task.launched is None and self.task.program is not None:
                     self.witness = signals.Witness(own_session=False)
+                    orphans.spare(self.witness.pid)
             except Exception as error:
                 self._ending.fail(error)
                 ended = await self._ending.wait()

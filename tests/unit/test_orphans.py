@@ -152,3 +152,21 @@ def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_woul
         assert [process.exitcode for process in processes] == [-15, None]
         """
     )
+
+
+def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
+    runs(
+        """
+        from ddp_manual import signals
+        orphans.adopt()
+        witness = signals.Witness(own_session=False)
+        orphans.spare(witness.pid)
+        process, pids = worker("setsid sleep 100 & echo $!")
+        process.kill()
+        process.wait()
+        asyncio.run(orphans.Children().end())
+        wait_until(lambda: gone(pids))
+        assert live([witness.pid])
+        witness.close()
+        """
+    )
