@@ -1,0 +1,157 @@
+"""What must hold at the end of a simulated run, by the numbers of the design's list, and how well faults are named."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.simulation.plan import FOR_EVER, RECOVERABLE, Fault
+from tests.simulation.run import Rank, Run
+from tests.simulation.worker import LEFT
+
+# Faults for which a rank has nothing to answer: the run goes on.
+HARMLESS = ("type twice", "wrong world size", "garbage", "mute stranger", "shrink")
+# Seconds of a pause that is no fault: less than peer_timeout, and than probes of rank 0's address and of hosts wait.
+SHORT = {"stop": 9.0, "freeze agent": 2.5, "freeze host": 2.5, "cut": 2.5, "cut one way": 2.5}
+
+
+def is_fault(fault: Fault) -> bool:
+    if fault.kind in HARMLESS:
+        return fault.rank == 0 and fault.kind == "wrong world size"  # it may be the first rank 0
+    return fault.seconds >= SHORT.get(fault.kind, 0.0)
+
+
+def affected(run: Run, fault: Fault) -> set[int]:
+    """Return the ranks that a verdict about this fault may name."""
+    hosts = {run.plan.hosts[fault.rank]}
+    if fault.kind in ("cut", "cut one way"):
+        hosts.add(run.plan.hosts[fault.other])
+    elif "host" not in fault.kind and not run.plan.launched:  # a launch ends as a whole
+        return {fault.rank}
+    return {rank for rank, host in enumerate(run.plan.hosts) if host in hosts}
+
+
+def check(run: Run) -> None:
+    """Add to ``run.broken`` what does not hold at its end."""
+    breaks = run.break_invariant
+    for error in run.loop.errors:
+        breaks(19, f"an event raised {type(error).__name__}: {error}")
+    faults = [fault for _, fault in run.struck if is_fault(fault)]
+    for rank in run.ranks:
+        stopped = rank.process.frozen or not rank.host.up
+        if rank.runs and not stopped:
+            breaks(1, f"{rank.who}, typed at {rank.typed:.2f} s, never ends")
+        if rank.ended is None:
+            continue
+        errors = len(rank.errors)
+        if errors != (rank.exit_code != 0):
+            breaks(16, f"{rank.who} ends with {rank.exit_code} and {errors} errors")
+        if rank.held is not None and rank.held.closed != 1:
+            breaks(15, f"the memory of {rank.who} is closed {rank.held.closed} times")
+        for worker in rank.workers:
+            if not worker.closed:
+                breaks(15, f"a worker of {rank.who} is never closed")
+        work_is_done = rank.program is not None and rank.program.phase == LEFT
+        if rank.exit_code == 0 and not work_is_done:
+            breaks(12, f"{rank.who} ends with 0, and its work is not done")
+    plan = run.plan
+    recoverable = (
+        plan.on_loss == "wait"
+        and plan.shrink_after is None
+        and plan.types_again >= 3
+        and not plan.launched
+        and len(run.struck) <= 3
+    )
+    recoverable = recoverable and run.began is not None
+    first_finished = min((at for at in run.finished.values()), default=run.loop.now)
+    if recoverable and all(
+        fault.kind in RECOVERABLE
+        and (run.began or 0) < at
+        and at + (0 if fault.seconds == FOR_EVER else fault.seconds) < first_finished
+        for at, fault in run.struck
+    ):
+        done = {rank.number for rank in run.ranks if rank.exit_code == 0}
+        if len(done) < plan.ranks and not any(rank.process.frozen and rank.runs for rank in run.ranks):
+            breaks(20, f"a run that keeps its seats does not end: only ranks {sorted(done)} are done")
+    if not faults and len(plan.times) == plan.ranks:
+        for rank in run.ranks:
+            if rank.belongs and rank.exit_code not in (0, 13 if _was_typed_twice(run, rank) else 0):
+                breaks(17, f"{rank.who} ends with {rank.exit_code} in a run without a fault")
+    if len(faults) == 1:
+        for rank in verdicts(run, faults[0]):
+            if not names(run, rank, faults[0]):
+                breaks(2, f"{rank.who} does not name the fault: {rank.errors[0].what}")
+    blamed_falsely(run, faults)
+
+
+def _was_typed_twice(run: Run, rank: Rank) -> bool:
+    """Return whether a second process of this rank was typed, which may have come to rank 0 first."""
+    return any(fault.kind == "type twice" and fault.rank == rank.number for _, fault in run.struck)
+
+
+def verdicts(run: Run, fault: Fault) -> list[Rank]:
+    """Return the ranks whose last line has to say what has ended them."""
+    ranks = affected(run, fault)
+    return [
+        rank
+        for rank in run.ranks
+        if rank.errors
+        and rank.belongs
+        and rank.errors[0].identifier != "rank-taken"
+        and not (rank.number in ranks and not _judged(rank))
+    ]
+
+
+def _judged(rank: Rank) -> bool:
+    return rank.errors[0].identifier in ("peer-lost", "peer-failed", "peer-stalled")
+
+
+def names(run: Run, rank: Rank, fault: Fault) -> bool:
+    """Return whether the error that has ended a rank names the rank or the host of the fault."""
+    error = rank.errors[0]
+    text = f"{error.what}\n{error.why}"
+    ranks = affected(run, fault)
+    hosts = {run.network.hosts[run.plan.hosts[number]].name for number in ranks}
+    if fault.kind in ("cut", "cut one way") and any(host in text for host in hosts):
+        return True
+    if error.identifier.startswith("master-") and 0 in ranks:
+        return True
+    numbers = set(map(int, re.findall(r"\branks? (\d+)", text)))
+    for first, last in re.findall(r"(\d+)(?:-| to | and |, )(\d+)", text):
+        numbers |= {int(first), int(last)}
+    return bool(numbers & ranks) or (error.identifier == "stopped" and fault.kind.startswith("ctrl-c"))
+
+
+def blamed_falsely(run: Run, faults: list[Fault]) -> None:
+    """Check that no verdict begins with a rank that nothing has struck."""
+    guilty = set[int]().union(*(affected(run, fault) for fault in faults)) if faults else set()
+    guilty |= {rank.number for rank in run.ranks if rank.killed}
+    for rank in run.ranks:
+        if rank.errors and rank.belongs and _judged(rank):
+            found = list(map(int, re.findall(r"rank (\d+) \(", rank.errors[0].what)))
+            if found and not guilty.intersection(found):
+                run.break_invariant(2, f"{rank.who} blames a healthy rank: {rank.errors[0].what}")
+
+
+@dataclass
+class Figures:
+    """Counts over many runs."""
+
+    named: int = 0
+    verdicts: int = 0
+    endings: Counter[str] = field(default_factory=Counter)
+
+    def add(self, run: Run) -> None:
+        faults = [fault for _, fault in run.struck if is_fault(fault)]
+        if len(faults) == 1:
+            found = verdicts(run, faults[0])
+            self.verdicts += len(found)
+            self.named += sum(names(run, rank, faults[0]) for rank in found)
+        codes = {rank.exit_code for rank in run.ranks if rank.belongs and not rank.killed}
+        self.endings["all done" if codes == {0} else "ended" if 0 not in codes else "mixed"] += 1
+
+    def __str__(self) -> str:
+        endings = ", ".join(f"{what} {count}" for what, count in sorted(self.endings.items()))
+        share = self.named / self.verdicts if self.verdicts else 1.0
+        return f"{endings}; of {self.verdicts} verdicts after one fault {share:.1%} name it"

@@ -1,0 +1,369 @@
+"""A simulated worker: it loads torch for a while, opens a process group, takes steps with collectives, holds, finishes.
+
+``SimulatedWorker`` is the agent's own ``Worker`` with what it asks of the kernel replaced; ``Program`` is the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ddp_manual.agent.worker_process import Worker
+from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
+from ddp_manual.held_memory import Moment
+from ddp_manual.messages import LEAVING, Beat, Ready, last_words
+from ddp_manual.program import Program as UsersProgram
+from tests.simulation.network import EMPTY
+
+if TYPE_CHECKING:
+    from tests.simulation.run import Rank, Run
+
+LOADING, WAITING, AT_WORK, LEFT = "loading", "waiting", "at work", "left"
+
+
+class HeldState:
+    """The memory of one rank, which outlives its workers."""
+
+    def __init__(self) -> None:
+        self.moment: Moment | None = None
+        self.steps_done = 0
+        self.descriptor, self.closed = -1, 0
+
+    def newest(self) -> HeldState | None:
+        return self if self.moment is not None else None
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Group:
+    """A process group: those that have opened it with the same store."""
+
+    def __init__(self, run: Run, store: tuple[str, int], size: int, generation: int) -> None:
+        self.run, self.store, self.size, self.generation = run, store, size, generation
+        self.members: dict[int, Program] = {}
+        self._arrived: dict[str, dict[int, tuple[Program, int, Callable[[int], None]]]] = {}
+        self.broken = False
+
+    def arrive(self, program: Program, what: str, brings: int, go_on: Callable[[int], None]) -> None:
+        """Take part in a collective; ``go_on`` is called with the largest number that any rank has brought."""
+        program.inside = what
+        here = self._arrived.setdefault(what, {})
+        here[program.place["rank"]] = program, brings, go_on
+        if self.broken:
+            self._break(program)
+        else:
+            self.look()
+
+    def look(self) -> None:
+        """Complete each collective in which all ranks are, and whose messages get through."""
+        run = self.run
+        for what, here in [*self._arrived.items()]:
+            hosts = {program.rank.host for program, _, _ in here.values()}
+            if len(here) < self.size or not all(run.network.reaches(a, b) for a in hosts for b in hosts):
+                continue
+            del self._arrived[what]
+            largest = max(brings for _, brings, _ in here.values())
+            for program, _, go_on in here.values():
+                self._later(program, 0.001, 0.006, partial(program.leave, go_on, largest))
+
+    def lose(self, program: Program) -> None:
+        """Break the collectives of the others: a process has ended."""
+        self.members = {rank: member for rank, member in self.members.items() if member is not program}
+        if not self.broken and any(member.phase == AT_WORK for member in self.members.values()):
+            self.broken = True
+            for here in self._arrived.values():
+                for other, _, _ in here.values():
+                    if other is not program and self.run.network.both_ways(other.rank.host, program.rank.host):
+                        self._break(other)
+
+    def _break(self, program: Program) -> None:
+        self._later(program, 0.02, 0.3, program.collective_breaks)
+
+    def _later(self, program: Program, least: float, most: float, action: Callable[[], None]) -> None:
+        program.later(self.run.random.uniform(least, most), action)
+
+
+class Program:
+    """The process of a worker."""
+
+    def __init__(self, run: Run, rank: Rank, held: HeldState) -> None:
+        self.run, self.rank, self.held = run, rank, held
+        self.pid = run.new_pid()
+        self.phase, self.inside = LOADING, ""
+        self.alive, self.stopped, self.hangs, self.failed, self.debugs = True, False, False, False, False
+        self.place: dict[str, Any] = {}
+        self.step = self.generation = 0
+        self.asked_to_stop = 0
+        self.group: Group | None = None
+        self.failing: TrainingFailed | None = None
+        self._stopped_with: Stopped | None = None
+        self._agent: SimulatedWorker | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._said_last = 0.0
+        run.programs[self.pid] = self
+        self._beat()
+
+    # -- as its kernel sees it ----------------------------------------------------------------------------------------
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        def act() -> None:
+            if self.stopped or self.rank.host_is_frozen:
+                self._waiting.append(act)
+            elif self.alive and self.rank.host.up:
+                action()
+
+        self.run.loop.call_later(seconds, act, context=EMPTY)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        self.stopped = False
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            self.later(0, action)
+
+    def die(self, status: int, after: float | None = None) -> None:
+        """End, with an exit code or by minus a signal; the agent may see that before or after the last message."""
+        if not self.alive:
+            return
+        self.alive = False
+        if self.group is not None:
+            self.run.loop.call_later(0.0005, self.group.lose, self, context=EMPTY)
+        if (agent := self._agent) is not None:
+            seen = self.run.random.uniform(0.0005, 0.02)
+            self.run.loop.call_later(seen, agent.process_ended, status, context=self.rank.process.context)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        if self.alive and self._agent is not None:
+            context = self.rank.process.context
+            self.run.loop.call_later(0.0003, self._agent.hear, dict(message), context=context)
+
+    def _beat(self) -> None:
+        self.later(0.5, self._beat)
+        if self.phase != LOADING:
+            self._say_where()
+
+    def _say_where(self) -> None:
+        beat = Beat(
+            phase=LEAVING if self.phase == LEFT else "training" if self.phase == AT_WORK else "joining",
+            epoch=1 if self.step else 0,
+            step=self.step,
+            collectives={"0": self.step} if self.step else {},
+            inside=bool(self.inside),
+            place="train.py:12 in main" if self.inside else "train.py:10 in main",
+            debugging=self.debugs,
+        )
+        self.send({"beat": asdict(beat)})
+
+    # -- what its agent says ------------------------------------------------------------------------------------------
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        if "start" in message:
+            store = message["start"]["store_address"]
+            self.send({"born": self.pid})
+            self.later(self.run.random.uniform(*self.run.plan.loads), lambda: self._is_ready(store))
+        elif "place" in message and self.phase == WAITING:
+            self._begin(message)
+        elif "stop" in message:
+            self.asked_to_stop = self.asked_to_stop or int(message["stop"])
+        elif "close" in message and not self.rank.is_script:
+            self.later(0.01, lambda: self.send({"left": True}))
+        elif "over" in message:
+            self.later(0.01, (lambda: self.die(0)) if self.rank.is_script else self._is_done)
+        elif "quiet" in message:
+            self.later(0.001, lambda: self.send({"quiet": True}))
+        elif "end" in message:
+            self.later(0.02, lambda: self.send({"may_end": True}))
+
+    def _is_ready(self, store: str | None) -> None:
+        self.phase = WAITING
+        ready = Ready(
+            pid=self.pid,
+            device="cpu",
+            backend="gloo",
+            gpus=[],
+            versions={"torch": "2.15"},
+            options={},
+            store=[store, self.pid] if store is not None else [],
+        )
+        self.send({"ready": dict(vars(ready)), "steps": []})
+
+    def _begin(self, placed: Mapping[str, Any]) -> None:
+        self.place, self.generation = placed["place"], placed["generation"]
+        address, port = placed["store"]
+        key = str(address), int(port)
+        if (group := self.run.groups.get(key)) is None:
+            group = self.run.groups[key] = Group(self.run, key, self.place["world_size"], self.generation)
+        self.run.check_group(group, self)
+        self.group = group
+        group.members[self.place["rank"]] = self
+        if self.rank.is_script:
+            self.send({"notes": True, "heeds": True})
+        self.phase = AT_WORK
+        source = placed.get("state_from")
+        holder = self.run.programs_by_store(key)
+        if holder is None or not holder.alive:  # torch's store is gone
+            self.later(0.2, self.collective_breaks)
+            return
+        own = self.held.moment.step if source == self.place["rank"] and self.held.moment is not None else 0
+        group.arrive(self, "open", 0, lambda _: group.arrive(self, "state", own, self._go_on_from))
+
+    def _go_on_from(self, step: int) -> None:
+        self.run.check_beginning(self, step)
+        self.step = step
+        if not self.rank.is_script:
+            self.send({"notes": True, "heeds": True})
+        self._say_where()
+        self._work()
+
+    # -- its work -----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self.step >= self.run.plan.steps:
+            self._finish(None)
+        elif not self.hangs:
+            self.inside = ""
+            self.later(self.run.plan.step_seconds * self.run.random.uniform(0.8, 1.2), self._meet)
+
+    def _meet(self) -> None:
+        if self.hangs:
+            return
+        if self.failing is not None:
+            self.fail(self.failing)
+            return
+        assert self.group is not None
+        self.group.arrive(self, f"step {self.step + 1}", self.asked_to_stop, self._stepped)
+
+    def leave(self, go_on: Callable[[int], None], brought: int) -> None:
+        """Come out of a collective."""
+        self.inside = ""
+        go_on(brought)
+
+    def _stepped(self, stop: int) -> None:
+        self.step += 1
+        self.run.check_step(self)
+        self.held.steps_done = self.step
+        if self.run.plan.on_loss != "leave" and self.step % self.run.plan.hold_every == 0:
+            self.held.moment = Moment(self.generation, self.step)
+        if stop:
+            self._finish(Stopped(stop, f"after step {self.step}", why="rank 0 has saved a checkpoint"))
+        else:
+            self._work()
+
+    def _finish(self, stopped: Stopped | None) -> None:
+        self.phase, self._stopped_with, self.inside = LEFT, stopped, ""
+        self.run.note_finished(self)
+        if not self.rank.is_script:
+            self.send({"notes": True, "heeds": False})
+        self._say_where()
+        self.later(0.01, lambda: self.send({"finished": True}))
+        if self.rank.is_script:
+            if self.rank.number == 0:
+                self.later(0.011, lambda: self.send({"left": True}))
+            else:
+                self.later(0.02, lambda: self.die(0))
+
+    def _is_done(self) -> None:
+        words = {"stopped": last_words(self._stopped_with)} if self._stopped_with is not None else {}
+        self.send({"done": {} if not words else None, **words})
+
+    def collective_breaks(self) -> None:
+        if self.phase == AT_WORK:
+            error = PeerLost(
+                f"rank {self.rank.number} lost its connection to another rank",
+                why="Connection closed",
+                next="look for it",
+            )
+            self._fail(last_words(error), broken=True)
+
+    def fail(self, error: TrainingFailed) -> None:
+        self._fail(last_words(error), broken=False)
+
+    def debug(self) -> None:
+        """Come to a breakpoint."""
+        self.hangs = self.debugs = True
+
+    def interrupt(self, number: int) -> None:
+        """Get a signal that asks to stop: a program without a handler ends."""
+        if self.rank.is_script and self.alive and self.phase != LEFT:
+            if number == signal.SIGINT and self.phase == AT_WORK:
+                self.later(0.01, lambda: self._fail(last_words(Stopped(number)), broken=False))
+            elif number != signal.SIGINT:
+                self.die(-number)
+
+    def _fail(self, words: Mapping[str, Any], *, broken: bool) -> None:
+        if self.failed:
+            return
+        self.failed = True
+        if self.rank.is_script:
+            self.later(0.05, lambda: self.die(1))
+        self.hangs, self.inside = True, ""
+        place = "train.py:12 in main"
+        self.send({"failed": words, "broken": broken, "in_a_collective": broken, "exit": False, "place": place})
+
+
+class SimulatedWorker(Worker):
+    """What the agent knows of a worker, without a kernel."""
+
+    def __init__(self, program: Program, users: UsersProgram | None) -> None:
+        self._program = program
+        self.closed = False
+        super().__init__(program.pid, None, -1, program=users)  # type: ignore[arg-type]
+
+    def _look_at_memory(self) -> None:
+        """Do nothing: there are no cgroups."""
+
+    async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
+        self._take_message, self._gone = take, gone
+        self._program._agent = self
+
+    def hear(self, message: dict[str, Any]) -> None:
+        if not self.closed:
+            self._take(message, self._take_message)
+
+    def process_ended(self, status: int) -> None:
+        self.status, self.ended = status, True
+        if not self.closed:
+            self._gone()
+
+    @property
+    def is_gone(self) -> bool:
+        return self.ended
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        program = self._program
+        if program.alive:
+            program.later(0.0003, lambda: program.take(message))
+
+    def signal(self, number: int) -> None:
+        if self.ended or not self._program.alive:
+            return
+        if number == signal.SIGKILL:
+            self._program.die(-signal.SIGKILL)
+        elif number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            self._program.later(0.001, lambda: self._program.interrupt(number))
+
+    def stopped_by(self) -> str:
+        return "SIGSTOP" if self._program.stopped else ""
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return False
+
+    async def stack(self) -> str:
+        if self.stopped_by():
+            return "its worker is stopped: SIGSTOP"
+        await asyncio.sleep(0.15)
+        return 'File "train.py", line 10, in main'
+
+    async def read_output(self) -> None:
+        """Do nothing: its output goes nowhere."""
+
+    def close(self) -> None:
+        self.closed = True
