@@ -21,13 +21,13 @@ from ddp_manual.agent import verdicts
 from ddp_manual.agent.compatibility import unlike
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
 from ddp_manual.agent.handshakes import LONGEST_HELLO, Handshakes, Peer
-from ddp_manual.agent.health import heartbeat_period
+from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.reachability import Pair, Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
 from ddp_manual.agent.seats import Seats
 from ddp_manual.agent.watch import BROKEN, NEWCOMER, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict, traceback_of
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words
+from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words, named_from_outside
 from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.terminal import Waiting, as_ranges, in_words
@@ -42,6 +42,8 @@ MOST_WAITING = 65_535
 LOOKS_SHARE = 0.2
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
+# Seconds from the moment a rank knows that rank 0 is lost until it has found another one that was there already.
+SURVIVORS_WITHIN = 5.0
 # Seconds between two messages of news, for each rank that is here: every rank reads all of them.
 NEWS_EACH = 1 / 1000
 # In a world of this many ranks heartbeats are gathered for this many seconds: a wake-up for each would cost more than
@@ -81,11 +83,15 @@ class Coordinator:
         self._watch = Watch(self.roll_call, self._peers, self._ticked)
         self._join_timeout = join_timeout
         self._all_were_here = False
+        self._missing_for = 0.0
+        """Seconds that ranks were missing, before all were here that now load torch."""
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._over = False
         self._stopping: set[int] = set()
         """The ranks that were asked to stop the run."""
+        self._left_out_to_stop: set[int] = set()
+        """The ranks without which the others go on only because the run is about to stop."""
         self._next_news = self._next_beat = 0.0
         self._probes: Probes | None = None
         self._placed: set[int] = set()
@@ -233,14 +239,21 @@ class Coordinator:
         self._probes = None
         if self.roll_call.complete:  # it was about to come back to a world that has shrunk
             self._watch.health.leave(rank)
-        elif rank in self._placed:  # lost while the others begin anew, as where a host with two ranks is gone
+        elif self._was_here(info):  # lost while the others begin anew, as where a host with two ranks is gone
             self._placed.discard(rank)
             self.seats.lose_too(info, how)
             self._stopping.discard(rank)
+            if not self._stopping:  # nobody asks for it any more
+                self.roll_call.left_out -= self._left_out_to_stop
+                self._left_out_to_stop.clear()
             self._shrink_if_due()
             self._hear_held()
         else:
             self._leave_out_again(rank)
+
+    def _was_here(self, info: RankInfo) -> bool:
+        """Return whether a rank has worked in this run before, with this rank 0 or with an earlier one."""
+        return info.rank in self._placed or bool(info.goes_on)
 
     def _leave_out_again(self, rank: int) -> None:
         """Go on without a rank, as before, with which a world that has shrunk was to grow again."""
@@ -335,7 +348,8 @@ class Coordinator:
         self.roll_call.begin_again(at_work)
         self.seats.begin(lost, now, back, replaced=at_work)
         self._placed, self._probes = at_work, None
-        self._join_timeout, self._waits_since, self._all_were_here = self.run.rejoin_timeout, now, False
+        self._join_timeout, self._waits_since = self.run.rejoin_timeout, now
+        self._all_were_here, self._missing_for = False, 0.0
         for rank in at_work:
             self._peers[rank].begins_again = True
             self._peers[rank].connection.send({"again": True})
@@ -348,9 +362,14 @@ class Coordinator:
         Rank 0 does not go on alone, of three or more: it may be its own host that is cut off from the others.
         """
         shrink_after = 0.0 if self.run.on_loss == SHRINK else self.run.shrink_after
+        if self.seats.adopted and shrink_after is not None:  # other survivors may be on their way to the new rank 0
+            shrink_after = max(shrink_after, silent_after(self.run) + SURVIVORS_WITHIN)
         alone = self.run.world_size > 2 and not self.roll_call.members.keys() - {0}
-        if self._stopping or (shrink_after is not None and waited >= shrink_after and not alone):
+        missing = self.roll_call.missing
+        if shrink_after is not None and waited >= shrink_after and not alone:
             self.shrink()
+        elif self._stopping and self.shrink():
+            self._left_out_to_stop.update(missing)
 
     def shrink(self) -> bool:
         """Go on without the ranks that are missing; return whether any is."""
@@ -394,7 +413,7 @@ class Coordinator:
         and has been cut off since, or that of a newcomer."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
         infos = self.roll_call.infos()
-        others = {info.host_id for info in infos if info.rank == 0 or info.rank not in self._placed}
+        others = {info.host_id for info in infos if info.rank == 0 or not self._was_here(info)}
         cut_off = set.intersection(*involved) - others
         lost = [info.rank for info in infos if info.host_id in cut_off]
         error = unreachable(failing)
@@ -408,8 +427,7 @@ class Coordinator:
     @property
     def _newcomers(self) -> set[int]:
         """The ranks, without rank 0, that have not been in this run before, also not with another rank 0."""
-        members = self.roll_call.members
-        return {rank for rank in members if rank and rank not in self._placed and not members[rank].info.goes_on}
+        return {rank for rank, member in self.roll_call.members.items() if rank and not self._was_here(member.info)}
 
     def _advance(self) -> None:
         """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
@@ -468,8 +486,10 @@ class Coordinator:
             placed = {"place": vars(place), "store": list(ready.store), "rank_0_pid": ready.pid}
             peer.connection.send({**placed, **roster, **again, "on_cpu": on_cpu})
 
-    def _wait_for_ranks(self, now: float, *, late: bool) -> None:
-        for rank in self.roll_call.silent(now) if not late else []:
+    def _give_up_silent(self, now: float) -> None:
+        """Make the ranks missing again that have been silent for too long; in a run that has begun, the newcomers."""
+        begun, newcomers = self.roll_call.complete, self.roll_call.left_out
+        for rank in [rank for rank in self.roll_call.silent(now) if not begun or rank in newcomers]:
             seconds = f"{now - self.roll_call.members[rank].heard:.0f} s"
             error = PeerLost(  # the rank reads it when it goes on
                 f"{self.roll_call.info(rank).who} was silent for {seconds}, and has lost its place",
@@ -477,14 +497,20 @@ class Coordinator:
                 next="start this rank again: the others still wait for it",
             )
             how = f"has been silent for {seconds}: its agent is stopped, or its host is gone"
-            if rank in self._placed:  # it may be back before another process has its seat
+            if self._was_here(self.roll_call.info(rank)):  # it may be back before another process has its seat
                 self._take_seat(self._peers.pop(rank))
                 self._miss_again(rank, how)
             else:
                 self._dismiss(rank, error, how)
+
+    def _wait_for_ranks(self, now: float) -> None:
         self._advance()
         if self._all_were_here != self.roll_call.all_here:
-            self._all_were_here, self._waits_since = self.roll_call.all_here, now
+            # A rank that comes and is lost again, each time, does not restart the clock of the missing ranks.
+            self._all_were_here = self.roll_call.all_here
+            so_far = now - self._waits_since
+            self._waits_since = now if self._all_were_here else now - self._missing_for
+            self._missing_for = so_far if self._all_were_here else 0.0
         waited = now - self._waits_since
         self._shrink_if_due(waited)
         if waited > self._wait_within and not self.roll_call.complete:
@@ -545,10 +571,27 @@ class Coordinator:
             self._watch.take_reply(rank, int(message["of"]), message["records"])
         elif "bye" in message:
             peer.left = True
+            why = printable(str(message["bye"]))
             if self.roll_call.complete and rank not in self.roll_call.left_out:
-                self._watch.health.leave(rank)
+                self._lose_or_let_go(rank, why)
+            elif why or not self.seats.lost:
+                self._miss_again(rank, f"left again: {why}")
             else:
-                self._miss_again(rank, f"left again: {printable(str(message['bye']))}")
+                self._end_without(rank)
+
+    def _lose_or_let_go(self, rank: int, why: str) -> None:
+        """Take that a rank has said goodbye while the ranks work: its work is done, or ``why`` says why it left."""
+        if why:
+            self._watch.end_because_of_left(rank, why)
+            self._give_up_lost()
+        else:
+            self._watch.health.leave(rank)
+
+    def _end_without(self, rank: int) -> None:
+        """End the run: a rank has done its work and has left, while the others were to begin anew with it."""
+        lost = next(iter(self.seats.lost.values()))
+        left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
+        self._watch.end_the_run({**lost, "why": f"{lost['why']}\n{left}", "next": self.run.start_again})
 
     def _gather(self) -> None:
         """Let heartbeats pile up, after everything that has come so far was read."""
@@ -557,14 +600,19 @@ class Coordinator:
 
     def _take_failure(self, peer: Peer, rank: int, message: Mapping[str, Any]) -> None:
         """Take what has ended a worker: its own last words or, if it is ``lost``, what its agent says about it."""
-        verdict = verdicts.verdict_about(self.roll_call.info(rank), message["failed"], judged="lost" in message)
+        words = message["failed"]
+        verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged="lost" in message)
+        if rank and verdict["identifier"] == MasterLost.identifier:  # rank 0 was stopped for long, and goes on
+            why = named_from_outside(str(words["why"]), rank)
+            verdict = verdicts.verdict_about(self.roll_call.rank_0, {**words, "why": why})
         if self.roll_call.complete and rank not in self.roll_call.left_out:
             broken_at = printable(str(message["place"])) if message.get("broken") else None
             crashed = "lost" in message and verdict["exit_code"] - 128 in verdicts.CRASHES
             in_a_collective = crashed or message.get("in_a_collective") is True
             self._watch.take_failure(rank, verdict, broken_at, in_a_collective=in_a_collective)
             return
-        if self.roll_call.info(rank).starts_again and self.seats.may_try_again(rank):
+        tries_again = "bye" not in message and self.roll_call.info(rank).starts_again
+        if tries_again and self.seats.may_try_again(rank):
             self.roll_call.forget_workers([rank])
             self.seats.held.pop(rank, None)
             peer.begins_again = True
@@ -572,7 +620,8 @@ class Coordinator:
             return
         peer.connection.send({"verdict": verdict})
         what = printable(verdict["what"])
-        how = f"is gone: {what.partition(' is gone: ')[2]}" if "lost" in message else f"left again: {what}"
+        _, is_gone, reason = what.partition(" is gone: ")
+        how = f"is gone: {reason}" if is_gone and "lost" in message else f"left again: {what}"
         self._miss_again(rank, how)
 
     # -- as time goes by ----------------------------------------------------------------------------------------
@@ -603,8 +652,10 @@ class Coordinator:
                 self._watch.check_health(now)
         # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
         self._admit()
+        if self._watch.failure is None and passed < 1:
+            self._give_up_silent(now)
         if not self.roll_call.complete and self._watch.failure is None:
-            self._wait_for_ranks(now, late=passed > 1)
+            self._wait_for_ranks(now)
         if self.roll_call.complete and self._watch.failure is None:
             self._watch.check(now)
             if not self._over:

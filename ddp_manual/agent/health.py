@@ -115,7 +115,8 @@ class Health:
 
     @property
     def finished(self) -> list[int]:
-        return [rank for rank in range(len(self._ranks)) if rank not in self._at_work]
+        """The ranks that have done their work, without those that have left for another reason."""
+        return [rank for rank, known in enumerate(self._ranks) if known.finished]
 
     @property
     def all_finished(self) -> bool:
@@ -148,6 +149,11 @@ class Health:
             return {}
         late = {rank: silence for rank, silence in seconds.items() if silence > 2.5 * heartbeat_period(self._run)}
         return dict(sorted(late.items(), key=lambda found: -found[1]))
+
+    def late(self, now: float) -> tuple[int, float] | None:
+        """Return the rank that has been silent for longest, with its seconds, if that is more than two heartbeats."""
+        rank, seconds = max(((rank, now - known.heard) for rank, known in self._watched()), key=lambda found: found[1])
+        return (rank, seconds) if seconds > 2.5 * heartbeat_period(self._run) else None
 
     def newly(self, state: str) -> list[int]:
         """Return the ranks that are ``stopped`` by a signal or ``debugging``, by their last heartbeats; each once."""

@@ -32,6 +32,7 @@ from ddp_manual.errors import (
     CollectiveMismatch,
     DdpManualError,
     PeerGone,
+    PeerLost,
     RanksDoNotBelongTogether,
     RankTaken,
     Stopped,
@@ -52,8 +53,6 @@ SAME_WITHIN = 0.5
 LAST_WORD_WITHIN = 1.5
 # Seconds in which the ranks stop in order once their launcher is gone.
 STOP_WITHIN = 3.0
-# Seconds until another worker is started.
-REPLACED_WITHIN = 60.0
 # Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
 READY_WITHIN = 20.0
 # Collectives, before which a program that holds its state has held it once, or has asked for what is held.
@@ -95,6 +94,7 @@ class Agent:
         self._so_far: RunSoFar | None = None
         """What this rank tells a new rank 0, once it has been in the run."""
         self._lost_rank_0_at = 0.0
+        self._replacement: asyncio.Task[None]
         self._replacing = self._trained = self._looking = self._has_warned = False
         self._timers: list[asyncio.TimerHandle] = []
         self._run: RunInfo | None = None
@@ -105,7 +105,7 @@ class Agent:
         self._run_id = self._orphaned = ""
         self._started = self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
-        self._begun = self._placed = self._left = self._over = False
+        self._begun = self._placed = self._left = self._over = self._closes = False
         self._sent_beat = Beat()
         self._own_words: DdpManualError | None = None
         self._words_of_another: str | None = None
@@ -182,6 +182,9 @@ class Agent:
         join = self._join
         run, connection = await join.join()
         self._looking = False
+        if self.worker.is_gone:  # while this rank looked for rank 0
+            self._forget_worker()
+            await self._replace_worker()
         self._take_run(run)
         self._begin(run.address)
         self._heard = time.monotonic()
@@ -233,7 +236,8 @@ class Agent:
         elif "place" in message:
             self._take_place(message)
         elif "line" in message:
-            self.log(str(message["line"]))
+            if not self._ending.has_come:
+                self.log(str(message["line"]))
         elif "verdict" in message:
             self._take_verdict(message["verdict"])
         elif "stacks" in message:
@@ -243,10 +247,11 @@ class Agent:
         elif "again" in message and not (self._left or self._ending.has_come):
             self._join.begin_again()
             self._forget_worker()
-            self._ending.in_background(self._replace_worker())
+            self._replacement = self._ending.in_background(self._replace_worker())
         elif "seat" in message and not self._looking:
             self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
         elif "close" in message:
+            self._closes = True
             self.worker.send({"close": True})
         elif "over" in message and self._placed:
             self._over = True
@@ -304,6 +309,9 @@ class Agent:
 
     def _coordinator_gone(self, reason: str) -> None:
         if self._over or self._left or self._looking or self._run is None or self._words_of_another is not None:
+            return
+        if self._closes:  # its work is done, and it needs nobody any more
+            self._over = True
             return
         if self._may_look_for_rank_0:
             self._look_for_rank_0(f"rank 0 ({self._run.host}, pid {self._run.pid}) is gone without a word: {reason}")
@@ -365,6 +373,9 @@ class Agent:
 
     def _take_failure(self, message: Mapping[str, Any]) -> None:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
+        if self._looking:  # before it has worked: another one is started once rank 0 is found
+            self._ending.in_background(self.worker.end(None, own=True))
+            return
         words = message["failed"]
         self._own_words = from_dict(words, int(words["exit_code"]))
         # Not an exception of another kind, which the signal is no reason for.
@@ -378,6 +389,8 @@ class Agent:
         if self._own_words.identifier == self._words_of_another:
             self._ending.fail(self._own_words)
             return
+        if message.get("broken") and self._words_of_another is not None:
+            return  # the rank that has failed is known
         self._send_beat()
         self._ask_for_verdict(message, self._own_words)
 
@@ -385,6 +398,8 @@ class Agent:
         if self._result is not None or self._own_words is not None:
             return  # its last words were read
         worker = self.worker
+        if self._looking:
+            return  # another one is started once rank 0 is found
         if self._left and not worker.status:
             self._ending.finish(self._result)
             return
@@ -393,7 +408,11 @@ class Agent:
         info = dataclasses.replace(self._join.info, pid=worker.pid)
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
         verdict = verdicts.lost(info, self.worker.beat, self._again, status=worker.status, oom=oom, stack=stack)
-        self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
+        error = verdicts.error_for(self.spec.rank, verdict)
+        if self._words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
+            self._ending.fail(error)
+        else:
+            self._ask_for_verdict({"failed": verdict, "lost": True}, error)
 
     def _program_ended(self, status: int | None) -> bool:
         """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
@@ -419,6 +438,8 @@ class Agent:
             return
         self._send(message)
         within = VERDICT_WITHIN + more_seconds(self._run.world_size)
+        if message.get("broken") and self._may_look_for_rank_0:
+            return  # rank 0 says how all go on; if it is silent for too long, this rank keeps its state
         if message.get("broken"):  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
@@ -452,7 +473,16 @@ class Agent:
         saves = self.worker.beat.phase == SAVING  # a checkpoint, which is finished first
         await self.worker.end(Stopped(signal.SIGTERM) if saves else None, own=False)
         self._send({"held": self._moment(), "steps_done": self.held.steps_done})
-        self.worker, self._replacing = self._start_worker(self.held), False
+        try:
+            self.worker = self._start_worker(self.held)
+        except OSError as error:  # such as EMFILE
+            what = f"cannot start another worker: {error.strerror}"
+            next = f"look at the limits of {self._join.info.host}: ulimit -a, free\nthen {self._again}"
+            verdict = verdicts.lost_rank(self._join.info, what, why="its worker was to be replaced", next=next)
+            self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
+            return
+        finally:
+            self._replacing = False
         await self._attach()
         is_rank_0 = self._join.coordinator is not None and self._run is not None
         self._begin(self._run.address if is_rank_0 and self._run is not None else None)
@@ -491,21 +521,23 @@ class Agent:
             return
         assert self._run is not None and self._so_far is not None
         self._looking = True
-        self._lost_rank_0_at = time.monotonic()
-        self._so_far = dataclasses.replace(self._so_far, lost=printable(why))
+        losses = self._so_far.losses
+        if self._placed or not self._lost_rank_0_at:
+            self._lost_rank_0_at = time.monotonic()
+        else:  # it is lost once more before the ranks could go on
+            losses += 1
+        self._so_far = dataclasses.replace(self._so_far, lost=printable(why), losses=losses)
         self.log(f"{why}; this rank keeps its state, and looks for rank 0 for {self._run.rejoin_timeout:.0f} s")
         if self._join.connection is not None:
             self._join.connection.close()
-        was_replacing = self._replacing
-        self._forget_worker()
-        self._ending.in_background(self._join_again(was_replacing=was_replacing))
+        if not self._replacing:
+            self._forget_worker()
+            self._replacement = self._ending.in_background(self._replace_worker())
+        self._ending.in_background(self._join_again(self._replacement))
 
-    async def _join_again(self, *, was_replacing: bool) -> None:
+    async def _join_again(self, replacement: asyncio.Task[None]) -> None:
         assert self._run is not None and self._so_far is not None
-        if was_replacing:
-            await wait_until(lambda: not self._replacing, REPLACED_WITHIN)
-        else:
-            await self._replace_worker()
+        await asyncio.wait([replacement])
         self._join.close({})
         spec = dataclasses.replace(self.spec, join_timeout=self._run.rejoin_timeout)
         so_far = dataclasses.replace(self._so_far, held=self._moment())
@@ -665,7 +697,7 @@ class Agent:
         if not self._placed:
             self._send({"bye": error.what})
         elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
-            self._send({"failed": last_words(error)})
+            self._send({"failed": last_words(error), "bye": error.what})
         failed = self._own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
@@ -701,8 +733,8 @@ class Agent:
         )
 
     def give_up(self, error: DdpManualError) -> None:
-        """End this rank for this reason, unless all ranks have joined: then the others say why."""
-        if not self._placed:
+        """End this rank for this reason, unless all ranks have joined: then the others say why, or wait for a rank."""
+        if not self._placed and self._so_far is None:
             self._ending.fail(error)
 
     def _send(self, message: Mapping[str, Any]) -> None:

@@ -98,6 +98,9 @@ class Watch:
             # To blame for a collective that broke are ranks that finished early, a stopped rank, or this rank itself.
             if now < until or self._end_because_of_finished(rank, place) or self._end_because_of_stopped(now, 0):
                 continue
+            if (late := self.health.late(now)) is not None:
+                self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
+                continue
             self._lose_unless_mismatch(Loss(verdict, BROKEN))
         waiting_since = None if self._closing else self._first_finished
         if waiting_since is not None and now - waiting_since > FINISH_TOGETHER:
@@ -214,13 +217,18 @@ class Watch:
             next=f"look at its last lines; if there are none its agent was killed, or {info.host} is down",
         )
 
+    def end_because_of_left(self, rank: int, why: str) -> None:
+        """End the run because a rank has left at the moment when all had joined."""
+        beat = f"it was {self.health.beat(rank).last_seen()}, and had not heard yet that all ranks are here"
+        self._end_because_of(self._info(rank), f"left: {why}", why=beat, next="look at its last lines")
+
     def _end_because_of_silent(self, now: float) -> bool:
         """End the run because of the rank that has been silent for too long; the others soon will be."""
         found, world_size = self.health.silent(now), self._roll_call.run.world_size
         if not found:
             return False
         (rank, seconds), infos = next(iter(found.items())), [self._info(rank) for rank in found]
-        why = [f"it was {self.health.beat(rank).last_seen()}, when it was last heard"]
+        why = []
         if len(found) > 1:
             others = ", ".join(other.who for other in infos[1:MOST_NAMED]) + ", ..." * (len(found) > MOST_NAMED)
             why.append(f"as silent: {others}")
@@ -228,11 +236,21 @@ class Watch:
             why.append("rank 0 hears nobody any more: it may be rank 0's own host that is cut off")
         else:
             why.append("its process is stopped or frozen, its host is down, or the network between the hosts is cut")
-        process = f"whether its process runs: ps -o stat= -p {infos[0].pid}"
-        look = f"look whether {infos[0].host} can be reached, and {process}"
-        silent_for = f"has been silent for {seconds:.0f} s"
-        self._end_because_of(infos[0], silent_for, why="\n".join(why), next=look, kind=SILENT)
+        self._lose_silent(rank, seconds, why)
         return True
+
+    def _lose_silent(self, rank: int, seconds: float, why: Sequence[str]) -> None:
+        """End the run because of a rank that has said nothing for these seconds."""
+        info = self._info(rank)
+        process = f"whether its process runs: ps -o stat= -p {info.pid}"
+        last_seen = f"it was {self.health.beat(rank).last_seen()}, when it was last heard"
+        self._end_because_of(
+            info,
+            f"has been silent for {seconds:.0f} s",
+            why="\n".join([last_seen, *why]),
+            next=f"look whether {info.host} can be reached, and {process}",
+            kind=SILENT,
+        )
 
     def _end_because_of_stopped(self, now: float, longer_than: float) -> bool:
         """End the run if a signal has stopped a worker for longer than these seconds."""
@@ -333,12 +351,12 @@ class Watch:
                 pass
             elif mismatch is not None:
                 self.end_the_run(verdict_about(self._info(mismatch.rank), last_words(mismatch.error)))
-            elif self._unless_mismatch is not None:
-                if isinstance(self._unless_mismatch, Loss):
-                    loss = self._unless_mismatch
-                    self._lose(replace(loss, verdict=with_last_collectives(loss.verdict, last)))
+            elif (waiting := self._unless_mismatch) is not None:
+                self._unless_mismatch = None
+                if isinstance(waiting, Loss):
+                    self._lose(replace(waiting, verdict=with_last_collectives(waiting.verdict, last)))
                 else:
-                    verdict, spared = self._unless_mismatch
+                    verdict, spared = waiting
                     self.end_the_run(with_last_collectives(verdict, last), spared)
 
     # -- the end of the work -------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class Worker:
     ) -> None:
         self.pid = pid
         self.program = program
-        self.ended = False
+        self.ended = self.closed = False
         self.status: int | None = None
         """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
         self.beat = Beat()
@@ -302,6 +302,10 @@ class Worker:
         await wait_until(lambda: self.is_gone or not self.said.isdisjoint(kinds), within)
 
     def close(self) -> None:
+        """Let go of the process; does nothing if that was done."""
+        if self.closed:
+            return
+        self.closed = True
         loop = asyncio.get_running_loop()
         if self._connection is not None:
             self._connection.close()

@@ -313,7 +313,6 @@ class SimulatedWorker(Worker):
 
     def __init__(self, program: Program, users: UsersProgram | None) -> None:
         self._program = program
-        self.closed = False
         super().__init__(program.pid, None, -1, program=users)  # type: ignore[arg-type]
 
     def _look_at_memory(self) -> None:
