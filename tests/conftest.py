@@ -42,10 +42,11 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Undo that a shell ignores Ctrl-C on behalf of what it runs in the background, which every child inherits; and
-    start the servers that all test processes share."""
+    """Undo that a shell ignores Ctrl-C on behalf of what it runs in the background, and nohup the end of the terminal,
+    which every child inherits; and start the servers that all test processes share."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if sys.platform == "linux" and not hasattr(config, "workerinput"):
         forking.start_servers()
 

@@ -290,8 +290,9 @@ class Watch:
         self._naming_stalled = True
         beats = {rank: self.health.beat(rank) for rank in stall.waiting}
         stacks = await self.stacks_of(stall.behind[:MOST_NAMED] or one_per_place(stall, beats))
-        self._naming_stalled, now_stalled = False, self.health.find_stall(time.monotonic())
-        if now_stalled is not None:
+        now = time.monotonic()
+        self._naming_stalled, now_stalled = False, self.health.find_stall(now)
+        if now_stalled is not None and not self._end_because_of_stopped(now, 0):
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos = {info.rank: info for info in self._roll_call.infos()}
             again = self._roll_call.run.start_again

@@ -322,10 +322,11 @@ def test_the_recorder_of_gloo_has_the_format_that_is_read_from_those_of_nccl(mon
     assert process_group.collectives_unfinished() is None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        monkeypatch.setattr(c10d, "_dump_nccl_trace_json", record, raising=False)
         for _ in range(3):
             dist.all_reduce(torch.ones(1))
-        monkeypatch.setattr(c10d, "_dump_nccl_trace_json", record, raising=False)
-        wait_until_unfinished(0)  # gloo's thread notes the end after the rank has gone on
+            # gloo's threads note the end after the rank has gone on, and those of several collectives in any order.
+            wait_until_unfinished(0)
     finally:
         dist.destroy_process_group()
 
