@@ -444,7 +444,14 @@ class Agent:
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
-        self._call_later(within, self._ending.fail, error)
+            self._call_later(within, self._give_rank_0_up, error)
+        else:
+            self._call_later(within, self._ending.fail, error)
+
+    def _give_rank_0_up(self, lost: DdpManualError) -> None:
+        """End because rank 0 is lost; it reads why if it was only stopped, and goes on."""
+        self._send({"failed": last_words(lost)})
+        self._ending.fail(lost)
 
     def _call_later(self, seconds: float, fail: Callable[[DdpManualError], None], error: DdpManualError) -> None:
         """Fail, unless the rank has ended by then, or begins anew."""
@@ -656,8 +663,7 @@ class Agent:
             if self._may_look_for_rank_0:
                 self._look_for_rank_0(lost.what)
                 return
-            self._send({"failed": last_words(lost)})  # rank 0 reads it if it was only stopped, and goes on
-            self._ending.fail(lost)
+            self._give_rank_0_up(lost)
 
     def _send_beat(self) -> None:
         beat = self.worker.heartbeat()

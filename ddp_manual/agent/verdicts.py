@@ -142,7 +142,8 @@ def stalled(
         info = members[first]
         also = f", and {in_words(as_ranges(others))}" if others else ""
         waiting = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
-        what = f"{info.who}{also} is stuck while others wait: {waiting} for {stall.seconds:.0f} s"
+        are = "are" if others else "is"
+        what = f"{info.who}{also} {are} stuck while others wait: {waiting} for {stall.seconds:.0f} s"
         next = f"repair what the stack shows; work that takes this long while others wait needs {stall.longest.larger}"
     else:
         info = members[stall.waiting[0]]

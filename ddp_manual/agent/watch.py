@@ -292,7 +292,9 @@ class Watch:
         stacks = await self.stacks_of(stall.behind[:MOST_NAMED] or one_per_place(stall, beats))
         now = time.monotonic()
         self._naming_stalled, now_stalled = False, self.health.find_stall(now)
-        if now_stalled is not None and not self._end_because_of_stopped(now, 0):
+        # What was heard last may be from before the ranks went on.
+        is_other = now_stalled is not None and set(now_stalled.behind) - set(stall.behind)
+        if now_stalled is not None and not is_other and not self._end_because_of_stopped(now, 0):
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos = {info.rank: info for info in self._roll_call.infos()}
             again = self._roll_call.run.start_again

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.simulation.plan import FOR_EVER, RECOVERABLE, Fault
+from tests.simulation.plan import FOR_EVER, OF_AGENTS, RECOVERABLE, Fault
 from tests.simulation.run import Rank, Run
 from tests.simulation.worker import LEFT
 
@@ -64,6 +64,8 @@ def check(run: Run) -> None:
         and len(run.struck) <= 3
     )
     recoverable = recoverable and run.began is not None
+    agents = {fault.rank for _, fault in run.struck if fault.kind in OF_AGENTS}
+    recoverable = recoverable and len(agents) < plan.ranks  # somebody holds the state
     first_finished = min((at for at in run.finished.values()), default=run.loop.now)
     if recoverable and all(
         fault.kind in RECOVERABLE

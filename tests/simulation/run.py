@@ -301,7 +301,8 @@ class Run:
     def _type_again_later(self, rank: Rank) -> None:
         """Have a person type the command of a rank that was lost again, where the others wait for it."""
         plan = self.plan
-        before = sum(other.number == rank.number and other.belongs for other in self.ranks)
+        tries = [other for other in self.ranks if other.number == rank.number and other.belongs]
+        before = sum(other.exit_code != 11 for other in tries)  # 11: rank 0 was not to be found
         if (
             plan.on_loss == "leave"
             or plan.launched
