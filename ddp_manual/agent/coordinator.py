@@ -87,7 +87,7 @@ class Coordinator:
         """Seconds that ranks were missing, before all were here that now load torch."""
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._over = False
+        self._over = self._expired = False
         self._stopping: set[int] = set()
         """The ranks that were asked to stop the run."""
         self._left_out_to_stop: set[int] = set()
@@ -514,12 +514,24 @@ class Coordinator:
         waited = now - self._waits_since
         self._shrink_if_due(waited)
         if waited > self._wait_within and not self.roll_call.complete:
-            never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
-            missing = missing_ranks_error(self.roll_call.news(), self.run, waited)
-            self._refuse_all(missing if never_taken is None else from_dict(never_taken, never_taken["exit_code"]))
+            self._end_the_wait(waited)
         elif self.roll_call.changed and now >= self._next_news:
             self._next_news = now + len(self._peers) * NEWS_EACH
             self._send_news()
+
+    def _end_the_wait(self, waited: float) -> None:
+        """End the run, since ranks have been missing for so long; where a state of our own training is held, only after
+        the ranks that are here have gone on for a step and saved a checkpoint."""
+        never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
+        if never_taken is None:
+            self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited))
+        elif self._expired or self.run.script or self.seats.newest(self.roll_call.members)[0] is None:
+            self._refuse_all(from_dict(never_taken, never_taken["exit_code"]))
+        else:
+            self._expired = True
+            self._watch.send_to_all({"expired": never_taken})
+            self._stopping.update(self.roll_call.members)
+            self._shrink_if_due()
 
     @property
     def _wait_within(self) -> float:

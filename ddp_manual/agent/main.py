@@ -108,6 +108,8 @@ class Agent:
         self._begun = self._placed = self._left = self._over = self._closes = False
         self._sent_beat = Beat()
         self._own_words: DdpManualError | None = None
+        self._expired: DdpManualError | None = None
+        """Why the run ends after a last step, for which a rank is missing."""
         self._words_of_another: str | None = None
         self._result: Any = None
         self._leaving: asyncio.Task[None] | None = None
@@ -250,6 +252,12 @@ class Agent:
             self._replacement = self._ending.in_background(self._replace_worker())
         elif "seat" in message and not self._looking:
             self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
+        elif "expired" in message and not self._ending.has_come:
+            self._expired = verdicts.error_for(self.spec.rank, message["expired"])
+            self._signals.asked = self._signals.asked or signal.SIGTERM
+            self.log(
+                f"{self._expired.why.splitlines()[-1]}: all that are here go on for a step, save a checkpoint, and stop"
+            )
         elif "close" in message:
             self._closes = True
             self.worker.send({"close": True})
@@ -360,6 +368,8 @@ class Agent:
             self._result = message["done"]
             if stopped := message.get("stopped"):
                 self._result = from_dict(stopped, int(stopped["exit_code"]))
+                if (expired := self._expired) is not None:
+                    expired.why, self._result = f"{expired.why}\n{self._result.why}", expired
             if self._left or self._alone:
                 self._ending.finish(self._result)
 

@@ -52,6 +52,9 @@ def check(run: Run) -> None:
         for worker in rank.workers:
             if not worker.closed:
                 breaks(15, f"a worker of {rank.who} is never closed")
+        expired = errors == 1 and "nobody has taken" in rank.errors[0].why and rank.held and rank.held.moment
+        if expired and not run.plan.script and len(faults) == 1 and "saved a checkpoint" not in rank.errors[0].why:
+            breaks(7, f"{rank.who} holds {rank.held.moment}, which dies by expiry without a checkpoint")
         work_is_done = rank.program is not None and rank.program.phase == LEFT
         if rank.exit_code == 0 and not work_is_done:
             breaks(12, f"{rank.who} ends with 0, and its work is not done")

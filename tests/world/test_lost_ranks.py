@@ -17,10 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_manual.training import checkpoint_files
 from tests.conftest import DRAWN, LONGER, SHORT, RankProcess, Start
 from tests.faulty import faulty
 from tests.memory import MakeGroup, memory_groups
 from tests.seats import Kept, differing, lose, steps_done, worker_of
+from tests.world.test_rendezvous import last_error
 
 HOST = os.uname().nodename
 LOSSES = int(os.environ.get("DDP_MANUAL_SOAK_LOSSES", "5"))
@@ -90,6 +92,21 @@ def test_who_types_a_lost_ranks_command_gets_its_seat_and_no_step_is_lost(
     assert (loss["after_step"], loss["steps_lost"], loss["ranks"]) == (int(held[1]), 0, [0, 1, 2])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["losses"] == 1 and summary["lost_seconds"] == loss["seconds"]
+
+
+def test_where_nobody_takes_a_seat_in_time_what_is_held_is_saved_first(start_kept: StartKept, tmp_path: Path) -> None:
+    kept = start_kept(2, "--rejoin_timeout", 2)
+    kept.until_trained()
+    lose(kept, 1, "agent")
+    assert kept.ranks[0].wait(60) == 14
+    nobody = "nobody has taken the seat of rank 1 within 2 s (--rejoin_timeout)"
+    assert f"{nobody}: all that are here go on for a step, save a checkpoint, and stop\n" in kept.ranks[0].err
+    held = re.search(r"1 of 2 ranks go on after step (\d+); ", kept.ranks[0].err)
+    assert held is not None
+    error = last_error(kept.ranks[0].err)
+    assert "error[peer-lost]: rank 1 " in error and nobody in error and "saved a checkpoint in " in error
+    (saved,) = checkpoint_files.find(tmp_path / "run" / "checkpoints")
+    assert saved.step == int(held[1]) + 1
 
 
 @pytest.mark.soak
