@@ -302,7 +302,8 @@ class Run:
         """Have a person type the command of a rank that was lost again, where the others wait for it."""
         plan = self.plan
         tries = [other for other in self.ranks if other.number == rank.number and other.belongs]
-        before = sum(other.exit_code != 11 for other in tries)  # 11: rank 0 was not to be found
+        in_vain = sum(other.exit_code == 11 for other in tries)  # rank 0 was not to be found
+        before = len(tries) - min(in_vain, 3)
         if (
             plan.on_loss == "leave"
             or plan.launched
