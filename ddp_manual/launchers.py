@@ -467,8 +467,9 @@ def _count_gpus() -> int:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a worker: ours, with torch's C++ log quiet, since our own log lines are clearer."""
-    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    """Return the environment of a worker: ours, with torch's C++ log quiet, since our own log lines are clearer, and
+    with the mark of what it starts."""
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, orphans.MARK: str(os.getpid())}
 
 
 def likely_backend(device: str, backend: str) -> str:
@@ -551,9 +552,7 @@ def start_python(
     """
     command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
     with signals.block_in_children():
-        process = subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)
-    orphans.is_own(process)
-    return process
+        return subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)
 
 
 def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:

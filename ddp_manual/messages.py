@@ -62,6 +62,10 @@ _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
+# A number of seconds or samples; JSON brings integers of any size, and NaN.
+_LARGEST = 1e15
+
+
 @functools.cache
 def _json_types(cls: Hashable) -> list[tuple[str, type | tuple[type, ...]]]:
     """Return the fields of a message with their JSON types; worked out once, since rank 0 reads 4,000 a second."""
@@ -450,7 +454,9 @@ class Beat(_FromNetwork):
             raise TypeError("a number of collectives is not a number")
         if not {int, float}.issuperset(map(type, self.timeouts.values())):
             raise TypeError("a time-out is not a number")
-        if not all(0 < seconds < math.inf for seconds in self.timeouts.values()):
+        if not all(abs(value) <= _LARGEST for value in (self.samples_per_second, self.step_seconds)):
+            raise ValueError("no number of samples or seconds")
+        if not all(0 < seconds <= _LARGEST for seconds in self.timeouts.values()):
             raise ValueError("an impossible time-out")
         _check_names([self.phase, self.place, self.stopped, *self.calls])
         for sent in self.calls.values():

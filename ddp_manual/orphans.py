@@ -22,10 +22,11 @@ from ddp_manual import signals
 STEPS = ((0, 0.3), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0))
 LOOK_EVERY = 0.02
 
+# A variable of workers, which what they start inherits: the pid of the process that adopts it.
+MARK = "DDP_MANUAL_ADOPTED_BY"
+
 _started: list[subprocess.Popen[Any]] = []
-"""What this process has started itself."""
-_others: set[int] = set()
-"""The children that it had before it began to adopt orphans, or that it has forked for itself."""
+"""What this process has started itself, and waits for."""
 _adopts: list[bool] = []
 
 
@@ -48,14 +49,8 @@ class _Seen(NamedTuple):
 def adopt() -> None:
     """Become the parent of each process below this one whose parent ends."""
     if sys.platform == "linux" and not _adopts:
-        _others.update(seen.process.pid for seen in _look() if seen.parent == os.getpid())
         signals.adopt_orphans()
         _adopts.append(True)
-
-
-def spare(pid: int) -> None:
-    """Note a child that ends by an order of its own, and is no orphan."""
-    _others.add(pid)
 
 
 def is_own(process: subprocess.Popen[Any]) -> None:
@@ -65,7 +60,7 @@ def is_own(process: subprocess.Popen[Any]) -> None:
 
 
 def reap() -> None:
-    """Take note of the end of orphans, so that none stays as a zombie. A process that this one has started itself keeps
+    """Take note of the end of orphans, so that none stays as a zombie. A process that this one waits for itself keeps
     its exit status."""
     with suppress(ChildProcessError):
         while _adopts:
@@ -91,7 +86,7 @@ class Children:
             self._known.update(seen.process for seen in _below(_look(), {worker}))
 
     def look_at_all(self, worker: int) -> None:
-        """Do so where all workers of this process end, or are replaced: one that was killed had no time for a look."""
+        """Do so where all workers of this process are replaced: one that was killed had no time for a look."""
         self.look(worker)
         if _adopts:
             self._all_before = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
@@ -107,7 +102,9 @@ class Children:
         ended: dict[Process, str] = {}
         for number, within in STEPS if _adopts else ():
             deadline, signalled = time.monotonic() + within, set[Process]()
-            while left := _orphans(lambda seen: session in (None, seen.session) or self._has(seen.process)):
+            while left := _orphans(
+                lambda seen: session in (None, seen.session) or self._has(seen.process), self._known
+            ):
                 for seen in left:
                     self._known.add(seen.process)
                     if seen.process not in signalled:
@@ -137,13 +134,27 @@ def end_daemons() -> None:
 
 
 def _own() -> set[int]:
-    return _others | {process.pid for process in _started if process.returncode is None}
+    return {process.pid for process in _started if process.returncode is None}
 
 
-def _orphans(wanted: Callable[[_Seen], bool]) -> list[_Seen]:
-    """Return the orphans that are wanted, with what is below them, as far as they run."""
+def _is_marked(pid: int) -> bool:
+    """Return whether a worker of this process has started it; a container, or the shell that this process was before,
+    may have other children."""
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return f"{MARK}={os.getpid()}".encode() in file.read().split(b"\0")
+    return False
+
+
+def _orphans(wanted: Callable[[_Seen], bool], known: set[Process]) -> list[_Seen]:
+    """Return the orphans that are wanted, of those that workers have started, with what is below them, as far as they
+    run.
+
+    Args:
+        known: what was seen below a worker.
+    """
     all, own = _look(), _own()
-    orphans = [seen for seen in all if seen.parent == os.getpid() and seen.process.pid not in own and wanted(seen)]
+    adopted = [seen for seen in all if seen.parent == os.getpid() and seen.process.pid not in own and wanted(seen)]
+    orphans = [seen for seen in adopted if seen.process in known or _is_marked(seen.process.pid)]
     found = [*orphans, *_below(all, {seen.process.pid for seen in orphans})]
     return [seen for seen in found if not seen.ended]
 

@@ -88,14 +88,20 @@ def handle_in_event_loop(handle: Callable[[int], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     numbers = [*handled(), SAVE]
     for number in numbers:
-        loop.add_signal_handler(number, handle, int(number))
+        # Not asyncio's own handlers: where these are removed, a signal has its default action for a moment.
+        signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(handle, number))
     try:
         yield
     finally:
-        with block_in_children(numbers):  # and here: for a moment each has its default handler
-            for number in numbers:
-                loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def end_by_default() -> None:
+    """Let signals end this process again, which has nothing more to do than to wait for a reader of its last lines."""
+    for number in STOP:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -207,6 +213,7 @@ class Witness:
 
     def __init__(self, *, own_session: bool) -> None:
         self._answers: dict[int, tuple[float, bool]] = {}
+        self._own_session = own_session
         self.pid, parent = 0, os.getpid()
         """Its pid; 0 where there is none."""
         if sys.platform == "linux":
@@ -215,17 +222,31 @@ class Witness:
                 if not self.pid:
                     _collect_signals(parent, own_session=own_session)
 
-    def has_got(self, number: int) -> bool:
-        """Return whether this signal has come there too; all who ask about it at the same moment get one answer."""
+    def has_got(self, number: int, program: int) -> bool:
+        """Return whether this signal has come there too, and so to the program; all who ask about it at the same moment
+        get one answer.
+
+        Args:
+            program: the pid. One with a process group of its own does not get what is sent to that of the witness.
+        """
         now = time.monotonic()
         if not self.pid:
             return number == signal.SIGINT and _terminal_tells_children()
+        with suppress(OSError):  # it has ended
+            if not self._own_session and os.getpgid(program) != os.getpgid(self.pid):
+                return False
         if number not in self._answers or now - self._answers[number][0] > ONCE_WITHIN:
             self._answers[number] = now, False
             with suppress(OSError):  # somebody has killed it
                 self._answers[number] = now, number in _signals_of(self.pid, "ShdPnd")
-                os.kill(self.pid, STACKS)  # it forgets what has come
+            self.forget()
         return self._answers[number][1]
+
+    def forget(self) -> None:
+        """Let it forget what has come: nobody will ask about that any more."""
+        with suppress(OSError):
+            if self.pid:
+                os.kill(self.pid, STACKS)
 
     def close(self) -> None:
         if self.pid:

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from ddp_manual import signals
+
 # Bytes that are kept for a reader who comes back.
 ROOM = 1 << 20
 # Bytes. A pipe takes so many in one piece.
@@ -28,8 +30,9 @@ PIECE = 4096
 WRITTEN_WITHIN = 0.1
 # Seconds. A thread that may wait for a reader no longer does so once that takes nothing for so long.
 UNREAD_AFTER = 0.5
-# Seconds that the last lines of a process have.
+# Seconds that the last lines of a process have; of one that a person has typed, which may have stopped its terminal.
 LAST_LINES_WITHIN = 1.0
+A_PERSON_READS_WITHIN = 600.0
 
 
 class _Writer:
@@ -61,8 +64,8 @@ class _Writer:
             if not lines:
                 return
             if not self._is_started:
-                self._is_started = True
                 threading.Thread(target=self._run, name="ddp_manual terminal", daemon=True).start()
+                self._is_started = True
             if not self._is_busy:
                 self._taken_at = time.monotonic()
             self._texts.append(lines)
@@ -74,16 +77,24 @@ class _Writer:
                 self._left_out += oldest.count(b"\n")
             self._turn.notify_all()
 
-    def wait(self, patience: float, within: float = math.inf) -> None:
+    def wait(self, patience: float, within: float = math.inf, room: int = 0) -> None:
         """Wait until all is written, ``within`` seconds at most, or until the reader takes nothing for ``patience``
-        seconds."""
+        seconds.
+
+        Args:
+            room: bytes that may be unwritten.
+        """
         deadline = time.monotonic() + within
         with self._turn:
-            while self._is_busy and (left := min(deadline, self._taken_at + patience) - time.monotonic()) > 0:
+            while (
+                self._is_busy
+                and self._size >= room
+                and (left := min(deadline, self._taken_at + patience) - time.monotonic()) > 0
+            ):
                 self._turn.wait(left)
 
-    def wait_for_the_last_lines(self) -> None:
-        """Wait until all is written, or until the reader takes nothing for 1 s.
+    def wait_for_the_last_lines(self) -> bool:
+        """Wait until all is written, or until the reader takes nothing for 1 s; return whether all is written.
 
         That is counted in short steps: a process that was stopped meanwhile still has its time.
         """
@@ -92,6 +103,7 @@ class _Writer:
         with self._turn:
             while self._is_busy and steps:
                 steps -= not self._turn.wait(LAST_LINES_WITHIN / 10)
+            return not self._is_busy
 
     @property
     def _is_busy(self) -> bool:
@@ -172,8 +184,8 @@ class Unblocked(io.TextIOBase):
         self._writer.wait(WRITTEN_WITHIN, WRITTEN_WITHIN)
 
     def wait_for_reader(self) -> None:
-        """Wait until all is written, for as long as the reader goes on reading."""
-        self._writer.wait(UNREAD_AFTER)
+        """Wait until there is room again, for as long as the reader goes on reading."""
+        self._writer.wait(UNREAD_AFTER, room=ROOM // 2)
 
 
 def _unblocked(stream: Any) -> Any:
@@ -185,16 +197,24 @@ def _unblocked(stream: Any) -> Any:
 
 
 @contextmanager
-def never_block() -> Iterator[None]:
-    """Have nothing that this process prints in the body wait for a reader; what is still unwritten after it has 1 s."""
+def never_block(patience: float = LAST_LINES_WITHIN) -> Iterator[None]:
+    """Have nothing that this process prints in the body wait for a reader.
+
+    Args:
+        patience: seconds that what is still unwritten after it has. While a process waits for longer than a second,
+            which has nothing else to do any more, signals end it.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_unblocked, before)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        for writer in _writers.values():
-            writer.wait_for_the_last_lines()
+        unread = [writer for writer in _writers.values() if not writer.wait_for_the_last_lines()]
+        if unread and patience > LAST_LINES_WITHIN:
+            signals.end_by_default()
+            for writer in unread:
+                writer.wait(patience, patience)
 
 
 def write(text: str, sink: TextIO) -> None:

@@ -614,7 +614,7 @@ class Coordinator:
         """Take what has ended a worker: its own last words or, if it is ``lost``, what its agent says about it."""
         words = message["failed"]
         verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged="lost" in message)
-        if rank and verdict["identifier"] == MasterLost.identifier:  # rank 0 was stopped for long, and goes on
+        if rank and message.get("rank_0") is True:  # which was stopped for long, and goes on
             why = named_from_outside(str(words["why"]), rank)
             verdict = verdicts.verdict_about(self.roll_call.rank_0, {**words, "why": why})
         if self.roll_call.complete and rank not in self.roll_call.left_out:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import TextIO
 
-from ddp_manual import launchers
+from ddp_manual import launchers, orphans
 from ddp_manual.agent.worker_process import (
     LOOK_EVERY,
     PROGRAM,
@@ -68,6 +68,7 @@ class Forker:
         own = {} if self._in_terminal else {"stdin": subprocess.DEVNULL, "start_new_session": True}
         with theirs, nullcontext() if self._in_terminal else launchers.clean_variables(self._nproc):
             self._process = start_python(PROGRAM, [theirs.fileno()], self._words, **own)
+            orphans.is_own(self._process)
 
     def start_again(self) -> None:
         """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""

@@ -321,7 +321,6 @@ class Launch:
             stack.enter_context(closing(starter))
             if self.program is not None:
                 self.witness = stack.enter_context(closing(signals.Witness(own_session=True)))
-                orphans.spare(self.witness.pid)
             yield starter
 
     def _may_start_again(self, error: DdpManualError) -> bool:

@@ -89,6 +89,7 @@ class Agent:
         self.worker: Worker
         self.witness: signals.Witness | None = None
         """What tells which signals have been sent to a user's own program too."""
+        self._forgetting: asyncio.TimerHandle | None = None
         self.held = HeldMemory.create()
         """The state of the training, which outlives the worker."""
         self._so_far: RunSoFar | None = None
@@ -127,7 +128,6 @@ class Agent:
                 self.worker = self._start_worker(self.held)
                 if self.task.launched is None and self.task.program is not None:
                     self.witness = signals.Witness(own_session=False)
-                    orphans.spare(self.witness.pid)
             except Exception as error:
                 self._ending.fail(error)
                 ended = await self._ending.wait()
@@ -460,7 +460,7 @@ class Agent:
 
     def _give_rank_0_up(self, lost: DdpManualError) -> None:
         """End because rank 0 is lost; it reads why if it was only stopped, and goes on."""
-        self._send({"failed": last_words(lost)})
+        self._send({"failed": last_words(lost), "rank_0": True})
         self._ending.fail(lost)
 
     def _call_later(self, seconds: float, fail: Callable[[DdpManualError], None], error: DdpManualError) -> None:
@@ -487,6 +487,7 @@ class Agent:
         """End the worker and start another one, which goes on from a state that this rank or another one holds."""
         if self.task.program is not None:
             await self.worker.silence()
+        self.worker.children.look_at_all(self.worker.pid)
         saves = self.worker.beat.phase == SAVING  # a checkpoint, which is finished first
         await self.worker.end(Stopped(signal.SIGTERM) if saves else None, own=False)
         self._send({"held": self._moment(), "steps_done": self.held.steps_done})
@@ -590,6 +591,7 @@ class Agent:
         Args:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
+        self._let_witness_forget()
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()
             if self.task.program is None or self.worker.ended:
@@ -603,8 +605,16 @@ class Agent:
         if error := self._signals.take(number, seen_by, self._join.here, again, goes_on=goes_on):
             self.worker.until = 0
             self._ending.fail(error)
-        elif self._signals.stop and self.task.is_script:
+        elif self._signals.stop and self.task.is_script and self.worker.until is None:
             self.worker.until = time.monotonic() + SAVE_WITHIN
+
+    def _let_witness_forget(self) -> None:
+        """Let the witness forget a signal that nobody has asked about, once no question can come any more."""
+        if self.witness is not None:
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+            within = signals.ONCE_WITHIN + signals.SENT_TO_ALL_WITHIN
+            self._forgetting = asyncio.get_running_loop().call_later(within, self.witness.forget)
 
     def _watch_launcher(self) -> None:
         """Stop this rank when its launcher is gone: mpirun that is killed leaves the ranks of its host running."""
@@ -642,7 +652,7 @@ class Agent:
 
     def _send_on(self, number: int) -> None:
         """Send a signal to the program, unless whoever has sent it here has sent it there too."""
-        if self.witness is None or not self.witness.has_got(number):
+        if self.witness is None or not self.witness.has_got(number, self.worker.pid):
             self.worker.signal_all(number)
 
     def _tick(self) -> None:

@@ -92,8 +92,10 @@ class Worker:
         self._channel, self._faults, self._process = channel, faults, process
         self._connection: Connection | None = None
         self.children = orphans.Children()
+        if process is not None:
+            orphans.is_own(process)
         self._fault_text = ""
-        self._saving = False
+        self._saving = self._is_blocked = False
         self._spoke_at = time.monotonic()
         self._look_at_memory()
 
@@ -115,6 +117,7 @@ class Worker:
     def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
         self.said.update(message)
         self._spoke_at = time.monotonic()
+        self._is_blocked = message.get("blocked", self._is_blocked)
         if "born" in message:
             self.pid = int(message["born"])  # only the fork itself knows its pid
             self._look_at_memory()
@@ -269,7 +272,7 @@ class Worker:
     async def _end_program(self, grace: float) -> None:
         """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
         it is stopped. One that a signal has asked to end gets no second one."""
-        self.children.look_at_all(self.pid)
+        self.children.look(self.pid)
         if "notes" in self.said and not self.stopped_by():
             if "failed" in self.said:  # what it has registered with atexit takes its time
                 await self._hear(within=WAY_OUT)
@@ -283,7 +286,7 @@ class Worker:
             while not self.is_gone and time.monotonic() < (self.until or 0):
                 await asyncio.sleep(0.01)
                 # Python calls no handler while the main thread is blocked in a collective.
-                blocked_at = blocked_at if self.beat.inside else time.monotonic()
+                blocked_at = blocked_at if self._is_blocked else time.monotonic()
                 if time.monotonic() - blocked_at > KILL_AFTER:
                     break
         await self._kill(self.signal_all)

@@ -171,12 +171,12 @@ def launch(
         if dry_run:
             print_result(launched.dry_run())
             return 0
-        with unread.never_block():
+        with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
     on = local.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
     of_task = {"run_dir": run_dir, "max_restarts": max_restarts, **of_task}
     orphans.adopt()
-    with unread.never_block():
+    with unread.never_block(unread.A_PERSON_READS_WITHIN):
         if isinstance(task, Program):
             return local.launch_program(task, on, spec, typed[1:], **of_task)
         return local.launch_ranks(on, spec, task, program, **of_task)

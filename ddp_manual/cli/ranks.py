@@ -49,7 +49,7 @@ def train(config_file: str | None, **flags: Any) -> int:
     from ddp_manual.agent import tasks
 
     orphans.adopt()
-    with unread.never_block():
+    with unread.never_block(unread.A_PERSON_READS_WITHIN):
         ended = tasks.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
         try:
@@ -84,7 +84,7 @@ def run_program(
     from ddp_manual.agent import tasks
 
     orphans.adopt()
-    with unread.never_block():
+    with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
 
 
@@ -99,7 +99,7 @@ def check(as_json: bool, **flags: Any) -> int:
     """
     from ddp_manual.tools import check
 
-    with unread.never_block():
+    with unread.never_block(unread.A_PERSON_READS_WITHIN):
         report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
     print_result(json.dumps(report) if as_json else check.text(report))
     return FOUND_A_PROBLEM if report["findings"] else 0

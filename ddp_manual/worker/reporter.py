@@ -140,7 +140,8 @@ class Reporter:
             place=where.place,
             debugging=where.debugging,
         )
-        self.send({"beat": vars(beat) if beat != self._sent_beat else None})
+        # With NCCL a rank may be inside a collective while its program runs Python, such as a handler of SIGTERM.
+        self.send({"beat": vars(beat) if beat != self._sent_beat else None, "blocked": where.inside})
         self._sent_beat = beat
 
     @property

@@ -41,9 +41,17 @@ def first_failure(run: Run) -> str:
 @click.option("--seed", default=0, help="The seed of the first run; the others follow.")
 @click.option("--transcript", is_flag=True, help="Print one run as its people saw it, and nothing else.")
 @click.option("--record", is_flag=True, help="Write what the people of tests/scenarios see anew.")
+@click.option("--first", is_flag=True, help="Name the first run that fails in one line, and end.")
 @click.option("--keep-going", is_flag=True, help="Count all runs that fail, in place of showing the first.")
 def main(
-    runs: int, ranks: int | None, faults: int | None, seed: int, transcript: bool, record: bool, keep_going: bool
+    runs: int,
+    ranks: int | None,
+    faults: int | None,
+    seed: int,
+    transcript: bool,
+    record: bool,
+    first: bool,
+    keep_going: bool,
 ) -> None:
     if record:
         scenarios.record()
@@ -55,6 +63,9 @@ def main(
     for one in range(seed, seed + runs):
         run = simulate(draw(one, ranks, faults))
         figures.add(run)
+        if run.broken and first:
+            print(f"seed {one}: {run.broken[0]}")
+            sys.exit(1)
         if run.broken and not keep_going:
             print(first_failure(run))
             sys.exit(1)

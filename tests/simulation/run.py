@@ -102,8 +102,11 @@ class Witness:
     def __init__(self, *, own_session: bool) -> None:
         self._own_session = own_session
 
-    def has_got(self, number: int) -> bool:
+    def has_got(self, number: int, program: int) -> bool:
         return number == signal.SIGINT and not self._own_session
+
+    def forget(self) -> None:
+        """Do nothing, likewise."""
 
     def close(self) -> None:
         """Do nothing: there is no process."""

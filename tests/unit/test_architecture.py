@@ -68,7 +68,7 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"agent", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines.
-MOST_LINES_OF_AGENT_AND_WORKER = 8450
+MOST_LINES_OF_AGENT_AND_WORKER = 8500
 
 
 def room(path: Path) -> str:

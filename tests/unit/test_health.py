@@ -446,3 +446,12 @@ def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_progr
 def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:
     with pytest.raises((TypeError, ValueError)):
         Beat.from_message(message)
+
+
+@pytest.mark.parametrize("number", [10**400, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["samples_per_second", "step_seconds"])
+def test_a_heartbeat_with_a_number_that_cannot_be_is_refused(name: str, number: float) -> None:
+    with pytest.raises(ValueError, match="no number of samples or seconds"):
+        Beat.from_message({name: number})
+    with pytest.raises(ValueError, match="an impossible time-out"):
+        Beat.from_message({"timeouts": {"": number}})

@@ -27,7 +27,9 @@ def wait_until(holds):
 
 def worker(command):
     script = command + "; echo ready; exec sleep 100"
-    process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    marked = {**os.environ, orphans.MARK: str(os.getpid())}
+    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": marked}
+    process = subprocess.Popen(["sh", "-c", script], **how)
     orphans.is_own(process)
     lines = iter(process.stdout.readline, "ready\\n")
     pids = [int(line) for line in lines]
@@ -160,7 +162,6 @@ def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
         from ddp_manual import signals
         orphans.adopt()
         witness = signals.Witness(own_session=False)
-        orphans.spare(witness.pid)
         process, pids = worker("setsid sleep 100 & echo $!")
         process.kill()
         process.wait()
