@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder
+
+logger = logging.getLogger(__name__)
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -27,10 +30,15 @@ class Holding:
     def __init__(self, memory: HeldMemory, placed: Mapping[str, Any], tell: Tell) -> None:
         self._memory, self._tell = memory, tell
         self._source: int | None = placed["state_from"]
+        self._is_quiet = placed["place"]["rank"] != 0  # ranks may share a terminal
         self._holder = Holder(memory, placed["generation"], every=1)
         self._calls = 0
+        self._has_asked = False
+        """Whether the script has called ``held``, without which it begins again whatever is held."""
 
     def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, every: int) -> None:
+        if not (self._has_asked or self._calls or self._is_quiet):
+            logger.warning("this script calls hold() without held(): after a loss it begins again from its beginning")
         self._calls += 1
         self._holder.every = every
         if not self._holder.is_due(self._calls):
@@ -44,6 +52,7 @@ class Holding:
         self._holder.hold(self._calls, state)
 
     def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
+        self._has_asked = True
         self._tell({"holds": True})  # though the first step may still be to come
         if self._source is None:
             return None

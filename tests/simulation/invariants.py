@@ -15,6 +15,10 @@ HARMLESS = ("type twice", "wrong world size", "garbage", "mute stranger", "shrin
 # Seconds of a pause that is no fault: less than peer_timeout, and than probes of rank 0's address and of hosts wait.
 SHORT = {"stop": 9.0, "freeze agent": 2.5, "freeze host": 2.5, "cut": 2.5, "cut one way": 2.5}
 
+# Seconds from a fault until every rank has left; a program is given more, to end by itself.
+IN_SECONDS = 4.0
+ENDS_WITHIN = 8.0
+
 
 def is_fault(fault: Fault) -> bool:
     if fault.kind in HARMLESS:
@@ -83,11 +87,26 @@ def check(run: Run) -> None:
         for rank in run.ranks:
             if rank.belongs and rank.exit_code not in (0, 13 if _was_typed_twice(run, rank) else 0):
                 breaks(17, f"{rank.who} ends with {rank.exit_code} in a run without a fault")
+    if len(run.struck) == 1 and faults and plan.on_loss == "leave":
+        check_time(run, *run.struck[0])
     if len(faults) == 1:
         for rank in verdicts(run, faults[0]):
             if not names(run, rank, faults[0]):
                 breaks(2, f"{rank.who} does not name the fault: {rank.errors[0].what}")
     blamed_falsely(run, faults)
+
+
+def check_time(run: Run, struck: float, fault: Fault) -> None:
+    """Check that every rank is gone in time after the only fault of a run, which struck while all worked."""
+    at_once = fault.kind in ("kill", "abort", "exit", "raise", "kill agent")
+    silent = fault.kind in ("freeze agent", "freeze host", "host vanishes") and fault.seconds == FOR_EVER
+    finished = min(run.finished.values(), default=run.loop.now)
+    if run.began is None or not run.began < struck < finished or not (at_once or silent):
+        return
+    within = IN_SECONDS + (ENDS_WITHIN if run.plan.script else 0) + (run.plan.peer_timeout + 1 if silent else 0)
+    for rank in run.ranks:
+        if rank.ended is not None and rank.ended - struck > within:
+            run.break_invariant(3, f"{rank.who} has left {rank.ended - struck:.1f} s after {fault}")
 
 
 def _was_typed_twice(run: Run, rank: Rank) -> bool:

@@ -43,7 +43,6 @@ FAULTS = (
         "        return None\n",
     ),
     Planted("who left counts as finished", "health.py", "if known.finished]", "if known.finished or known.left]"),
-    Planted("all have finished at once", "health.py", "return not self._at_work", "return len(self._at_work) < 2"),
     Planted(
         "a goodbye is not noted", "coordinator.py", "            peer.left = True\n            why", "            why"
     ),

@@ -37,7 +37,7 @@ PORT = 29500
 # The faults that need no rank to strike.
 OF_NO_RANK = ("garbage", "mute stranger", "type with", "listener", "name")
 # The invariants that are checked when the run is over.
-AT_THE_END = (1, 2, 12, 15, 16, 17, 19, 20)
+AT_THE_END = (1, 2, 3, 7, 12, 15, 16, 17, 19, 20)
 PROGRAM = UsersProgram(kind="script", name="train.py")
 
 

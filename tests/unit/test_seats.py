@@ -189,8 +189,10 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
     said: list[Any] = []
     monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
-    holding.begin(memory, {"holds": True, "state_from": None, "generation": 0}, said.append)
+    placed = {"holds": True, "state_from": None, "generation": 0, "place": {"rank": 0}}
+    holding.begin(memory, placed, said.append)
     try:
+        assert holding.held(model) is None
         holding.hold(model)
         assert memory.newest() is not None
         monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
@@ -202,3 +204,18 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
         ]
     finally:
         holding.begin(None, {}, said.append)
+
+
+def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a_loss_will_cost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
+    for rank in (0, 1):
+        placed = {"holds": True, "state_from": None, "generation": 0, "place": {"rank": rank}}
+        holding.begin(HeldMemory.create(), placed, lambda message: None)
+        for _ in range(3):
+            holding.hold(torch.nn.Linear(2, 1))
+    holding.begin(None, {}, lambda message: None)
+    assert caplog.messages == [
+        "this script calls hold() without held(): after a loss it begins again from its beginning"
+    ]
