@@ -183,8 +183,8 @@ class Agent:
             self._begin(None)
         join = self._join
         run, connection = await join.join()
-        self._looking = False
-        if self.worker.is_gone:  # while this rank looked for rank 0
+        looked, self._looking = self._looking, False
+        if looked and self.worker.is_gone:
             self._forget_worker()
             await self._replace_worker()
         self._take_run(run)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tests.conftest import RankProcess, Start
 from tests.forking import named
 
@@ -153,13 +155,14 @@ class Host:
         """Run a command on this host to its end, within 30 s. Raises CommandFailed if it fails and ``check`` is set."""
         return self.namespace.execute(*named(self.name), *arguments, check=check, stdin=stdin)
 
-    def kill(self, words: str) -> None:
-        """Kill the youngest process of this host that has these words in its command."""
+    def kill(self, words: str, *, parent: bool = False) -> None:
+        """Kill the youngest process of this host that has these words in its command, or its ``parent``."""
         lines = {
             int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             for pid in self.namespace.pids()
         }
-        os.kill(max(pid for pid, line in lines.items() if words in line), signal.SIGKILL)
+        found = max(pid for pid, line in lines.items() if words in line)
+        os.kill(psutil.Process(found).ppid() if parent else found, signal.SIGKILL)
 
     # -- names --------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,11 @@ FAULTS: dict[str, tuple[Fault, str, int]] = {
     "Ctrl-C": (lambda run, to: run.process.send_signal(signal.SIGINT), "error[stopped]", 130),
     "kill -9 of the launcher": (lambda run, to: run.process.send_signal(signal.SIGKILL), "", -9),
     "kill -9 of b's sshd session": (lambda run, to: to.hosts[1].kill("sshd: root@notty"), "and rank 1 with it", 14),
-    "kill -9 of b's agents": (lambda run, to: to.hosts[1].kill("hosted"), "its agents were ended by SIGKILL", 14),
+    "kill -9 of b's agents": (
+        lambda run, to: to.hosts[1].kill("sleeps.sh", parent=True),
+        "its agents were ended by SIGKILL",
+        14,
+    ),
     "kill -9 of b's worker": (lambda run, to: to.hosts[1].kill("sleeps.sh"), "hostB", 137),
     "b is cut off": (lambda run, to: to.hosts[1].cut_from(to.hosts[0]), "b: it does not answer any more", 14),
 }

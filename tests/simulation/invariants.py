@@ -93,7 +93,7 @@ def check(run: Run) -> None:
         for rank in verdicts(run, faults[0]):
             if not names(run, rank, faults[0]):
                 breaks(2, f"{rank.who} does not name the fault: {rank.errors[0].what}")
-    blamed_falsely(run, faults)
+    blamed_falsely(run)
 
 
 def check_time(run: Run, struck: float, fault: Fault) -> None:
@@ -147,9 +147,9 @@ def names(run: Run, rank: Rank, fault: Fault) -> bool:
     return bool(numbers & ranks) or (error.identifier == "stopped" and fault.kind.startswith("ctrl-c"))
 
 
-def blamed_falsely(run: Run, faults: list[Fault]) -> None:
+def blamed_falsely(run: Run) -> None:
     """Check that no verdict begins with a rank that nothing has struck."""
-    guilty = set[int]().union(*(affected(run, fault) for fault in faults)) if faults else set()
+    guilty = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in HARMLESS))
     guilty |= {rank.number for rank in run.ranks if rank.killed}
     for rank in run.ranks:
         if rank.errors and rank.belongs and _judged(rank):

@@ -20,7 +20,7 @@ def test_the_first_message_comes_before_any_heartbeat() -> None:
     reader, said = LineReader(), []
     while len(said) < 2:
         said += reader.feed(agents.recv(1 << 16))
-    assert [list(message) for message in said[:2]] == [["born"], ["beat"]]
+    assert [list(message) for message in said[:2]] == [["born"], ["beat", "blocked"]]
     assert reporter.wait("start", 5)["start"] == {}
     reporter.close()
     agents.close()
