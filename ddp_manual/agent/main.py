@@ -106,7 +106,7 @@ class Agent:
         self._run_id = self._orphaned = ""
         self._started = self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
-        self._begun = self._placed = self._left = self._over = self._closes = False
+        self._begun = self._placed = self._left = self._over = self._closes = self._has_broken = False
         self._sent_beat = Beat()
         self._own_words: DdpManualError | None = None
         self._expired: DdpManualError | None = None
@@ -327,7 +327,8 @@ class Agent:
         before = "" if self._placed else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
         lost = verdicts.rank_0_lost(self._run, self.worker.beat, "is gone without a word", why)
-        self._ending.fail(self._own_words or lost)
+        # That a collective has broken follows from the loss of rank 0.
+        self._ending.fail(lost if self._own_words is None or self._has_broken else self._own_words)
 
     # -- messages of the worker, and its end --------------------------------------------------------------------------
 
@@ -387,7 +388,7 @@ class Agent:
             self._ending.in_background(self.worker.end(None, own=True))
             return
         words = message["failed"]
-        self._own_words = from_dict(words, int(words["exit_code"]))
+        self._own_words, self._has_broken = from_dict(words, int(words["exit_code"])), message.get("broken") is True
         # Not an exception of another kind, which the signal is no reason for.
         by_itself = message.get("exit") or words["identifier"] == Stopped.identifier
         follows = message.get("broken") and self._words_of_another == Stopped.identifier

@@ -82,7 +82,7 @@ class Group:
                         self._break(other)
 
     def _break(self, program: Program) -> None:
-        self._later(program, 0.02, 0.3, program.collective_breaks)
+        self._later(program, 0.0003, 0.32, program.collective_breaks)
 
     def _later(self, program: Program, least: float, most: float, action: Callable[[], None]) -> None:
         program.later(self.run.random.uniform(least, most), action)

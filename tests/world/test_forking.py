@@ -81,14 +81,18 @@ def test_the_worker_of_an_agent_that_is_a_fork_is_one_too_and_has_no_more_than_a
         while not any("libtorch" in one.path for one in worker.memory_maps()) or worker.num_threads() < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    status = [Path(f"/proc/{worker.pid}/status").read_text().splitlines() for worker in workers]
-    of_signals = ("SigBlk", "SigIgn")
-    assert [line for line in status[0] if line.startswith(of_signals)] == [
-        line for line in status[1] if line.startswith(of_signals)
-    ]
+    deadline = time.monotonic() + 10
+    while signals_of(workers[0].pid) != signals_of(workers[1].pid):  # all are blocked while a thread is started
+        assert time.monotonic() < deadline, [signals_of(worker.pid) for worker in workers]
+        time.sleep(0.01)
     kinds = [sorted(kind_of(worker.pid, number) for number in descriptors(worker.pid)) for worker in workers]
     assert kinds[0] == kinds[1]
     assert [os.getpgid(worker.pid) for worker in workers] == [rank.process.pid for rank in ranks]
+
+
+def signals_of(pid: int) -> list[str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return [line for line in lines if line.startswith(("SigBlk", "SigIgn"))]
 
 
 def descriptors(pid: int) -> list[str]:
