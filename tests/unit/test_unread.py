@@ -43,6 +43,15 @@ class Reader:
             self.text += os.read(self.reading, 65536).decode()
         return self.text
 
+    def read_all(self, writer: unread._Writer) -> None:
+        """Read what is still to come: the next test may be given a descriptor of the same number."""
+        self._goes_on()
+        deadline = time.monotonic() + 20
+        while writer._is_busy:
+            assert time.monotonic() < deadline
+            if select.select([self.reading], [], [], 0.05)[0]:
+                os.read(self.reading, 65536)
+
 
 @pytest.fixture(params=["pipe", "terminal"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
@@ -60,9 +69,10 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         tty.setraw(writing)
         found = Reader(reading, lambda: termios.tcflow(writing, termios.TCOON))
         termios.tcflow(writing, termios.TCOOFF)
-    monkeypatch.setitem(unread._writers, writing, unread._Writer(writing))
+    monkeypatch.setitem(unread._writers, writing, writer := unread._Writer(writing))
     with os.fdopen(writing, "w") as found.stream:
         yield found
+        found.read_all(writer)
     os.close(reading)
 
 
