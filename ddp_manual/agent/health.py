@@ -16,6 +16,8 @@ from ddp_manual.messages import LEAVING, Beat, LongestWait, RunInfo
 # A rank is slow if its own work takes this many times the median, for this many seconds.
 SLOW = 1.5
 SLOW_FOR = 30.0
+# A rank is late once it has said nothing for as long as so many heartbeats.
+LATE_AFTER_BEATS = 2.5
 # Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
 
@@ -147,13 +149,15 @@ class Health:
         seconds = {rank: now - known.heard for rank, known in self._watched()}
         if max(seconds.values(), default=0.0) <= silent_after(self._run):
             return {}
-        late = {rank: silence for rank, silence in seconds.items() if silence > 2.5 * heartbeat_period(self._run)}
+        least = LATE_AFTER_BEATS * heartbeat_period(self._run)
+        late = {rank: silence for rank, silence in seconds.items() if silence > least}
         return dict(sorted(late.items(), key=lambda found: -found[1]))
 
     def late(self, now: float) -> tuple[int, float] | None:
         """Return the rank that has been silent for longest, with its seconds, if that is more than two heartbeats."""
-        rank, seconds = max(((rank, now - known.heard) for rank, known in self._watched()), key=lambda found: found[1])
-        return (rank, seconds) if seconds > 2.5 * heartbeat_period(self._run) else None
+        silences = ((now - known.heard, rank) for rank, known in self._watched())
+        seconds, rank = max(silences, default=(0.0, 0))
+        return (rank, seconds) if seconds > LATE_AFTER_BEATS * heartbeat_period(self._run) else None
 
     def newly(self, state: str) -> list[int]:
         """Return the ranks that are ``stopped`` by a signal or ``debugging``, by their last heartbeats; each once."""
