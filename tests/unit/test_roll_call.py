@@ -507,18 +507,22 @@ def with_a_coordinator(
         )
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         await coordinator.serve(listener)
+        connections: list[Connection] = []
 
         async def connect() -> tuple[Connection, dict[str, Any]]:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(
                 lambda: Connection(longest=LONGEST_ANSWER), *listener.getsockname()
             )
+            connections.append(connection)
             return connection, await until(connection, "challenge")
 
         try:
             await asyncio.wait_for(test(coordinator, connect), 3 * WITHIN)
         finally:
             coordinator.close()
+            for connection in connections:
+                connection.close()
 
     asyncio.run(run())
 
