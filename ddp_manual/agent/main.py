@@ -86,6 +86,8 @@ class Agent:
         self._join = Join(spec, task, steps=self.steps, log=log)
         kind, ask = (StopSignals, self._ask_worker) if task.program is None else (ProgramSignals, self._pass_on)
         self._signals = kind(spec, task.is_script, log, ask)
+        self._signal_before = 0
+        """What has come before this rank ran."""
         self.worker: Worker
         self.witness: signals.Witness | None = None
         """What tells which signals have been sent to a user's own program too."""
@@ -136,7 +138,10 @@ class Agent:
                 return ended
             await self._attach()
             self._watch_launcher()
-            self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
+            if self._signal_before:
+                self.take_signal(self._signal_before)
+            if not self._ending.has_come:
+                self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
             self._tick()
             ended = await self._ending.wait()
             await self._leave(ended.error)
@@ -592,6 +597,9 @@ class Agent:
         Args:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
+        if not hasattr(self, "worker"):
+            self._signal_before = number
+            return
         self._let_witness_forget()
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
             self._ready.cancel()
