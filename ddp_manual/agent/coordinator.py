@@ -79,7 +79,7 @@ class Coordinator:
         """Of the last loss, once all ranks have gone on after it."""
         self._handshakes = Handshakes(self.roll_call, seal, own_nonce)
         self._peers: dict[int, Peer] = {}
-        self._waits_since = self._ticked = time.monotonic()
+        self._waits_since = self._ticked = self._goes_on_since = time.monotonic()
         self._watch = Watch(self.roll_call, self._peers, self._ticked)
         self._join_timeout = join_timeout
         self._all_were_here = False
@@ -475,6 +475,8 @@ class Coordinator:
         }
         self._watch.health.async_collectives = ready.backend == "nccl"
         self._watch.health.restart(now)
+        for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
+            self._watch.health.hear(rank, None, max(member.heard, self._goes_on_since))
         for rank in self.roll_call.left_out:
             self._watch.health.leave(rank)
         if gone_on is not None:
@@ -654,7 +656,8 @@ class Coordinator:
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
         if passed > self.run.peer_timeout:
-            self._watch.health.restart(now)  # this process was stopped, perhaps with its whole host
+            self._goes_on_since = now  # this process was stopped, perhaps with its whole host
+            self._watch.health.restart(now)
         self._handshakes.abort_silent(now)
         if now >= self._next_beat:
             self._next_beat = now + heartbeat_period(self.run)
