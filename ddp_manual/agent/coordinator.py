@@ -242,14 +242,18 @@ class Coordinator:
         elif self._was_here(info):  # lost while the others begin anew, as where a host with two ranks is gone
             self._placed.discard(rank)
             self.seats.lose_too(info, how)
-            self._stopping.discard(rank)
-            if not self._stopping:  # nobody asks for it any more
-                self.roll_call.left_out -= self._left_out_to_stop
-                self._left_out_to_stop.clear()
+            self._let_stop(self._stopping - {rank})
             self._shrink_if_due()
             self._hear_held()
         else:
             self._leave_out_again(rank)
+
+    def _let_stop(self, ranks: set[int]) -> None:
+        """Let only these ranks ask the run to stop: of one that is lost nobody is left who has asked."""
+        self._stopping = ranks
+        if not ranks:
+            self.roll_call.left_out -= self._left_out_to_stop
+            self._left_out_to_stop.clear()
 
     def _was_here(self, info: RankInfo) -> bool:
         """Return whether a rank has worked in this run before, with this rank 0 or with an earlier one."""
@@ -344,7 +348,7 @@ class Coordinator:
         self._watch.stop()
         self._watch = Watch(self.roll_call, self._peers, now)
         at_work = self._at_work
-        self._stopping &= at_work  # of a rank that is lost nobody is left who has asked
+        self._let_stop(self._stopping & at_work)
         self.roll_call.begin_again(at_work)
         self.seats.begin(lost, now, back, replaced=at_work)
         self._placed, self._probes = at_work, None
