@@ -17,6 +17,9 @@ OF_LINKS = ("cut", "cut one way")
 RECOVERABLE = ("kill", "abort", "kill agent", "freeze agent")
 OF_PEOPLE = ("ctrl-c", "ctrl-c twice", "type twice", "wrong world size", "shrink")
 OF_STRANGERS = ("garbage", "mute stranger")
+# Of a rank whose workers die one after the other, and of a process that lacks the token which all others have.
+OF_FLAPPING = ("keep dying", "keep dying", "keep dying at work")
+OF_TOKENS = ("type without the token", "garbage")
 WORDS = {
     "kill": "SIGKILL ends the worker of rank {rank}",
     "abort": "SIGABRT ends the worker of rank {rank}",
@@ -40,6 +43,9 @@ WORDS = {
     "listener": "{detail} listens at rank 0's port",
     "name": "rank 0's name gets its address",
     "no process": "no process can be started on the host of rank {rank} any more",
+    "keep dying": "SIGKILL ends each worker of rank {rank}, from now on {seconds:.1f} s after it has started",
+    "keep dying at work": "SIGKILL ends each worker of rank {rank}, from now on as soon as it begins to work",
+    "type without the token": "rank {rank} is typed once more without the token",
     "shrink": "status --shrink",
     "garbage": "a stranger sends garbage to rank 0's port",
     "mute stranger": "a stranger connects to rank 0's port and says nothing",
@@ -119,6 +125,8 @@ class Plan:
     """How often a person types the command of a rank that was lost."""
     moves: bool = False
     """Whether that is done on another host."""
+    token: bool = False
+    """Whether all ranks have a token."""
     by_name: bool = False
     """Whether rank 0's address is given as a name, which may have no address yet."""
     faults: Sequence[Fault] = ()
@@ -151,6 +159,7 @@ class Plan:
             *([] if self.seed is None else [f"seed {self.seed}"]),
             *(f"--{name} {value:g}" for name, value in options.items()),
             *([] if self.loads == Plan.loads else [f"loads torch for {self.loads[0]:g} to {self.loads[1]:g} s"]),
+            *(["all ranks have a token"] if self.token else []),
             *(["rank 0's address is given as a name"] if self.by_name else []),
             *(
                 f"rank {rank} on host {host} is {f'typed at {at:.3f} s' if at < FOR_EVER else 'not typed'}"
@@ -192,6 +201,8 @@ class Plan:
                 values["loads"] = float(loads[1]), float(loads[2])
             elif (option := re.fullmatch(r"--(\w+) ([\d.]+)", line)) and option[1] in OPTIONS:
                 values[option[1]] = float(option[2])
+            elif line == "all ranks have a token":
+                values["token"] = True
             elif line == "rank 0's address is given as a name":
                 values["by_name"] = True
             elif (fault := Fault.from_words(line)) is not None:
@@ -246,7 +257,22 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
     for at in range(1, count):
         if chance.random() < 0.5:  # while the ranks still deal with the fault before
             found[at] = replace(found[at], at=round(found[at - 1].at + chance.uniform(0, 4), 3))
-    return replace(plan, faults=tuple(sorted(found, key=lambda fault: fault.at)))
+    plan = replace(plan, faults=tuple(sorted(found, key=lambda fault: fault.at)))
+    return plan if faults is not None else _with_more(random.Random(seed ^ 0x70C3), plan, end)
+
+
+def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
+    """Add to some plans a rank that dies again and again, to others a token, and a process that lacks it."""
+    dice, at, rank = chance.random(), round(chance.uniform(0.1, end), 3), chance.randrange(plan.ranks)
+    if dice < 0.06 and plan.on_loss != "leave":
+        seconds = round(chance.choice((0.3, 2.0, chance.uniform(0.3, 8))), 1)
+        more = Fault(at=at, kind=chance.choice(OF_FLAPPING), rank=rank, seconds=seconds)
+    elif dice < 0.12:
+        more = Fault(at=at, kind=chance.choice(OF_TOKENS), rank=max(rank, 1))
+        plan = replace(plan, token=True)
+    else:
+        return plan
+    return replace(plan, faults=tuple(sorted([*plan.faults, more], key=lambda fault: fault.at)))
 
 
 def _fault(chance: random.Random, plan: Plan, end: float) -> Fault:
