@@ -320,7 +320,10 @@ class Coordinator:
             self.roll_call.leave(rank)
             if lost[rank].kind == NEWCOMER:
                 self._leave_out_again(rank)
+        missing_for = self._missing_for
         self._begin_again({rank: loss.verdict for rank, loss in lost.items()})
+        if all(loss.kind == NEWCOMER for loss in lost.values()):  # the others have got no further
+            self._waits_since -= missing_for
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:
                 self._take_seat(peer)
