@@ -192,10 +192,14 @@ def blamed_falsely(run: Run) -> None:
     guilty = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in HARMLESS))
     guilty |= {rank.number for rank in run.ranks if rank.killed}
     for rank in run.ranks:
-        if rank.errors and rank.belongs and _judged(rank):
-            found = list(map(int, re.findall(r"rank (\d+) \(", rank.errors[0].what)))
-            if found and not guilty.intersection(found):
-                run.break_invariant(2, f"{rank.who} blames a healthy rank: {rank.errors[0].what}")
+        if (found := blamed(rank)) and not guilty & found:
+            run.break_invariant(2, f"{rank.who} blames a healthy rank: {rank.errors[0].what}")
+
+
+def blamed(rank: Rank) -> set[int]:
+    """Return the ranks that a verdict begins with."""
+    judged = rank.errors and rank.belongs and _judged(rank)
+    return set(map(int, re.findall(r"rank (\d+) \(", rank.errors[0].what))) if judged else set()
 
 
 @dataclass
@@ -204,6 +208,8 @@ class Figures:
 
     named: int = 0
     verdicts: int = 0
+    rightly: int = 0
+    blames: int = 0
     endings: Counter[str] = field(default_factory=Counter)
 
     def add(self, run: Run) -> None:
@@ -212,10 +218,15 @@ class Figures:
             found = verdicts(run, faults[0])
             self.verdicts += len(found)
             self.named += sum(names(run, rank, faults[0]) for rank in found)
+            blames = [ranks for rank in run.ranks if (ranks := blamed(rank))]
+            self.blames += len(blames)
+            self.rightly += sum(bool(ranks & affected(run, faults[0])) for ranks in blames)
         codes = {rank.exit_code for rank in run.ranks if rank.belongs and not rank.killed}
         self.endings["all done" if codes == {0} else "ended" if 0 not in codes else "mixed"] += 1
 
     def __str__(self) -> str:
         endings = ", ".join(f"{what} {count}" for what, count in sorted(self.endings.items()))
-        share = self.named / self.verdicts if self.verdicts else 1.0
-        return f"{endings}; of {self.verdicts} verdicts after one fault {share:.1%} name it"
+        precision = self.rightly / self.blames if self.blames else 1.0
+        recall = self.named / self.verdicts if self.verdicts else 1.0
+        blames = f"precision {precision:.4f} (of {self.blames} ranks that are blamed)"
+        return f"{endings}; after one fault: {blames}, recall {recall:.4f} (of {self.verdicts} verdicts)"
