@@ -119,6 +119,8 @@ def check_time(run: Run, struck: float, fault: Fault) -> None:
     if run.began is None or not run.began < struck < finished or (plan.launched and plan.on_loss != "leave"):
         return
     for rank in run.ranks:
+        if rank.number in run.finished:
+            continue  # a program that is done is given the time to leave by itself
         if plan.on_loss == "leave" and rank.ended is not None and rank.ended - struck > within:
             run.break_invariant(3, f"{rank.who} has left {rank.ended - struck:.1f} s after {fault}")
         said = [at for at, _ in rank.lines if struck <= at <= struck + within]
