@@ -97,6 +97,8 @@ class Moments:
         heard = {rank.number for rank in run.ranks if rank.belongs and rank not in self.unheard_since} | self.shrunk
         if run.finished or zero.errors or plan.on_loss == "shrink" or any(rank.signals for rank in run.ranks):
             return
+        if any(rank.program is not None and rank.program.stopped for rank in run.ranks):
+            return  # where it loads torch, all have another time-out for that
         if len(heard) < plan.ranks:
             self._missing_for += passed
         waits = (plan.join_timeout if run.began is None else plan.rejoin_timeout) + plan.peer_timeout + 1
