@@ -56,6 +56,8 @@ class Moments:
         can_judge = zero is not None and not zero.process.frozen and zero.host.up
         for rank in run.ranks:
             reaches = zero is None or run.network.reaches(rank.host, zero.host)
+            if zero is not None and not (rank.runs and run.network.both_ways(rank.host, zero.host)):
+                self.heard_since.pop(rank, None)
             if not reaches:
                 self._cut_off.add(rank)
             elif rank in self._cut_off:  # what was on its way comes now
@@ -138,7 +140,11 @@ class Moments:
         return [
             rank
             for rank, since in self.heard_since.items()
-            if rank.held is not None and rank.runs and not rank.errors and self._looked - since > COMES_BACK_WITHIN
+            if rank not in self.unheard_since
+            and rank.held is not None
+            and rank.runs
+            and not rank.errors
+            and self._looked - since > COMES_BACK_WITHIN
         ]
 
     # -- 10: who is left out ------------------------------------------------------------------------------------------

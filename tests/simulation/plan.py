@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -264,12 +265,18 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
 def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
     """Add to some plans a rank that dies again and again, to others a token, and a process that lacks it."""
     dice, at, rank = chance.random(), round(chance.uniform(0.1, end), 3), chance.randrange(plan.ranks)
-    if dice < 0.06 and plan.on_loss != "leave":
+    if dice < (0.3 if plan.launched else 0.06) and plan.on_loss != "leave":
         seconds = round(chance.choice((0.3, 2.0, chance.uniform(0.3, 8))), 1)
         more = Fault(at=at, kind=chance.choice(OF_FLAPPING), rank=rank, seconds=seconds)
     elif dice < 0.12:
         more = Fault(at=at, kind=chance.choice(OF_TOKENS), rank=max(rank, 1))
         plan = replace(plan, token=True)
+    elif dice < 0.15 and plan.on_loss == "wait" and plan.ranks > 2 and not plan.launched:
+        lost, asks = chance.sample(range(plan.ranks), 2)  # a seat is free when somebody asks to stop, and is lost too
+        times = itertools.accumulate((at, chance.uniform(0.1, 2), chance.uniform(0.1, 3)))
+        struck = zip(times, ("kill agent", "ctrl-c", "kill agent"), (lost, asks, asks), strict=True)
+        faults = tuple(Fault(at=round(at, 3), kind=kind, rank=rank) for at, kind, rank in struck)
+        return replace(plan, types_again=3, faults=faults)
     else:
         return plan
     return replace(plan, faults=tuple(sorted([*plan.faults, more], key=lambda fault: fault.at)))
