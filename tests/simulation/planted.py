@@ -135,9 +135,6 @@ FAULTS = (
     Planted(
         "the first Ctrl-C does nothing", "ending.py", "if (heeded or goes_on) and not self._is_script:", "if goes_on:"
     ),
-    Planted(
-        "who is lost still asks to stop", "coordinator.py", "self._stopping = ranks\n", "self._stopping |= ranks\n"
-    ),
     Planted("a dying newcomer restarts the clock", "coordinator.py", "self._waits_since -= missing_for", "pass"),
     Planted(
         "a rank may be lost for ever", "seats.py", "(rank in restarted and before >= MOST_WITHOUT_A_STEP)", "False"
