@@ -204,7 +204,12 @@ def watched(run: Run) -> Iterator[None]:
             probes, before = coordinator._probes, decided(coordinator)
             act()
             # What it says of itself, and of the network, counts.
-            of_now = peer.left or coordinator._probes is not probes or coordinator._stopping != before[3]
+            of_now = (
+                peer.left
+                or coordinator._probes is not probes
+                or (probes and coordinator._over)
+                or coordinator._stopping != before[3]
+            )
             if (peer.begins_again or peer.was_rank) and not of_now and decided(coordinator) != before:
                 run.break_invariant(14, f"a message of rank {peer.rank}'s old worker changes something: {message}")
         else:
