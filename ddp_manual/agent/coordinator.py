@@ -79,7 +79,7 @@ class Coordinator:
         """Of the last loss, once all ranks have gone on after it."""
         self._handshakes = Handshakes(self.roll_call, seal, own_nonce)
         self._peers: dict[int, Peer] = {}
-        self._waits_since = self._ticked = time.monotonic()
+        self._waits_since = self._ticked = self._goes_on_since = time.monotonic()
         self._watch = Watch(self.roll_call, self._peers, self._ticked)
         self._join_timeout = join_timeout
         self._all_were_here = False
@@ -242,14 +242,18 @@ class Coordinator:
         elif self._was_here(info):  # lost while the others begin anew, as where a host with two ranks is gone
             self._placed.discard(rank)
             self.seats.lose_too(info, how)
-            self._stopping.discard(rank)
-            if not self._stopping:  # nobody asks for it any more
-                self.roll_call.left_out -= self._left_out_to_stop
-                self._left_out_to_stop.clear()
+            self._let_stop(self._stopping - {rank})
             self._shrink_if_due()
             self._hear_held()
         else:
             self._leave_out_again(rank)
+
+    def _let_stop(self, ranks: set[int]) -> None:
+        """Let only these ranks ask the run to stop: of one that is lost nobody is left who has asked."""
+        self._stopping = ranks
+        if not ranks:
+            self.roll_call.left_out -= self._left_out_to_stop
+            self._left_out_to_stop.clear()
 
     def _was_here(self, info: RankInfo) -> bool:
         """Return whether a rank has worked in this run before, with this rank 0 or with an earlier one."""
@@ -316,7 +320,10 @@ class Coordinator:
             self.roll_call.leave(rank)
             if lost[rank].kind == NEWCOMER:
                 self._leave_out_again(rank)
+        missing_for = self._missing_for
         self._begin_again({rank: loss.verdict for rank, loss in lost.items()})
+        if all(loss.kind == NEWCOMER for loss in lost.values()):  # the others have got no further
+            self._waits_since -= missing_for
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:
                 self._take_seat(peer)
@@ -344,7 +351,7 @@ class Coordinator:
         self._watch.stop()
         self._watch = Watch(self.roll_call, self._peers, now)
         at_work = self._at_work
-        self._stopping &= at_work  # of a rank that is lost nobody is left who has asked
+        self._let_stop(self._stopping & at_work)
         self.roll_call.begin_again(at_work)
         self.seats.begin(lost, now, back, replaced=at_work)
         self._placed, self._probes = at_work, None
@@ -475,6 +482,8 @@ class Coordinator:
         }
         self._watch.health.async_collectives = ready.backend == "nccl"
         self._watch.health.restart(now)
+        for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
+            self._watch.health.hear(rank, None, max(member.heard, self._goes_on_since))
         for rank in self.roll_call.left_out:
             self._watch.health.leave(rank)
         if gone_on is not None:
@@ -654,7 +663,8 @@ class Coordinator:
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
         if passed > self.run.peer_timeout:
-            self._watch.health.restart(now)  # this process was stopped, perhaps with its whole host
+            self._goes_on_since = now  # this process was stopped, perhaps with its whole host
+            self._watch.health.restart(now)
         self._handshakes.abort_silent(now)
         if now >= self._next_beat:
             self._next_beat = now + heartbeat_period(self.run)

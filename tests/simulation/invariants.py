@@ -6,18 +6,20 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ddp_manual.signals import ONCE_WITHIN
 from tests.simulation.plan import FOR_EVER, OF_AGENTS, RECOVERABLE, Fault
 from tests.simulation.run import Rank, Run
 from tests.simulation.worker import LEFT
 
 # Faults for which a rank has nothing to answer: the run goes on.
-HARMLESS = ("type twice", "wrong world size", "garbage", "mute stranger", "shrink")
+HARMLESS = ("type twice", "wrong world size", "type without the token", "garbage", "mute stranger", "shrink")
 # Seconds of a pause that is no fault: less than peer_timeout, and than probes of rank 0's address and of hosts wait.
 SHORT = {"stop": 9.0, "freeze agent": 2.5, "freeze host": 2.5, "cut": 2.5, "cut one way": 2.5}
 
-# Seconds from a fault until every rank has left; a program is given more, to end by itself.
-IN_SECONDS = 4.0
-ENDS_WITHIN = 8.0
+# Seconds from what ends a process until every rank has left, or has said that it waits: see docs/faults.md.
+IN_SECONDS = 2.0
+# Seconds for one step more, and for a worker that is to end.
+STOPS_WITHIN = 5.0
 
 
 def is_fault(fault: Fault) -> bool:
@@ -39,6 +41,7 @@ def affected(run: Run, fault: Fault) -> set[int]:
 def check(run: Run) -> None:
     """Add to ``run.broken`` what does not hold at its end."""
     breaks = run.break_invariant
+    plan = run.plan
     for error in run.loop.errors:
         breaks(19, f"an event raised {type(error).__name__}: {error}")
     faults = [fault for _, fault in run.struck if is_fault(fault)]
@@ -59,10 +62,12 @@ def check(run: Run) -> None:
         expired = errors == 1 and "nobody has taken" in rank.errors[0].why and rank.held and rank.held.moment
         if expired and not run.plan.script and len(faults) == 1 and "saved a checkpoint" not in rank.errors[0].why:
             breaks(7, f"{rank.who} holds {rank.held.moment}, which dies by expiry without a checkpoint")
+        gave_up = errors == 1 and rank.errors[0].what.endswith(" has left") and rank.held and rank.held.moment
+        if gave_up and plan.launched and plan.on_loss != "leave" and not run.finished:
+            breaks(7, f"{rank.who} gives up {rank.held.moment}: {rank.errors[0].what}")
         work_is_done = rank.program is not None and rank.program.phase == LEFT
         if rank.exit_code == 0 and not work_is_done:
             breaks(12, f"{rank.who} ends with 0, and its work is not done")
-    plan = run.plan
     recoverable = (
         plan.on_loss == "wait"
         and plan.shrink_after is None
@@ -87,8 +92,9 @@ def check(run: Run) -> None:
         for rank in run.ranks:
             if rank.belongs and rank.exit_code not in (0, 13 if _was_typed_twice(run, rank) else 0):
                 breaks(17, f"{rank.who} ends with {rank.exit_code} in a run without a fault")
-    if len(run.struck) == 1 and faults and plan.on_loss == "leave":
+    if len(run.struck) == 1 and faults:
         check_time(run, *run.struck[0])
+    check_signals(run)
     if len(faults) == 1:
         for rank in verdicts(run, faults[0]):
             if not names(run, rank, faults[0]):
@@ -97,16 +103,52 @@ def check(run: Run) -> None:
 
 
 def check_time(run: Run, struck: float, fault: Fault) -> None:
-    """Check that every rank is gone in time after the only fault of a run, which struck while all worked."""
-    at_once = fault.kind in ("kill", "abort", "exit", "raise", "kill agent")
-    silent = fault.kind in ("freeze agent", "freeze host", "host vanishes") and fault.seconds == FOR_EVER
-    finished = min(run.finished.values(), default=run.loop.now)
-    if run.began is None or not run.began < struck < finished or not (at_once or silent):
+    """Check that every rank is gone in time after the only fault of a run, which struck while all worked; in a run that
+    keeps seats, that each has said something."""
+    plan, within = run.plan, IN_SECONDS
+    if fault.kind in ("freeze agent", "freeze host", "host vanishes", "stop") and fault.seconds == FOR_EVER:
+        within += plan.peer_timeout + 1
+    elif fault.kind in ("cut", "cut one way") and fault.seconds == FOR_EVER:
+        of_rank_0 = plan.hosts[0] in (plan.hosts[fault.rank], plan.hosts[fault.other])
+        within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout
+    elif fault.kind == "hang":
+        within += plan.stall_timeout
+    elif fault.kind not in ("kill", "abort", "exit", "raise", "kill agent"):
         return
-    within = IN_SECONDS + (ENDS_WITHIN if run.plan.script else 0) + (run.plan.peer_timeout + 1 if silent else 0)
+    finished = min(run.finished.values(), default=run.loop.now)
+    if run.began is None or not run.began < struck < finished or (plan.launched and plan.on_loss != "leave"):
+        return
     for rank in run.ranks:
-        if rank.ended is not None and rank.ended - struck > within:
+        if rank.number in run.finished:
+            continue  # a program that is done is given the time to leave by itself
+        if plan.on_loss == "leave" and rank.ended is not None and rank.ended - struck > within:
             run.break_invariant(3, f"{rank.who} has left {rank.ended - struck:.1f} s after {fault}")
+        said = [at for at, _ in rank.lines if struck <= at <= struck + within]
+        left = rank.ended is not None and rank.ended <= struck + within
+        if rank.typed < struck and not (left or said or rank.killed or rank.process.frozen or not rank.host.up):
+            run.break_invariant(3, f"{rank.who} has said nothing {within:.1f} s after {fault}")
+
+
+def check_signals(run: Run) -> None:
+    """Check that the first signal stops all ranks after one step more, or gives a verdict; the second ends its rank."""
+    for rank in run.ranks:
+        times = [at for at, _ in rank.signals]
+        second = next((at for at in times if at > times[0] + ONCE_WITHIN), None)
+        if second is not None and rank.ended is not None and rank.ended - second > IN_SECONDS + STOPS_WITHIN:
+            run.break_invariant(9, f"{rank.who} leaves {rank.ended - second:.1f} s after a second signal")
+    plan, asked = run.plan, [rank for rank in run.ranks if rank.signals]
+    others = [fault for _, fault in run.struck if not fault.kind.startswith("ctrl-c") and fault.kind not in HARMLESS]
+    if not asked or others or plan.script:
+        return
+    at, step = min(rank.signals[0] for rank in asked)
+    if run.began is None or not run.began < at < min(run.finished.values(), default=run.loop.now):
+        return
+    for rank in run.ranks:
+        last = rank.program.step if rank.program is not None else 0
+        if rank.belongs and rank.ended is not None and (rank.ended - at > STOPS_WITHIN or last > step + 2):
+            run.break_invariant(9, f"{rank.who} leaves after step {last}: step {step} was done at the first signal")
+        if rank.belongs and rank.exit_code == 0 and last < plan.steps:
+            run.break_invariant(9, f"{rank.who} leaves after step {last} without a verdict")
 
 
 def _was_typed_twice(run: Run, rank: Rank) -> bool:
@@ -152,10 +194,14 @@ def blamed_falsely(run: Run) -> None:
     guilty = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in HARMLESS))
     guilty |= {rank.number for rank in run.ranks if rank.killed}
     for rank in run.ranks:
-        if rank.errors and rank.belongs and _judged(rank):
-            found = list(map(int, re.findall(r"rank (\d+) \(", rank.errors[0].what)))
-            if found and not guilty.intersection(found):
-                run.break_invariant(2, f"{rank.who} blames a healthy rank: {rank.errors[0].what}")
+        if (found := blamed(rank)) and not guilty & found:
+            run.break_invariant(2, f"{rank.who} blames a healthy rank: {rank.errors[0].what}")
+
+
+def blamed(rank: Rank) -> set[int]:
+    """Return the ranks that a verdict begins with."""
+    judged = rank.errors and rank.belongs and _judged(rank)
+    return set(map(int, re.findall(r"rank (\d+) \(", rank.errors[0].what))) if judged else set()
 
 
 @dataclass
@@ -164,6 +210,8 @@ class Figures:
 
     named: int = 0
     verdicts: int = 0
+    rightly: int = 0
+    blames: int = 0
     endings: Counter[str] = field(default_factory=Counter)
 
     def add(self, run: Run) -> None:
@@ -172,10 +220,15 @@ class Figures:
             found = verdicts(run, faults[0])
             self.verdicts += len(found)
             self.named += sum(names(run, rank, faults[0]) for rank in found)
+            blames = [ranks for rank in run.ranks if (ranks := blamed(rank))]
+            self.blames += len(blames)
+            self.rightly += sum(bool(ranks & affected(run, faults[0])) for ranks in blames)
         codes = {rank.exit_code for rank in run.ranks if rank.belongs and not rank.killed}
         self.endings["all done" if codes == {0} else "ended" if 0 not in codes else "mixed"] += 1
 
     def __str__(self) -> str:
         endings = ", ".join(f"{what} {count}" for what, count in sorted(self.endings.items()))
-        share = self.named / self.verdicts if self.verdicts else 1.0
-        return f"{endings}; of {self.verdicts} verdicts after one fault {share:.1%} name it"
+        precision = self.rightly / self.blames if self.blames else 1.0
+        recall = self.named / self.verdicts if self.verdicts else 1.0
+        blames = f"precision {precision:.4f} (of {self.blames} ranks that are blamed)"
+        return f"{endings}; after one fault: {blames}, recall {recall:.4f} (of {self.verdicts} verdicts)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,9 @@ OF_LINKS = ("cut", "cut one way")
 RECOVERABLE = ("kill", "abort", "kill agent", "freeze agent")
 OF_PEOPLE = ("ctrl-c", "ctrl-c twice", "type twice", "wrong world size", "shrink")
 OF_STRANGERS = ("garbage", "mute stranger")
+# Of a rank whose workers die one after the other, and of a process that lacks the token which all others have.
+OF_FLAPPING = ("keep dying", "keep dying", "keep dying at work")
+OF_TOKENS = ("type without the token", "garbage")
 WORDS = {
     "kill": "SIGKILL ends the worker of rank {rank}",
     "abort": "SIGABRT ends the worker of rank {rank}",
@@ -40,6 +44,9 @@ WORDS = {
     "listener": "{detail} listens at rank 0's port",
     "name": "rank 0's name gets its address",
     "no process": "no process can be started on the host of rank {rank} any more",
+    "keep dying": "SIGKILL ends each worker of rank {rank}, from now on {seconds:.1f} s after it has started",
+    "keep dying at work": "SIGKILL ends each worker of rank {rank}, from now on as soon as it begins to work",
+    "type without the token": "rank {rank} is typed once more without the token",
     "shrink": "status --shrink",
     "garbage": "a stranger sends garbage to rank 0's port",
     "mute stranger": "a stranger connects to rank 0's port and says nothing",
@@ -119,6 +126,8 @@ class Plan:
     """How often a person types the command of a rank that was lost."""
     moves: bool = False
     """Whether that is done on another host."""
+    token: bool = False
+    """Whether all ranks have a token."""
     by_name: bool = False
     """Whether rank 0's address is given as a name, which may have no address yet."""
     faults: Sequence[Fault] = ()
@@ -151,6 +160,7 @@ class Plan:
             *([] if self.seed is None else [f"seed {self.seed}"]),
             *(f"--{name} {value:g}" for name, value in options.items()),
             *([] if self.loads == Plan.loads else [f"loads torch for {self.loads[0]:g} to {self.loads[1]:g} s"]),
+            *(["all ranks have a token"] if self.token else []),
             *(["rank 0's address is given as a name"] if self.by_name else []),
             *(
                 f"rank {rank} on host {host} is {f'typed at {at:.3f} s' if at < FOR_EVER else 'not typed'}"
@@ -192,6 +202,8 @@ class Plan:
                 values["loads"] = float(loads[1]), float(loads[2])
             elif (option := re.fullmatch(r"--(\w+) ([\d.]+)", line)) and option[1] in OPTIONS:
                 values[option[1]] = float(option[2])
+            elif line == "all ranks have a token":
+                values["token"] = True
             elif line == "rank 0's address is given as a name":
                 values["by_name"] = True
             elif (fault := Fault.from_words(line)) is not None:
@@ -246,7 +258,28 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
     for at in range(1, count):
         if chance.random() < 0.5:  # while the ranks still deal with the fault before
             found[at] = replace(found[at], at=round(found[at - 1].at + chance.uniform(0, 4), 3))
-    return replace(plan, faults=tuple(sorted(found, key=lambda fault: fault.at)))
+    plan = replace(plan, faults=tuple(sorted(found, key=lambda fault: fault.at)))
+    return plan if faults is not None else _with_more(random.Random(seed ^ 0x70C3), plan, end)
+
+
+def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
+    """Add to some plans a rank that dies again and again, to others a token, and a process that lacks it."""
+    dice, at, rank = chance.random(), round(chance.uniform(0.1, end), 3), chance.randrange(plan.ranks)
+    if dice < (0.3 if plan.launched else 0.06) and plan.on_loss != "leave":
+        seconds = round(chance.choice((0.3, 2.0, chance.uniform(0.3, 8))), 1)
+        more = Fault(at=at, kind=chance.choice(OF_FLAPPING), rank=rank, seconds=seconds)
+    elif dice < 0.12:
+        more = Fault(at=at, kind=chance.choice(OF_TOKENS), rank=max(rank, 1))
+        plan = replace(plan, token=True)
+    elif dice < 0.15 and plan.on_loss == "wait" and plan.ranks > 2 and not plan.launched:
+        lost, asks = chance.sample(range(plan.ranks), 2)  # a seat is free when somebody asks to stop, and is lost too
+        times = itertools.accumulate((at, chance.uniform(0.1, 2), chance.uniform(0.1, 3)))
+        struck = zip(times, ("kill agent", "ctrl-c", "kill agent"), (lost, asks, asks), strict=True)
+        faults = tuple(Fault(at=round(at, 3), kind=kind, rank=rank) for at, kind, rank in struck)
+        return replace(plan, types_again=3, faults=faults)
+    else:
+        return plan
+    return replace(plan, faults=tuple(sorted([*plan.faults, more], key=lambda fault: fault.at)))
 
 
 def _fault(chance: random.Random, plan: Plan, end: float) -> Fault:

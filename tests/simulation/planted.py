@@ -68,7 +68,7 @@ FAULTS = (
     Planted(
         "left out for ever",
         "coordinator.py",
-        "                self.roll_call.left_out -= self._left_out_to_stop\n",
+        "            self.roll_call.left_out -= self._left_out_to_stop\n",
         "",
     ),
     Planted("survivors are not awaited", "coordinator.py", "silent_after(self.run) + SURVIVORS_WITHIN", "0.0"),
@@ -126,6 +126,32 @@ FAULTS = (
         "            coordinator.wait_for_goodbyes(",
     ),
     Planted("the held memory stays open", "main.py", "            self.held.close()\n", ""),
+    Planted(
+        "who is silent has a second time-out",
+        "coordinator.py",
+        "hear(rank, None, max(member.heard, self._goes_on_since))",
+        "hear(rank, None, now)",
+    ),
+    Planted(
+        "the first Ctrl-C does nothing", "ending.py", "if (heeded or goes_on) and not self._is_script:", "if goes_on:"
+    ),
+    Planted("a dying newcomer restarts the clock", "coordinator.py", "self._waits_since -= missing_for", "pass"),
+    Planted(
+        "a rank may be lost for ever", "seats.py", "(rank in restarted and before >= MOST_WITHOUT_A_STEP)", "False"
+    ),
+    Planted(
+        "an old worker is heard",
+        "main.py",
+        "if worker is self.worker and not self._replacing:\n                self._take_from",
+        "if True:\n                self._take_from",
+    ),
+    Planted(
+        "no token is needed",
+        "connection.py",
+        'if self._token is None:\n            if "sealed"',
+        'if self._token is None or "sealed" not in message:\n            if "sealed"',
+    ),
+    Planted("any token will do", "connection.py", "if not hmac.compare_digest(", "if None is hmac.compare_digest("),
 )
 
 

@@ -28,6 +28,7 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.world_spec import WorldSpec
+from tests.simulation.moments import Moments, watched
 from tests.simulation.network import EMPTY, Host, Listener, Network
 from tests.simulation.plan import FOR_EVER, Fault, Plan
 from tests.simulation.virtual_time import EPOCH, PROCESS, Process, VirtualLoop
@@ -35,9 +36,11 @@ from tests.simulation.worker import Group, HeldState, Program, SimulatedWorker
 
 PORT = 29500
 # The faults that need no rank to strike.
-OF_NO_RANK = ("garbage", "mute stranger", "type with", "listener", "name")
+OF_NO_RANK = ("garbage", "mute stranger", "type with", "type without the token", "listener", "name")
 # The invariants that are checked when the run is over.
-AT_THE_END = (1, 2, 3, 7, 12, 15, 16, 17, 19, 20)
+AT_THE_END = (1, 2, 3, 7, 9, 12, 15, 16, 17, 19, 20)
+# How often a rank is typed again whose workers die one after the other.
+TYPES_DYING_AGAIN = 40
 PROGRAM = UsersProgram(kind="script", name="train.py")
 
 
@@ -65,6 +68,8 @@ class Rank:
     errors: list[DdpManualError] = field(default_factory=list)
     ended: float | None = None
     exit_code: int | None = None
+    generation: int = -1
+    """The last one in which a worker of it was placed."""
     killed: bool = False
     """Whether it has ended without a word, with its host or by a signal that nobody handles."""
     belongs: bool = True
@@ -72,10 +77,16 @@ class Rank:
     detail: str = ""
     held: HeldState | None = None
     workers: list[SimulatedWorker] = field(default_factory=list)
+    signals: list[tuple[float, int]] = field(default_factory=list)
+    """When its agent has got a signal, and how far the run was."""
 
     @property
     def is_script(self) -> bool:
         return self.run.plan.script
+
+    @property
+    def has_token(self) -> bool:
+        return "token" not in self.detail if self.run.plan.token else True
 
     @property
     def who(self) -> str:
@@ -152,6 +163,9 @@ class Run:
         """Rank -> when its work was done for the first time."""
         self.line: dict[int, int] = {}
         """Step -> the generation that was the last to do it."""
+        self.moments = Moments(self)
+        self.dying: dict[int, float | None] = {}
+        """The ranks whose workers die one after the other: so many seconds after each has started; None: at work."""
         self._pids = itertools.count(1000)
         self._asked_to_stop: set[int] = set()
 
@@ -233,6 +247,9 @@ class Run:
         rank.held = held
         worker = SimulatedWorker(Program(self, rank, held), PROGRAM if self.plan.script else None)
         rank.workers.append(worker)
+        self.moments.started(rank)
+        if (seconds := self.dying.get(rank.number)) is not None:
+            worker._program.later(seconds, partial(worker._program.die, -signal.SIGKILL))
         return worker
 
     def launch(self, node: int) -> None:
@@ -311,7 +328,7 @@ class Run:
             plan.on_loss == "leave"
             or plan.launched
             or not rank.belongs
-            or before > plan.types_again
+            or before > (TYPES_DYING_AGAIN if rank.number in self.dying and rank.exit_code == 137 else plan.types_again)
             or self._asked_to_stop
         ):
             return
@@ -395,6 +412,7 @@ class Run:
     def _end_abruptly(self, rank: Rank) -> None:
         for one in self.of_process(rank):
             one.killed = True
+            self._asked_to_stop.discard(one.number)  # the run need not stop any more
             self._end_processes(one)
             self.see(one.who, "*** killed")
 
@@ -467,6 +485,7 @@ class Run:
 
     def _take_signal(self, rank: Rank, number: int = signal.SIGINT) -> None:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
+            rank.signals.append((self.loop.now, max(self.line, default=0)))
             rank.agent.take_signal(number)
 
     def _ctrl_c_twice(self, fault: Fault, rank: Rank) -> None:
@@ -522,7 +541,22 @@ class Run:
         if zero is None or coordinator is None or zero.process.frozen:
             return False
         self.loop.call_soon(coordinator.shrink, context=zero.process.context)
-        return bool(coordinator.seats.began and not coordinator.roll_call.complete)
+        if not coordinator.seats.began or coordinator.roll_call.complete:
+            return False
+        self.moments.shrunk |= {*coordinator.roll_call.missing}
+        return True
+
+    def _keep_dying(self, fault: Fault, rank: Rank) -> bool:
+        self.dying[rank.number] = fault.seconds
+        return self._kill(fault, rank)
+
+    def _keep_dying_at_work(self, fault: Fault, rank: Rank) -> bool:
+        self.dying[rank.number] = None
+        return self._kill(fault, rank)
+
+    def _type_without_the_token(self, fault: Fault, rank: Rank | None) -> None:
+        host = self.network.hosts[self.plan.hosts[fault.rank]]
+        self.type_rank(fault.rank, host, belongs=False, detail=self.random.choice(("no token", "another token")))
 
     def _garbage(self, fault: Fault, rank: Rank | None) -> None:
         self._stranger(b"GET / HTTP/1.1\r\n\r\n" if self.random.random() < 0.5 else b"\xff{}[]\n" * 9)
@@ -558,14 +592,24 @@ class Run:
         self.began = self.loop.now if self.began is None else self.began
         if group.generation != program.generation or group.size != program.place["world_size"]:
             self.break_invariant(5, f"{program.rank.who} joins a group of another generation")
-        for other in group.members.values():
-            if other.rank.number == program.rank.number:
-                self.break_invariant(4, f"{program.rank.who} works beside another process of the same seat")
+        here = {member.rank.number for member in group.members.values()}
+        if not here and not any(rank.runs and rank.generation >= 0 for rank in self.ranks):
+            self.line.clear()  # nobody knows of a run that was before
+        if program.generation <= program.rank.generation:
+            self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")
+        program.rank.generation = program.generation
+        if program.rank.number in here:
+            self.break_invariant(4, f"{program.rank.who} works beside another process of the same seat")
+        if len(here) + 1 == group.size:
+            self.moments.grouped({*here, program.rank.number})
+        if program.rank.number in self.dying and self.dying[program.rank.number] is None:
+            program.later(0.0, partial(program.die, -signal.SIGKILL))
 
     def check_beginning(self, program: Program, step: int) -> None:
         """Check that the run goes on from the newest moment that a living holder has."""
-        members = program.group.members.values() if program.group else ()
-        newest = max((member.held.moment for member in members if member.held.moment), default=None)
+        members = {member.rank for member in program.group.members.values()} if program.group else set()
+        members.update(self.moments.living_holders())
+        newest = max((one.held.moment for one in members if one.held and one.held.moment), default=None)
         if step != (newest.step if newest else 0):
             self.break_invariant(6, f"{program.rank.who} goes on from step {step}, {newest} is held")
 
@@ -575,9 +619,11 @@ class Run:
         alive = program.group is not None and len(program.group.members) == program.group.size
         if before > program.generation and alive:
             self.break_invariant(5, f"{program.rank.who} does step {program.step} in generation {program.generation}")
+        self.moments.stepped(program)
         self.line[program.step] = max(before, program.generation)
 
     def note_finished(self, program: Program) -> None:
+        self.moments.done_at[program] = self.loop.now
         self.finished.setdefault(program.rank.number, self.loop.now)
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -611,13 +657,13 @@ class Run:
             self.loop.wind_up()
 
     async def _wait(self) -> None:
-        await asyncio.sleep(max(self.plan.times) + 1)
-        while self.loop.now < self.plan.limit:
-            if not any(rank.runs and not self._stuck_for_ever(rank) for rank in self.ranks):
-                await asyncio.sleep(7.5)  # somebody may type a rank again
-                if not any(rank.runs and not self._stuck_for_ever(rank) for rank in self.ranks):
-                    return
+        typed, quiet = 0, 0
+        while self.loop.now < self.plan.limit and quiet < 15:  # somebody may type a rank again
             await asyncio.sleep(0.5)
+            self.moments.look()
+            goes_on = self.loop.now < max(self.plan.times) + 1 or len(self.ranks) > typed
+            goes_on = goes_on or any(rank.runs and not self._stuck_for_ever(rank) for rank in self.ranks)
+            typed, quiet = len(self.ranks), 0 if goes_on else quiet + 1
 
     def _stuck_for_ever(self, rank: Rank) -> bool:
         """Return whether a rank cannot end: its agent is stopped and nobody lets it go on."""
@@ -654,6 +700,11 @@ def patched(run: Run) -> Iterator[None]:
         process = PROCESS.get()
         rank = next(rank for rank in run.ranks if rank.process is process)
         return rank.detail.removeprefix(begins) if begins and rank.detail.startswith(begins) else usual or rank.detail
+
+    def token(detail: str) -> bytes | None:
+        if run.plan.token:
+            return {"": b"secret", "no token": None}.get(detail, b"another")
+        return b"secret" if "token" in detail else None
 
     async def listen(spec: WorldSpec, addresses: list[str], port: int) -> Listener:
         found = network.listen(here(), addresses[0], port, PROCESS.get())
@@ -725,7 +776,7 @@ def patched(run: Run) -> Iterator[None]:
             {
                 "host_name": lambda: here().name,
                 "host_id": lambda: here().name,
-                "token": lambda file: b"secret" if "token" in detail("", "") else None,
+                "token": lambda file: token(detail("", "")),
                 "likely_backend": lambda device, backend: "gloo",
                 "launcher_hosts": lambda world_size: None,
                 "typed_command": lambda: (["ddp-manual"], ["train"]),
@@ -752,6 +803,7 @@ def patched(run: Run) -> Iterator[None]:
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(mock.patch.object(Connection, "unacknowledged", property(_unacknowledged)))
+        stack.enter_context(watched(run))
         gc.collect(0)
         yield
 

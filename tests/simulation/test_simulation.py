@@ -13,10 +13,14 @@ import pytest
 
 from tests.simulation.__main__ import first_failure, simulate
 from tests.simulation.plan import draw
+from tests.simulation.planted import FAULTS, Planted, found_by
 
 RUNS = int(os.environ.get("DDP_MANUAL_SOAK_RUNS", "3000"))
 FIRST = secrets.randbelow(1 << 40) if RUNS > 3000 else 0
 BLOCKS = 6
+# Runs in which the soak finds each planted fault; the tests plant one that a few runs find.
+RUNS_TO_FIND = int(os.environ.get("DDP_MANUAL_SOAK_PLANTED", "100"))
+PLANTED = [one for one in FAULTS if RUNS_TO_FIND > 100 or one.name == "no state is said to be held"]
 
 
 @pytest.mark.soak
@@ -27,6 +31,14 @@ def test_simulated_runs_break_no_invariant(block: int) -> None:
     for seed in range(FIRST + block * number, FIRST + (block + 1) * number):
         run = simulate(draw(seed))
         assert not run.broken, first_failure(run)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0 if RUNS_TO_FIND > 100 else 300)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name.replace(" ", "-"))
+def test_simulated_runs_find_a_planted_fault(planted: Planted) -> None:
+    found, said = found_by(planted, RUNS_TO_FIND)
+    assert found, said
 
 
 def test_a_seed_gives_the_same_transcript_again() -> None:

@@ -113,13 +113,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise Deadlock("nothing is scheduled any more")
 
     def wind_up(self) -> None:
-        """Cancel all tasks, and wait until they have ended."""
+        """Cancel all tasks, and those that they start while they end, and wait until they have ended."""
         self.winding_up = True
-        tasks = asyncio.all_tasks(self)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self.run_until_complete(asyncio.wait(tasks, timeout=60))
+        for _ in range(5):
+            if tasks := asyncio.all_tasks(self):
+                for task in tasks:
+                    task.cancel()
+                self.run_until_complete(asyncio.wait(tasks, timeout=60))
 
     def _process_events(self, event_list: Any) -> None:
         """Do nothing: there are no files."""

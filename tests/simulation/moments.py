@@ -1,0 +1,234 @@
+"""What must hold at every moment of a simulated run, by the numbers of the design's list.
+
+``Moments.look`` is called every half second of a run, ``watched`` looks at each message. What they compare is what the
+kernels, programs and people of the run know, and what rank 0's coordinator takes for true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from ddp_manual.agent.coordinator import LEAVE_TIMEOUT, Coordinator
+from ddp_manual.agent.handshakes import Peer
+from ddp_manual.agent.health import silent_after
+from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.run import Rank, Run
+
+# Seconds until rank 0 has looked around, TCP has tried again after a cut, and somebody has looked here.
+SLACK = 2.5
+# Workers that an agent may start before a step is done: as many as a rank can come back to die within a time-out.
+MOST_WORKERS = 30
+# Seconds within which a rank that has lost rank 0 has found another one, if it is not cut off.
+COMES_BACK_WITHIN = 16.0
+
+
+class Moments:
+    """What is known of a run from one look to the next."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.unheard_since: dict[Rank, float] = {}
+        """The processes of which rank 0 can hear nothing: they have ended, are frozen, or are cut off."""
+        self.heard_since: dict[Rank, float] = {}
+        self.shrunk: set[int] = set()
+        """The ranks that an order to go on without them has left out, and that have not worked since."""
+        self.worked: dict[int, float] = {}
+        """Rank -> when it has done a step last."""
+        self.workers: Counter[Rank] = Counter()
+        """How many workers each agent has started since then."""
+        self.done_at: dict[Program, float] = {}
+        """When the work of a program was done."""
+        self._missing_for = self._looked = 0.0
+        self._cut_off: set[Rank] = set()
+        self._zero: Rank | None = None
+
+    def look(self) -> None:
+        now, run = self.run.loop.now, self.run
+        passed, self._looked = now - self._looked, now
+        zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
+        can_judge = zero is not None and not zero.process.frozen and zero.host.up
+        for rank in run.ranks:
+            reaches = zero is None or run.network.reaches(rank.host, zero.host)
+            if zero is not None and not (rank.runs and run.network.both_ways(rank.host, zero.host)):
+                self.heard_since.pop(rank, None)
+            if not reaches:
+                self._cut_off.add(rank)
+            elif rank in self._cut_off:  # what was on its way comes now
+                self._cut_off.remove(rank)
+                self.unheard_since.pop(rank, None)
+            if rank.runs and not rank.process.frozen and reaches:
+                self.unheard_since.pop(rank, None)
+                self.heard_since.setdefault(rank, now)
+            else:
+                self.heard_since.pop(rank, None)
+                self.unheard_since[rank] = self.unheard_since.get(rank, now) if can_judge else now
+        if zero is not self._zero or not can_judge:
+            self._zero, self._missing_for = zero, 0.0
+        if can_judge and zero is not None:
+            self._seats_can_be_taken(zero)
+            self._the_wait_ends(zero, passed)
+        elif zero is None:
+            self._store_is_kept()
+
+    # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
+
+    def _seats_can_be_taken(self, zero: Rank) -> None:
+        """8: no rank counts as here whose process has ended, or was silent for too long."""
+        coordinator = zero.agent._join.coordinator if zero.agent is not None else None
+        if coordinator is None or zero.errors or coordinator._watch.failure is not None:
+            return
+        for number, member in coordinator.roll_call.members.items():
+            peer, holder = coordinator._peers.get(number), self.run.programs.get(member.info.pid)
+            work_is_done = number in coordinator._watch.health.finished
+            if number == 0 or holder is None or work_is_done or (peer is not None and peer.left):
+                continue
+            since = self.unheard_since.get(holder.rank)
+            if since is not None and self.run.loop.now - since > silent_after(coordinator.run) + SLACK:
+                self.run.break_invariant(8, f"the seat of rank {number} is kept for a process that is dead or silent")
+
+    def _the_wait_ends(self, zero: Rank, passed: float) -> None:
+        """11: a rank that comes and goes does not make the others wait longer for one that is missing."""
+        run, plan = self.run, self.run.plan
+        heard = {rank.number for rank in run.ranks if rank.belongs and rank not in self.unheard_since} | self.shrunk
+        if run.finished or zero.errors or plan.on_loss == "shrink" or any(rank.signals for rank in run.ranks):
+            return
+        if any(rank.program is not None and rank.program.stopped for rank in run.ranks):
+            return  # where it loads torch, all have another time-out for that
+        if len(heard) < plan.ranks:
+            self._missing_for += passed
+        waits = (plan.join_timeout if run.began is None else plan.rejoin_timeout) + plan.peer_timeout + 1
+        if self._missing_for > waits + plan.loads[1] + 3 * plan.step_seconds + SLACK:
+            run.break_invariant(11, f"{zero.who} waits on for ranks that have been missing for too long")
+            self._missing_for = 0.0
+
+    def _store_is_kept(self) -> None:
+        """13: rank 0's worker, whose work is done, keeps torch's store for those that still work."""
+        for program in self.run.programs.values():
+            if program.phase != AT_WORK or not program.alive or program.group is None or program.rank.errors:
+                continue
+            holder = self.run.programs_by_store(program.group.store)
+            if holder is None or holder.alive or holder.phase != LEFT or holder.rank.exit_code != 0:
+                continue
+            left, limit = holder.rank.ended or 0.0, math.inf if program.rank.is_script else LEAVE_TIMEOUT
+            late = self.run.loop.now - left > SLACK and left - self.done_at[holder] < limit
+            if late and program.rank not in self.unheard_since:
+                self.run.break_invariant(13, f"{program.rank.who} works, and rank 0 has left with torch's store")
+
+    def started(self, rank: Rank) -> None:
+        """11: an agent does not start one worker after the other, none of which does a step."""
+        self.workers[rank] += 1
+        if self.workers[rank] > MOST_WORKERS:
+            self.run.break_invariant(11, f"{rank.who} starts {self.workers[rank]} workers without a step in between")
+
+    def stepped(self, program: Program) -> None:
+        if program.step not in self.run.line:
+            self.workers.clear()
+        self.shrunk.discard(program.rank.number)
+        self.worked[program.rank.number], self._missing_for = self.run.loop.now, 0.0
+
+    # -- 6: from where the run goes on --------------------------------------------------------------------------------
+
+    def living_holders(self) -> list[Rank]:
+        """Return the ranks that have found rank 0, if they looked for it, and hold a state."""
+        return [
+            rank
+            for rank, since in self.heard_since.items()
+            if rank not in self.unheard_since
+            and rank.held is not None
+            and rank.runs
+            and not rank.errors
+            and self._looked - since > COMES_BACK_WITHIN
+        ]
+
+    # -- 10: who is left out ------------------------------------------------------------------------------------------
+
+    def grouped(self, here: set[int]) -> None:
+        """10: where ranks work together without others, an order to leave those out is in force."""
+        plan, left_out = self.run.plan, set(range(self.run.plan.ranks)) - here - self.shrunk
+        waited = self.run.loop.now - max((self.worked.get(rank, 0.0) for rank in left_out), default=0.0)
+        if plan.on_loss == "shrink" or waited >= min(plan.rejoin_timeout, plan.shrink_after or math.inf):
+            self.shrunk |= left_out
+        elif left_out and not any(rank.signals and self._counts(rank) for rank in self.run.ranks):
+            self.run.break_invariant(10, f"ranks {sorted(left_out)} are left out, which nobody has ordered")
+
+    def _counts(self, rank: Rank) -> bool:
+        """Return whether rank 0 still counts on a process, as far as it can know."""
+        unheard = self.run.loop.now - self.unheard_since.get(rank, self.run.loop.now)
+        said_so = not rank.runs and rank.host.up
+        return unheard <= (0.0 if said_so else self.run.plan.peer_timeout + 1) + SLACK
+
+
+# -- 14, 18: what a message changes -----------------------------------------------------------------------------------
+
+
+def decided(coordinator: Coordinator) -> tuple[Any, ...]:
+    """Return what a coordinator has decided, and what it knows of its ranks' work."""
+    roll_call, seats, watch = coordinator.roll_call, coordinator.seats, coordinator._watch
+    members = {rank: (member.info.pid, member.ready is not None) for rank, member in roll_call.members.items()}
+    run = roll_call.complete, members, {*roll_call.left_out}, {*coordinator._stopping}, coordinator._over
+    return *run, seats.generation, {**seats.held}, {*seats.lost}, watch.failure, {*watch.lost}, {*watch.health.finished}
+
+
+def believed(agent: Any) -> tuple[Any, ...]:
+    """Return what an agent has taken from its worker."""
+    of_worker = agent._own_words, agent._result, agent._leaving, agent._ready.done(), agent._signals.noted
+    return *of_worker, agent._placed, agent._left, agent._over, agent._ending.has_come
+
+
+@contextmanager
+def watched(run: Run) -> Iterator[None]:
+    """Check of each message that changes nothing whether it does."""
+    take, hear = Coordinator._take, SimulatedWorker.hear
+
+    def unchanged(number: int, what: str, now: Callable[[], Any], act: Callable[[], None]) -> None:
+        before = now()
+        act()
+        if now() != before:
+            run.break_invariant(number, f"{what} changes something: {before} is {now()} now")
+
+    def take_watched(coordinator: Coordinator, peer: Peer, message: Any) -> None:
+        def act() -> None:
+            take(coordinator, peer, message)
+
+        sender = _sender(peer)
+        if peer.rank is None and sender is not None and not sender.has_token:
+            unchanged(18, f"a message of {sender.who} without the token", lambda: decided(coordinator), act)
+        elif peer.begins_again or peer.was_rank:
+            probes, before = coordinator._probes, decided(coordinator)
+            act()
+            # What it says of itself, and of the network, counts.
+            of_now = (
+                peer.left
+                or coordinator._probes is not probes
+                or (probes and coordinator._over)
+                or coordinator._stopping != before[3]
+            )
+            if (peer.begins_again or peer.was_rank) and not of_now and decided(coordinator) != before:
+                run.break_invariant(14, f"a message of rank {peer.rank}'s old worker changes something: {message}")
+        else:
+            act()
+
+    def hear_watched(worker: SimulatedWorker, message: Any) -> None:
+        agent = worker._program.rank.agent
+        if agent is not None and not worker.closed and (agent.worker is not worker or agent._replacing):
+            what = f"what an old worker of {worker._program.rank.who} says"
+            unchanged(14, what, lambda: believed(agent), lambda: hear(worker, message))
+        else:
+            hear(worker, message)
+
+    def _sender(peer: Peer) -> Rank | None:
+        transport: Any = peer.connection._transport
+        process = transport.out.receiver.process
+        return next((rank for rank in run.ranks if rank.process is process), None)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Coordinator, "_take", take_watched))
+        stack.enter_context(mock.patch.object(SimulatedWorker, "hear", hear_watched))
+        yield
