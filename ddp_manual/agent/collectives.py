@@ -10,8 +10,9 @@ from __future__ import annotations
 import mmap
 import operator
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ddp_manual import collectives
@@ -47,9 +48,6 @@ MOST_SIDES = 4
 
 # What a reply that says something else than expected raises when it is read.
 UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
-
-Ask = Callable[[Iterable[int], Mapping[str, Any]], Awaitable[Mapping[int, Any]]]
-"""Asks the agents of these ranks, and returns the replies that come in time."""
 
 
 class _Group:
@@ -219,6 +217,61 @@ def _calls(reply: Mapping[str, Any]) -> dict[int, tuple[int, collectives.Call]]:
     return {}
 
 
+@dataclass(frozen=True)
+class Look:
+    """A look at what ranks have called: first at their chains, then at the calls at which these differ."""
+
+    ranks: Collection[int]
+    seen: Difference | None
+    """What an earlier look at some of these ranks has found."""
+
+    @property
+    def question(self) -> tuple[Collection[int], Mapping[str, Any]]:
+        """Ranks, and what their agents are asked next: see ``Records.answer``."""
+        return self.ranks, {"chains": MOST_CHAINS if len(self.ranks) <= MANY_RANKS else FEWER_CHAINS}
+
+
+@dataclass(frozen=True)
+class CloserLook(Look):
+    """A look at the calls of groups in which chains differ."""
+
+    last: Mapping[int, str]
+    """Rank -> its last collective, in words."""
+    names: Mapping[str, str]
+    chains: Mapping[str, Mapping[int, Mapping[int, int]]]
+    """Group -> rank -> number -> chain."""
+    differ: Sequence[tuple[str, int]]
+    """The groups whose calls are not known yet, and the first number at which their chains differ."""
+    found: Sequence[tuple[int, Difference]] = ()
+    """Each difference, behind how many collectives its first rank had begun before."""
+
+    @property
+    def question(self) -> tuple[Collection[int], Mapping[str, Any]]:
+        group, first = self.differ[0]
+        return self.chains[group], {"group": group, "calls": [first - 1, first]}
+
+    def take(self, replies: Mapping[int, Any]) -> CloserLook:
+        (group, first), *others = self.differ
+        calls, chains = {rank: _calls(reply) for rank, reply in replies.items()}, self.chains[group]
+        at_first = {rank: of_rank[first][1] for rank, of_rank in calls.items() if first in of_rank}
+        before = next((of_rank[first - 1][1] for of_rank in calls.values() if first - 1 in of_rank), None)
+        sides = sides_of(at_first, {rank: chains[rank].get(first) for rank in at_first})
+        if len(sides) < 2:
+            return replace(self, differ=others)
+        error = mismatch(sides, first, self.names[group], before)
+        begun = min(calls[rank][first][0] for rank in at_first)
+        return replace(self, differ=others, found=[*self.found, (begun, Difference(error, sides[0].ranks[0]))])
+
+
+class Seen(NamedTuple):
+    """What a look at some ranks has found."""
+
+    ranks: Collection[int]
+    difference: Difference | None
+    last: Mapping[int, str]
+    """Rank -> its last collective, in words."""
+
+
 class Comparison:
     """What rank 0 knows of the collectives of all ranks."""
 
@@ -277,31 +330,31 @@ class Comparison:
         self._next_looks[lag] = now + after, min(2 * after, LOOK_AGAIN_WITHIN)
         return found[lag]
 
-    async def look(self, ask: Ask, ranks: Sequence[int], start_again: str) -> tuple[Difference | None, dict[int, str]]:
-        """Ask ranks for their records; a rank whose reply cannot be read counts as absent.
+    def take(self, look: Look, replies: Mapping[int, Any]) -> Look | Seen:
+        """Take what ranks have replied to the question of a look; return what asks the next one, or the result."""
+        closer = look.take(replies) if isinstance(look, CloserLook) else self._look_closer(look, replies)
+        if closer.differ:
+            return closer
+        difference = min(closer.found, key=lambda one: one[0])[1] if closer.found else look.seen
+        if difference is None and self._differ is not None:
+            difference = self._unseen(closer.names)
+        return Seen(look.ranks, difference, closer.last)
 
-        Returns:
-            The first difference, None if there is none; rank -> its last collective, in words.
-        """
-        replies: dict[int, _Reply] = {}
-        for rank, reply in (await ask(ranks, {"chains": most_chains(len(ranks))})).items():
-            with suppress(*UNREADABLE):
-                replies[rank] = _Reply.read(reply)
+    def _look_closer(self, look: Look, replies: Mapping[int, Any]) -> CloserLook:
+        read: dict[int, _Reply] = {}
+        for rank, reply in replies.items():
+            with suppress(*UNREADABLE):  # it counts as absent
+                read[rank] = _Reply.read(reply)
         names: dict[str, str] = {}
         chains: dict[str, dict[int, dict[int, int]]] = {}
-        for rank, said in replies.items():
+        for rank, said in read.items():
             names = {**said.names, **names}
             for group, of_rank in said.chains.items():
                 chains.setdefault(group, {})[rank] = of_rank
-        last = {rank: said.last.in_words(names) for rank, said in replies.items() if said.last is not None}
-        last.update(self._last_of_absent(set(ranks) - replies.keys(), names))
-        found = [await self._difference(ask, group, of_ranks, names[group]) for group, of_ranks in chains.items()]
-        first = min((one for one in found if one is not None), key=lambda one: one[0], default=None)
-        if first is None and self._differ is None:
-            return None, last
-        difference = first[1] if first is not None else self._unseen(names)
-        difference.error.next += f"\nthen {start_again}"
-        return difference, last
+        last = {rank: said.last.in_words(names) for rank, said in read.items() if said.last is not None}
+        last.update(self._last_of_absent(set(look.ranks) - read.keys(), names))
+        differ = [(group, first) for group, one in chains.items() if (first := first_difference(one)) is not None]
+        return CloserLook(look.ranks, look.seen, last, names, chains, differ)
 
     def _last_of_absent(self, ranks: Iterable[int], names: Mapping[str, str]) -> dict[int, str]:
         """Return the last collectives of ranks that do not reply, perhaps since their agents have left."""
@@ -313,23 +366,6 @@ class Comparison:
                 named, number, group = max(began, key=lambda one: one[0])
                 found[rank] = f"the {ordinal(number)} of {names[group] if named else 'another group'}"
         return found
-
-    async def _difference(
-        self, ask: Ask, group: str, chains: Mapping[int, Mapping[int, int]], name: str
-    ) -> tuple[int, Difference] | None:
-        """Return the first difference in a group, behind how many collectives its first rank had begun before."""
-        first = first_difference(chains)
-        if first is None:
-            return None
-        replies = await ask(chains, {"group": group, "calls": [first - 1, first]})
-        calls = {rank: _calls(reply) for rank, reply in replies.items()}
-        at_first = {rank: of_rank[first][1] for rank, of_rank in calls.items() if first in of_rank}
-        before = next((of_rank[first - 1][1] for of_rank in calls.values() if first - 1 in of_rank), None)
-        if len(sides := sides_of(at_first, {rank: chains[rank].get(first) for rank in at_first})) < 2:
-            return None
-        return min(of_rank[first][0] for of_rank in calls.values() if first in of_rank), Difference(
-            mismatch(sides, first, name, before), sides[0].ranks[0]
-        )
 
     def _unseen(self, names: Mapping[str, str]) -> Difference:
         """Return a difference that is known from heartbeats only: the records of it were overwritten."""
@@ -366,11 +402,6 @@ def sides_of(calls: Mapping[int, collectives.Call], chains: Mapping[int, int | N
         (Side(ranks, call) for call, ranks in sides.items()),
         key=lambda side: (-differ[side.ranks[0]], len(side.ranks), side.ranks),
     )
-
-
-def most_chains(ranks: int) -> int:
-    """Return how many numbers each of so many ranks is asked for."""
-    return MOST_CHAINS if ranks <= MANY_RANKS else FEWER_CHAINS
 
 
 def first_difference(chains: Mapping[int, Mapping[int, int]]) -> int | None:

@@ -217,6 +217,7 @@ class Coordinator:
             self._handshakes.forget(peer)
         elif self._peers.get(rank) is peer:
             del self._peers[rank]
+            self._watch.gone(rank)
             reason = printable(reason)
             if peer.left:
                 return
@@ -310,7 +311,7 @@ class Coordinator:
 
     def _give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
-        lost, self._watch.lost = self._watch.lost, {}
+        lost = self._watch.take_lost()
         if not lost or not self.roll_call.complete:
             return
         alone = {rank for rank, loss in lost.items() if not self._goes_on(rank, loss)}
@@ -348,7 +349,7 @@ class Coordinator:
 
     def _begin_again(self, lost: Mapping[int, Verdict], back: Collection[int] = ()) -> None:
         now = time.monotonic()
-        self._watch.stop()
+        self._watch.stop(now)
         self._watch = Watch(self.roll_call, self._peers, now)
         at_work = self._at_work
         self._let_stop(self._stopping & at_work)
@@ -439,7 +440,7 @@ class Coordinator:
     def _advance(self) -> None:
         """Go on with the roll call as far as possible: try the network, then tell the ranks to begin."""
         if self.roll_call.complete:
-            returns = self.roll_call.left_out and not self._watch.health.has_finished()
+            returns = self.roll_call.left_out and not self._watch.health.has_finished() and not self._watch.waiting
             if returns and (back := self.roll_call.take_back()):
                 self._begin_again({}, back)
             return
@@ -581,15 +582,15 @@ class Coordinator:
                 self._probes.take(message["for"], message["probed"])
                 self._advance()
         elif "finished" in message:
-            self._watch.finish(rank)
+            self._watch.finish(rank, time.monotonic())
         elif "stopping" in message:  # a pod may be replaced while it saves: the new one must not be refused
             self._stopping.update({rank} if self.roll_call.complete or self.seats.began else ())
         elif "failed" in message:
             self._take_failure(peer, rank, message)
         elif "stacks" in message:
-            self._watch.take_reply(rank, STACKS, str(message["stacks"]))
+            self._watch.take_reply(rank, STACKS, str(message["stacks"]), time.monotonic())
         elif "records" in message:
-            self._watch.take_reply(rank, int(message["of"]), message["records"])
+            self._watch.take_reply(rank, int(message["of"]), message["records"], time.monotonic())
         elif "bye" in message:
             peer.left = True
             why = printable(str(message["bye"]))
@@ -630,7 +631,7 @@ class Coordinator:
             broken_at = printable(str(message["place"])) if message.get("broken") else None
             crashed = "lost" in message and verdict["exit_code"] - 128 in verdicts.CRASHES
             in_a_collective = crashed or message.get("in_a_collective") is True
-            self._watch.take_failure(rank, verdict, broken_at, in_a_collective=in_a_collective)
+            self._watch.take_failure(verdict, broken_at, time.monotonic(), in_a_collective=in_a_collective)
             return
         tries_again = "bye" not in message and self.roll_call.info(rank).starts_again
         if tries_again and self.seats.may_try_again(rank):
@@ -678,10 +679,9 @@ class Coordinator:
             self._give_up_silent(now)
         if not self.roll_call.complete and self._watch.failure is None:
             self._wait_for_ranks(now)
-        if self.roll_call.complete and self._watch.failure is None:
-            self._watch.check(now)
-            if not self._over:
-                self._advance()
+        self._watch.check(now)
+        if self.roll_call.complete and self._watch.failure is None and not self._over:
+            self._advance()
         self._give_up_lost()
 
     # -- observers ---------------------------------------------------------------------------------------------
@@ -694,17 +694,21 @@ class Coordinator:
                 raise Unreadable("it has not read the last answer")
             peer.awaits_answer = True
             done = {"shrunk": self.shrink()} if look.get("shrink") else {}
-            self._working.add(work := asyncio.ensure_future(self._show(peer, done, stacks=bool(look.get("stacks")))))
-            work.add_done_callback(self._working.discard)
+            everybody = self._placed if look.get("stacks") and self.roll_call.complete else ()
+            show = partial(self._show_soon, peer, done, bool(look.get("stacks")))
+            self._watch.ask_for_stacks(peer, everybody, show, time.monotonic())
 
-    async def _show(self, peer: Peer, done: Mapping[str, Any], *, stacks: bool) -> None:
-        everybody = self._placed if stacks and self.roll_call.complete else ()
+    def _show_soon(self, peer: Peer, done: Mapping[str, Any], wants: bool, stacks: Mapping[int, str], _: float) -> None:
         most = LONGEST_ANSWER // (2 * self.run.world_size)  # the roster takes the rest of what an observer reads
-        found = {str(rank): text[-most:] for rank, text in (await self._watch.stacks_of(everybody)).items()}
+        shown = {"stacks": {str(rank): text[-most:] for rank, text in stacks.items()}} if wants else {}
+        self._working.add(work := asyncio.ensure_future(self._show(peer, {**done, **shown})))
+        work.add_done_callback(self._working.discard)
+
+    async def _show(self, peer: Peer, more: Mapping[str, Any]) -> None:
         async with self._looking:
             if not peer.connection.closed:
                 began = time.monotonic()
-                seen = {**self._describe_run(), **done, **({"stacks": found} if stacks else {})}
+                seen = {**self._describe_run(), **more}
                 self._handshakes.answer_look(peer, seen)
                 await asyncio.sleep((1 / LOOKS_SHARE - 1) * (time.monotonic() - began))
 

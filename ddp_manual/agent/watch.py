@@ -1,18 +1,19 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
+Nothing here waits: what is heard, a tick and the time come in; an ``Inquiry`` says what the replies of agents decide.
 ``verdicts.py`` has the words.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import time
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from ddp_manual.agent.collectives import Comparison
+from ddp_manual.agent.collectives import Comparison, Look, Seen
 from ddp_manual.agent.handshakes import Peer
 from ddp_manual.agent.health import Health, Stall
 from ddp_manual.agent.roll_call import MOST_NAMED, RollCall
@@ -28,7 +29,7 @@ MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)
 STACKS_WITHIN = 2.0
 # Shorter than an agent whose worker has failed waits for a verdict, also if rank 0 has to ask twice.
 RECORDS_WITHIN = 0.8
-# What the number of any other request is not.
+# The number of each request for stacks, and of no other one.
 STACKS = 0
 # Seconds within which ranks that did the same work have all finished. Rank 0 alone waits longer for a slower rank; a
 # rank that is stuck in a collective has to see the other ranks close their process groups.
@@ -42,8 +43,11 @@ MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
 # How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
-# collectives has broken, and nobody is to blame; or it had come to a run which had begun, and has not worked there yet.
-GONE, SILENT, OWN_CODE, BROKEN, NEWCOMER = "gone", "silent", "own code", "broken", "newcomer"
+# collectives has broken, and nobody is to blame; it had come to a run which had begun, and has not worked there yet; or
+# other ranks wait for it for ever, which ends any run.
+GONE, SILENT, OWN_CODE, BROKEN, NEWCOMER, AWAITED = "gone", "silent", "own code", "broken", "newcomer", "awaited"
+# What rank 0 asks itself; each is one inquiry at a time.
+DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,33 @@ class Loss:
 
     verdict: Verdict
     kind: str
+    spared: Sequence[int] = ()
+    """The ranks that have done their work, and leave in order if this ends the run."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A collective of a rank that has broken, at this place. Later it is judged which rank is to blame."""
+
+    judged_at: float
+    verdict: Verdict
+    place: str
+
+
+Then = Callable[[Mapping[int, Any], float], None]
+"""Takes the replies by rank, and the time."""
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Agents have been asked something; what follows is decided once none of them can be awaited any longer."""
+
+    number: int
+    awaited: set[int]
+    """The ranks that have not replied yet."""
+    until: float
+    then: Then
+    replies: dict[int, Any] = field(default_factory=dict)
 
 
 class Watch:
@@ -73,38 +104,43 @@ class Watch:
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
-        self._closing = False
-        self._first_finished: float | None = None
-        self._broken: list[tuple[float, int, Verdict, str]] = []
-        # Rank and number of a request that it has not replied to yet.
-        self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        self._requests = itertools.count(STACKS + 1)
+        self._close_at = math.inf
+        self._closing: set[int] = set()
+        """The ranks that were told to close their process groups."""
+        self._broken: list[Broken] = []
+        self._inquiries: dict[object, Inquiry] = {}
+        """By what they answer, or by the observer that has asked."""
+        self._numbers = itertools.count(STACKS + 1)
+        self.waiting: dict[int, Loss] = {}
+        """The ranks that are lost unless their calls differ, which explains it better and ends the run."""
         self._comparison = Comparison()
-        self._looking = False
-        self._unless_mismatch: tuple[Verdict, Sequence[int]] | Loss | None = None
-        self._naming_stalled = False
-        self._said_stall = self._stopped = False
-        self._working: set[asyncio.Task[None]] = set()
+        self._said_stall: Stall | None = None
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
         self.health.hear(rank, beat, now)
         if beat is not None and beat.calls and self._comparison.hear(rank, beat.calls, now):
-            self._look_at_records()
+            self._look_at_records(now)
 
     def check(self, now: float) -> None:
-        """Decide what only time shows, once all ranks have joined."""
-        for until, rank, verdict, place in self._broken:
-            # To blame for a collective that broke are ranks that finished early, a stopped rank, or this rank itself.
-            if now < until or self._end_because_of_finished(rank, place) or self._end_because_of_stopped(now, 0):
-                continue
-            if (late := self.health.late(now)) is not None:
-                self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
-                continue
-            self._lose_unless_mismatch(Loss(verdict, BROKEN))
-        waiting_since = None if self._closing else self._first_finished
-        if waiting_since is not None and now - waiting_since > FINISH_TOGETHER:
-            self._close_process_groups()
+        """Decide what only time shows."""
+        for answers in [*self._inquiries]:
+            self._end_if_over(answers, now)
+        if self.failure is None and self._roll_call.complete:
+            if self._broken and now >= self._broken[0].judged_at:
+                broken, self._broken = self._broken[0], []  # it has broken on other ranks too, and is one loss
+                self._judge(broken, now)
+            self._close_process_groups(now)
+
+    def _judge(self, broken: Broken, now: float) -> None:
+        """Blame ranks that finished early, a stopped or a silent rank, or the rank itself whose collective broke."""
+        rank = int(broken.verdict["rank"])
+        if self._end_because_of_finished(rank, broken.place, now) or self._end_because_of_stopped(now, 0):
+            pass
+        elif (late := self.health.late(now)) is not None:
+            self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
+        else:
+            self._lose_unless_mismatch(Loss(broken.verdict, BROKEN), now)
 
     def check_health(self, now: float) -> None:
         """Log what is odd about ranks, and end the run because of a rank that is silent, stopped, or stuck."""
@@ -128,12 +164,14 @@ class Watch:
             takes = f"its own part of a step takes {1e3 * seconds:.1f} ms, {seconds / median:.1f} times the median"
             line = f"{self._info(rank).who} is slow: {takes} of all ranks, and all wait for it (named once)"
             self._peers[0].connection.send({"line": line})
-        if not self._looking and (lagging := self._comparison.lagging(now)) is not None:
-            self._look_at_records(lagging)
+        if DO_CALLS_DIFFER not in self._inquiries and (lagging := self._comparison.lagging(now)) is not None:
+            self._look_at_records(now, lagging)
         if vain := health.waiting_in_vain(now, IN_VAIN):
-            self._end_because_of_finished(vain[0], health.beat(vain[0]).place)
-        elif not self._naming_stalled and (stall := health.find_stall(now)) is not None:
-            self.in_background(self._name_stalled(stall))
+            self._end_because_of_finished(vain[0], health.beat(vain[0]).place, now)
+        elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := health.find_stall(now)) is not None:
+            beats = {rank: health.beat(rank) for rank in stall.waiting}
+            ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
+            self.ask_for_stacks(WHERE_ARE_THEY_STUCK, ranks, partial(self._end_because_of_stall, stall), now)
         elif self._roll_call.run.script:
             self._say_that_ranks_wait(health.find_stall(now, STALL_LINE))
 
@@ -151,14 +189,14 @@ class Watch:
 
     def _say_that_ranks_wait(self, stall: Stall | None) -> None:
         """Log once that ranks of a program wait for others, which may be what the program means them to do."""
-        if stall is not None and not self._said_stall:
+        if stall is not None and self._said_stall is None:
             busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
             line = f"{in_words(as_ranges(sorted(stall.waiting)))} wait for {busy}, for {STALL_LINE:.0f} s so far"
             limit = f"the run ends after {stall.longest.seconds:.0f} s ({stall.longest.reason})"
             self.send_to_all({"line": f"{line}; {limit}"})
-        self._said_stall = stall is not None
+        self._said_stall = stall
 
-    def take_failure(self, rank: int, verdict: Verdict, broken_at: str | None, *, in_a_collective: bool) -> None:
+    def take_failure(self, verdict: Verdict, broken_at: str | None, now: float, *, in_a_collective: bool) -> None:
         """End the run because of a rank's last words.
 
         Args:
@@ -167,9 +205,9 @@ class Watch:
         """
         loss = Loss(verdict, GONE if verdict.get("judged") else OWN_CODE)
         if broken_at is not None:
-            self._broken.append((time.monotonic() + BLAME_WITHIN, rank, verdict, broken_at))
+            self._broken.append(Broken(now + BLAME_WITHIN, verdict, broken_at))
         elif in_a_collective:
-            self._lose_unless_mismatch(loss)
+            self._lose_unless_mismatch(loss, now)
         else:
             self._lose(loss)
 
@@ -177,6 +215,9 @@ class Watch:
         """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
         verdict, run = loss.verdict, self._roll_call.run
         rank = int(verdict["rank"])
+        if loss.kind is AWAITED:
+            self.end_the_run(verdict, loss.spared)
+            return
         if run.on_loss != LEAVE and self.health.all_finished and self.failure is None:
             self.health.leave(rank)  # its work is done, and that of all others
             if rank in self._peers:
@@ -200,11 +241,17 @@ class Watch:
         beat = self.health.beat(rank)
         return bool(beat.collectives) if self._roll_call.run.script else beat.step > 0
 
-    def stop(self) -> None:
-        """Decide nothing any more: the ranks begin anew, with another watch."""
-        self._stopped = True
-        for task in self._working:
-            task.cancel()
+    def take_lost(self) -> Mapping[int, Loss]:
+        """Return the ranks without which the others begin anew, also those that only wait for an inquiry."""
+        if self.lost:
+            self._lose_waiting()
+        lost, self.lost = self.lost, {}
+        return lost if self.failure is None else {}
+
+    def stop(self, now: float) -> None:
+        """Decide nothing any more: the ranks begin anew, with another watch. Observers get the stacks that are here."""
+        for answers in self._inquiries.keys() - {DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK}:
+            self._inquiries[answers].then(self._inquiries[answers].replies, now)
 
     def end_because_of_gone(self, rank: int, reason: str) -> None:
         """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
@@ -270,7 +317,7 @@ class Watch:
         verdict = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
         self._lose(Loss(verdict, kind))
 
-    def _end_because_of_finished(self, rank: int, place: str) -> bool:
+    def _end_because_of_finished(self, rank: int, place: str, now: float) -> bool:
         """End the run if ``rank`` is in a collective, at this place, which other ranks do not take part in any more."""
         if early := self.health.finished_before(rank):
             error = PeerLost(
@@ -282,31 +329,28 @@ class Watch:
                 "`if rank == 0`",
             )
             verdict = verdict_about(self._info(rank), last_words(error))
-            self._end_unless_mismatch(verdict, spared=self.health.finished)
+            self._lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)
         return bool(early)
 
-    async def _name_stalled(self, stall: Stall) -> None:
+    def _end_because_of_stall(self, stall: Stall, stacks: Mapping[int, str], now: float) -> None:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""
-        self._naming_stalled = True
-        beats = {rank: self.health.beat(rank) for rank in stall.waiting}
-        stacks = await self.stacks_of(stall.behind[:MOST_NAMED] or one_per_place(stall, beats))
-        now = time.monotonic()
-        self._naming_stalled, now_stalled = False, self.health.find_stall(now)
+        now_stalled = self.health.find_stall(now)
         # What was heard last may be from before the ranks went on.
         is_other = now_stalled is not None and set(now_stalled.behind) - set(stall.behind)
         if now_stalled is not None and not is_other and not self._end_because_of_stopped(now, 0):
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos = {info.rank: info for info in self._roll_call.infos()}
             again = self._roll_call.run.start_again
-            self._end_unless_mismatch(stalled(infos, now_stalled, beats, stacks, again))
+            self._lose_unless_mismatch(Loss(stalled(infos, now_stalled, beats, stacks, again), AWAITED), now)
 
     def end_the_run(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
         """Tell all ranks why, except those ``spared``, which have done their work and leave in order."""
         if self.failure is None:
             self.failure = verdict
             self.send_to_all({"verdict": verdict}, without=spared)
-            if spared and not self._closing:
-                self._close_process_groups()
+            if spared:
+                self._close_at = -math.inf
+                self._close_process_groups(self._close_at)
 
     def send_to_all(self, message: Mapping[str, Any], without: Collection[int] = ()) -> None:
         line, without = encode(message), frozenset(without)
@@ -316,104 +360,95 @@ class Watch:
 
     # -- whether the ranks call the same collectives ---------------------------------------------------------------
 
-    def _end_unless_mismatch(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
-        """End the run with this verdict, unless the ranks called different collectives: that explains it better."""
-        if not self._comparison:
-            self.end_the_run(verdict, spared)
-        elif self._unless_mismatch is None:
-            self._unless_mismatch = verdict, spared
-            self._look_at_records()
-
-    def _lose_unless_mismatch(self, loss: Loss) -> None:
+    def _lose_unless_mismatch(self, loss: Loss, now: float) -> None:
         """Lose a rank, unless the ranks called different collectives: that explains it better, and ends the run."""
-        if not self._comparison:
-            self._lose(loss)
-        elif self._unless_mismatch is None:
-            self._unless_mismatch = loss
-            self._look_at_records()
+        self.waiting.setdefault(int(loss.verdict["rank"]), loss)
+        if self._comparison:
+            self._look_at_records(now)
+        if DO_CALLS_DIFFER not in self._inquiries:
+            self._lose_waiting()
 
-    def _look_at_records(self, first: Sequence[int] = ()) -> None:
-        """Ask all ranks for their records: if some are to be asked ``first``, only if these differ."""
-        if not self._looking and self.failure is None:
-            self._looking = True
-            self.in_background(self._name_mismatch(first))
+    def _lose_waiting(self, last: Mapping[int, str] | None = None) -> None:
+        """Lose the ranks that wait for an inquiry; ``last`` are the collectives that all ranks have begun last."""
+        waiting, self.waiting = self.waiting, {}
+        for loss in waiting.values():
+            self._lose(replace(loss, verdict=with_last_collectives(loss.verdict, last or {})))
 
-    async def _name_mismatch(self, first: Sequence[int]) -> None:
-        """End the run if the ranks called different collectives, otherwise with the verdict that waits for this."""
-        run, mismatch, last = self._roll_call.run, None, dict[int, str]()
-        try:
-            if first:
-                mismatch, _ = await self._comparison.look(self._records_of, first, run.start_again)
-            if not first or mismatch is not None or self._unless_mismatch is not None:
-                ranks = [info.rank for info in self._roll_call.infos()]
-                seen, last = await self._comparison.look(self._records_of, ranks, run.start_again)
-                mismatch = seen or mismatch
-        finally:  # whatever the replies say, the verdict that waits for them ends the run
-            self._looking = False
-            if self._stopped:
-                pass
-            elif mismatch is not None:
-                self.end_the_run(verdict_about(self._info(mismatch.rank), last_words(mismatch.error)))
-            elif (waiting := self._unless_mismatch) is not None:
-                self._unless_mismatch = None
-                if isinstance(waiting, Loss):
-                    self._lose(replace(waiting, verdict=with_last_collectives(waiting.verdict, last)))
-                else:
-                    verdict, spared = waiting
-                    self.end_the_run(with_last_collectives(verdict, last), spared)
+    def _look_at_records(self, now: float, some: Sequence[int] = ()) -> None:
+        """Look at the records of all ranks; if only ``some`` give reason to, first at theirs."""
+        if DO_CALLS_DIFFER not in self._inquiries and self.failure is None:
+            self._look(Look(some or self._all_ranks, None), now)
+
+    def _look(self, look: Look | Seen, now: float) -> None:
+        """Ask what a look is to know next; after its end, end the run or lose the ranks that wait for it."""
+        if isinstance(look, Look):
+            (ranks, records), number = look.question, next(self._numbers)
+            within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
+            request, go_on = {"records": records, "of": number}, partial(self._look_on, look)
+            self._ask(DO_CALLS_DIFFER, number, ranks, request, within, go_on, now)
+        elif len(look.ranks) < len(self._all_ranks) and (look.difference is not None or self.waiting):
+            self._look(Look(self._all_ranks, look.difference), now)
+        elif (mismatch := look.difference) is not None:
+            mismatch.error.next += f"\nthen {self._roll_call.run.start_again}"
+            self.end_the_run(verdict_about(self._info(mismatch.rank), last_words(mismatch.error)))
+        else:
+            self._lose_waiting(look.last)
+
+    def _look_on(self, look: Look, replies: Mapping[int, Any], now: float) -> None:
+        self._look(self._comparison.take(look, replies), now)
+
+    @property
+    def _all_ranks(self) -> list[int]:
+        return [info.rank for info in self._roll_call.infos()]
 
     # -- the end of the work -------------------------------------------------------------------------------------
 
-    def finish(self, rank: int) -> None:
+    def finish(self, rank: int, now: float) -> None:
         self.health.finish(rank)
-        if self._first_finished is None:
-            self._first_finished = time.monotonic()
-        if self._closing:
-            self._peers[rank].connection.send({"close": True})
-        elif self.health.all_finished:
-            self._close_process_groups()
+        self._close_at = min(self._close_at, now + FINISH_TOGETHER * (not self.health.all_finished))
+        self._close_process_groups(now)
 
-    def _close_process_groups(self) -> None:
-        """Tell the ranks that have finished, and each that will, to close their process groups."""
-        self._closing = True
-        for rank in self.health.finished:
-            if rank in self._peers:
+    def _close_process_groups(self, now: float) -> None:
+        """Tell the ranks that have finished, once it is time, to close their process groups."""
+        for rank in self.health.finished if now >= self._close_at else ():
+            if rank in self._peers and rank not in self._closing:
+                self._closing.add(rank)
                 self._peers[rank].connection.send({"close": True})
 
-    # -- stacks ----------------------------------------------------------------------------------------------------
+    # -- inquiries ---------------------------------------------------------------------------------------------------
 
-    async def stacks_of(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the stacks of those of these ranks whose agents reply in time."""
-        return await self._ask(ranks, STACKS, {"stacks": True}, STACKS_WITHIN)
+    def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
+        """Ask for the stacks of those of these ranks whose agents reply in time."""
+        self._ask(answers, STACKS, ranks, {"stacks": True}, STACKS_WITHIN, then, now)
 
-    async def _records_of(self, ranks: Iterable[int], request: Mapping[str, Any]) -> dict[int, Any]:
-        """Return what those of these ranks reply whose agents do so in time: see ``Records.answer``."""
-        number = next(self._requests)
+    def _ask(
+        self, answers: object, number: int, ranks: Iterable[int], request: Any, within: float, then: Then, now: float
+    ) -> None:
+        asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
+        inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)
+        for rank in inquiry.awaited - asked:
+            self._peers[rank].connection.send(request)
+        self._end_if_over(answers, now)
+
+    def take_reply(self, rank: int, number: int, reply: Any, now: float) -> None:
+        for answers, inquiry in [*self._inquiries.items()]:
+            if inquiry.number == number and rank in inquiry.awaited:
+                inquiry.awaited.remove(rank)
+                inquiry.replies[rank] = reply
+                self._end_if_over(answers, now)
+
+    def gone(self, rank: int) -> None:
+        """Await no reply from a rank whose connection has ended."""
+        for inquiry in self._inquiries.values():
+            inquiry.awaited.discard(rank)
+
+    def _end_if_over(self, answers: object, now: float) -> None:
+        inquiry = self._inquiries.get(answers)
+        if inquiry is None or (inquiry.awaited and now < inquiry.until):
+            return
+        del self._inquiries[answers]
         try:
-            within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
-            return await self._ask(ranks, number, {"records": request, "of": number}, within)
-        finally:
-            for rank in ranks:  # a reply that comes later is of no use
-                self._asked.pop((rank, number), None)
-
-    async def _ask(
-        self, ranks: Iterable[int], number: int, request: Mapping[str, Any], within: float
-    ) -> dict[int, Any]:
-        asked = [rank for rank in ranks if rank in self._peers]
-        for rank in asked:
-            if (rank, number) not in self._asked:
-                self._asked[rank, number] = asyncio.get_running_loop().create_future()
-                self._peers[rank].connection.send(request)
-        replies = {rank: self._asked[rank, number] for rank in asked}
-        if replies:
-            await asyncio.wait(replies.values(), timeout=within)
-        return {rank: reply.result() for rank, reply in replies.items() if reply.done()}
-
-    def take_reply(self, rank: int, number: int, reply: Any) -> None:
-        if asked := self._asked.pop((rank, number), None):
-            asked.set_result(reply)
-
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
+            inquiry.then(inquiry.replies, now)
+        finally:  # whatever the replies say, no loss waits for an inquiry that is over
+            if DO_CALLS_DIFFER not in self._inquiries:
+                self._lose_waiting()

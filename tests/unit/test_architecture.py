@@ -141,6 +141,11 @@ def test_no_torch_is_imported_below_agent_and_in_the_bottom_row() -> None:
     assert [str(path) for path in names if heavy & {name.split(".")[0] for name in names[path]}] == []
 
 
+def test_the_watch_over_all_ranks_waits_for_nothing_and_is_told_the_time() -> None:
+    names = {path.stem: imported(path, for_types=False) for path in MODULES if room(path) == "agent"}
+    assert {"asyncio", "time"} & (names["watch"] | names["health"] | names["collectives"]) == set()
+
+
 def lines_of_code(path: Path) -> int:
     """Without docstrings, comments and blank lines."""
     texts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr)]

@@ -9,7 +9,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +30,17 @@ from ddp_manual.agent.collectives import (
     MOST_GROUPS_READ,
     Comparison,
     Difference,
+    Look,
     Records,
+    Seen,
 )
-from ddp_manual.agent.watch import Watch
+from ddp_manual.agent.watch import RECORDS_WITHIN, STACKS, Watch
 from ddp_manual.agent.worker_process import Worker, wait_until
-from ddp_manual.messages import Beat
+from ddp_manual.messages import Beat, RankInfo
 from ddp_manual.wire import encode
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo
+from tests.runs import run_info
 
 WITHIN = 10.0
 
@@ -89,39 +93,121 @@ def test_a_reply_that_cannot_be_read_counts_as_absent(unreadable: Any) -> None:
     comparison = Comparison()
     assert not comparison.hear(0, {"g": [1, 5]}, 0.0) and not comparison.hear(1, {"g": [1, 5]}, 0.0)
 
-    async def ask(ranks: Iterable[int], request: Mapping[str, Any]) -> dict[int, Any]:
-        return {0: reply(1, 5), 1: unreadable}
-
-    mismatch, last = asyncio.run(comparison.look(ask, [0, 1], "again"))
-    assert mismatch is None
-    assert last == {
+    seen = comparison.take(Look([0, 1], None), {0: reply(1, 5), 1: unreadable})
+    assert isinstance(seen, Seen) and seen.difference is None
+    assert seen.last == {
         0: "the 1st of the default group, barrier at a.py:1",
         1: "the 1st of the default group",
     }
 
 
+Watched = tuple[Watch, list[Any]]
+"""A watch, and what it has sent to the two ranks: behind each message the rank."""
+
+
+def watched(**options: Any) -> Watched:
+    """The roll call and the connections are stand-ins: only what is sent matters here."""
+    sent: list[Any] = []
+    run = replace(run_info(), world_size=2, **options)
+    infos = [RankInfo(rank=rank, world_size=2, host="h", pid=rank) for rank in range(2)]
+    roll_call = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, complete=True, hear=lambda *_: 0)
+
+    def peer(rank: int) -> SimpleNamespace:
+        connection = SimpleNamespace(send=lambda message: sent.append((message, rank)))
+        connection.write = lambda line: connection.send(json.loads(line))
+        return SimpleNamespace(connection=connection, left=False)
+
+    watch = Watch(roll_call, {rank: peer(rank) for rank in range(2)}, 0.0)  # type: ignore[arg-type,misc]
+    for rank in range(2):
+        watch.hear(rank, Beat(calls={"g": [1, 5]}), 0.0)
+    return watch, sent
+
+
+def crash(watch: Watch, rank: int, now: float, **words: Any) -> None:
+    verdict = {"rank": rank, "identifier": "peer-lost", "why": f"reason {rank}", "judged": True, **words}
+    watch.take_failure(verdict, None, now, in_a_collective=True)
+
+
 def test_the_verdict_that_waits_for_a_comparison_ends_the_run_whatever_the_comparison_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The roll call and the connections are stand-ins: only what is sent matters here."""
-    sent: list[Any] = []
-    run = SimpleNamespace(world_size=1, start_again="again", start_timeout=1, peer_timeout=1, stall_timeout=1)
-    run.on_loss = "leave"
-    roll_call = SimpleNamespace(run=run, info=lambda rank: None, complete=True, hear=lambda *_: None)
-    peer = SimpleNamespace(connection=SimpleNamespace(write=lambda line: sent.append(json.loads(line))))
-
-    async def fail(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise ValueError("zip")
 
-    async def end() -> None:
-        watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
-        watch.hear(0, Beat(calls={"g": [1, 5]}), 0.0)
-        monkeypatch.setattr(Comparison, "look", fail)
-        watch.take_failure(0, {"rank": 0, "why": "its own reason"}, None, in_a_collective=True)
-        await asyncio.wait(watch._working, timeout=WITHIN)
+    watch, sent = watched()
+    monkeypatch.setattr(Comparison, "take", fail)
+    crash(watch, 0, 1.0)
+    watch.check(1.0 + RECORDS_WITHIN / 2)
+    assert watch.failure is None
+    with pytest.raises(ValueError, match="zip"):
+        watch.check(1.1 + RECORDS_WITHIN)
+    assert watch.failure is not None and watch.failure["why"] == "reason 0"
+    assert [message["verdict"]["why"] for message, _ in sent if "verdict" in message] == ["reason 0"] * 2
 
-    asyncio.run(end())
-    assert sent == [{"verdict": {"rank": 0, "why": "its own reason"}}]
+
+def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_lost() -> None:
+    watch, sent = watched(on_loss="wait")
+    for rank in range(2):
+        crash(watch, rank, 1.0)
+    assert not watch.take_lost() and watch.waiting
+    number = sent[-1][0]["of"]
+    for rank in range(2):
+        watch.take_reply(rank, number, reply(1, 5), 1.1)
+    lost = watch.take_lost()
+    last = "ranks 0 and 1 began last the 1st of the default group, barrier at a.py:1"
+    assert {rank: loss.verdict["why"] for rank, loss in lost.items()} == {
+        rank: f"reason {rank}\n{last}" for rank in range(2)
+    }
+    assert not watch.waiting and not watch.take_lost()
+
+
+def test_a_loss_that_waits_takes_effect_when_the_ranks_begin_anew_because_of_another() -> None:
+    watch, _ = watched(on_loss="wait")
+    crash(watch, 1, 1.0)
+    watch.end_because_of_gone(0, "reset")
+    assert {*watch.take_lost()} == {0, 1} and not watch.waiting
+
+
+def test_nobody_waits_for_the_records_of_a_rank_that_is_gone() -> None:
+    watch, sent = watched()
+    crash(watch, 0, 1.0)
+    watch.take_reply(0, sent[-1][0]["of"], reply(1, 5), 1.1)
+    watch.check(1.1)
+    assert watch.failure is None
+    watch.gone(1)
+    watch.check(1.2)
+    assert watch.failure is not None and watch.failure["why"].startswith("reason 0")
+
+
+def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() -> None:
+    watch, sent = watched(on_loss="wait")
+    for rank in range(2):
+        watch.take_failure({"rank": rank, "why": "reset"}, "a.py:1", 1.0, in_a_collective=True)
+    for rank in range(2):
+        watch.hear(rank, None, 2.5)
+    watch.check(2.5)
+    watch.check(2.6)
+    assert [{**message}.keys() for message, _ in sent] == [{"records", "of"}] * 2
+    watch.check(2.6 + RECORDS_WITHIN)
+    assert [*watch.take_lost()] == [0]
+    watch.check(4.0)
+    assert not watch.take_lost()
+
+
+def test_an_observer_is_shown_the_stacks_that_are_here_when_the_time_is_over_or_the_ranks_begin_anew() -> None:
+    watch, sent = watched()
+    shown: list[Any] = []
+    for observer in range(2):
+        watch.ask_for_stacks(observer, [0, 1], lambda stacks, _: shown.append({**stacks}), 1.0)
+    watch.take_reply(0, STACKS, "main", 1.1)
+    watch.check(2.9)
+    assert not shown
+    watch.check(3.0)
+    assert shown == [{0: "main"}] * 2
+    assert [rank for message, rank in sent if message == {"stacks": True}] == [0, 1]  # once for both observers
+    watch.ask_for_stacks(2, [0, 1], lambda stacks, _: shown.append({**stacks}), 4.0)
+    watch.stop(4.1)
+    assert shown[2:] == [{}]
 
 
 @pytest.mark.parametrize("calls", [{"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000}])
@@ -237,11 +323,11 @@ def compared(*ranks: Records) -> tuple[bool, Difference | None]:
     comparison = Comparison()
     differ = [comparison.hear(rank, records.for_beat(), 0.0) for rank, records in enumerate(ranks)]
 
-    async def ask(asked: Iterable[int], request: Mapping[str, Any]) -> dict[int, Any]:
-        return {rank: json.loads(json.dumps(ranks[rank].answer(request))) for rank in asked}
-
-    difference, _ = asyncio.run(comparison.look(ask, range(len(ranks)), "again"))
-    return differ[-1], difference
+    look: Look | Seen = Look(range(len(ranks)), None)
+    while isinstance(look, Look):
+        asked, request = look.question
+        look = comparison.take(look, {rank: json.loads(json.dumps(ranks[rank].answer(request))) for rank in asked})
+    return differ[-1], look.difference
 
 
 def alike(record: Callable[..., None]) -> None:
