@@ -27,6 +27,7 @@ from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
 from ddp_manual.agent.ending import Ended, Ending, ProgramSignals, StopSignals, how_it_ended, leave_failure
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
+from ddp_manual.agent.states import Work
 from ddp_manual.agent.worker_process import SAVE_WITHIN, TERM_GRACE, Worker, wait_until
 from ddp_manual.errors import (
     CollectiveMismatch,
@@ -39,7 +40,7 @@ from ddp_manual.errors import (
     from_dict,
 )
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import SAVING, Beat, Place, RunInfo, RunSoFar, Step, Steps, Verdict, last_words, more_seconds
+from ddp_manual.messages import SAVING, Place, RunInfo, RunSoFar, Step, Steps, Verdict, last_words, more_seconds
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
@@ -96,29 +97,28 @@ class Agent:
         """What this rank tells a new rank 0, once it has been in the run."""
         self._lost_rank_0_at = 0.0
         self._replacement: asyncio.Task[None]
-        self._replacing = self._trained = self._looking = self._has_warned = False
-        self._timers: list[asyncio.TimerHandle] = []
+        self._replacing = self._looking = self._has_warned = False
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
         self._is_own_folder = False
         """Whether this rank writes there: see ``run_folder.own_run_dir``."""
         self._chose_folder = task.chose_folder
         self._run_id = self._orphaned = ""
-        self._started = self._heard = self._ticked = time.monotonic()
+        self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
-        self._begun = self._placed = self._left = self._over = self._closes = self._has_broken = False
-        self._sent_beat = Beat()
-        self._own_words: DdpManualError | None = None
+        self._placed = self._left = self._over = self._closes = False
+        self.has_trained = False
+        """Whether any worker of this rank has taken a step."""
+        self._work: Work
+        """What the present worker has said; not the one that is being replaced."""
         self._expired: DdpManualError | None = None
         """Why the run ends after a last step, for which a rank is missing."""
-        self._words_of_another: str | None = None
-        self._result: Any = None
         self._leaving: asyncio.Task[None] | None = None
 
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         self._ending = Ending(self.spec.rank)
-        self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._work = Work(started=time.monotonic())
         with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 if self.spec.from_variables:
@@ -147,14 +147,14 @@ class Agent:
 
     async def _attach(self) -> None:
         """Connect to the worker that was started last."""
-        worker = self.worker
+        worker, work = self.worker, self._work
 
         def take(message: dict[str, Any]) -> None:
-            if worker is self.worker and not self._replacing:
+            if work is self._work:
                 self._take_from_worker(message)
 
         def gone(*, later: bool = False) -> None:
-            if worker is self.worker and not self._replacing:
+            if work is self._work:
                 if -(worker.status or 0) in signals.STOP and not (self._signals.stop or later):
                     # Its agent may get the same signal a moment later.
                     asyncio.get_running_loop().call_later(signals.ONCE_WITHIN, partial(gone, later=True))
@@ -171,7 +171,7 @@ class Agent:
         self._run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
         self._is_own_folder = True
         self._begin(None)
-        await self._ready
+        await self._work.ready
         local_rank = self.spec.local_rank or 0
         place = Place(rank=0, world_size=1, local_rank=local_rank, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._placed = True
@@ -190,8 +190,8 @@ class Agent:
         self._take_run(run)
         self._begin(run.address)
         self._heard = time.monotonic()
-        if self._ready.done():
-            self._send({"ready": self._ready.result()})
+        if self._work.ready.done():
+            self._send({"ready": self._work.ready.result()})
 
         def take(message: dict[str, Any]) -> None:
             if join is self._join:
@@ -218,10 +218,10 @@ class Agent:
         Args:
             store_address: where rank 0's worker is to host torch's store.
         """
-        if not self._begun and not self._replacing:
-            self._begun = True
+        if not self._work.is_begun:
+            self._work.is_begun = True
             spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
-            here = {"store_address": store_address, "started": self._started}
+            here = {"store_address": store_address, "started": self._work.started}
             self.worker.send({"start": {**self.task.start, **spec, **here}})
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
@@ -281,14 +281,14 @@ class Agent:
         own = self._join.own_address
         here = {"interfaces": own.variables, "wrong_for_nccl": own.wrong_for_nccl}
         if self.task.program is not None:
-            seconds, name = f"{time.monotonic() - self._started:.1f} s", self.task.program.name
+            seconds, name = f"{time.monotonic() - self._work.started:.1f} s", self.task.program.name
             who = f"rank {self.spec.rank} of {self.spec.world_size} on {self._join.info.host}"
             self.log(f"all ranks are here after {seconds}: starting {name} as {who}")
         self.worker.send({"roster": [], **message, "run": {**run, "own": self._is_own_folder}, **here})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
-        ours, own = verdict["rank"] == self.spec.rank, self._own_words
+        ours, own = verdict["rank"] == self.spec.rank, self._work.own_words
         if verdict.get("judged"):
             if ours and self.worker.status is None and not isinstance(error, CollectiveMismatch):
                 keeps_seat = self._run is not None and self._run.on_loss != LEAVE
@@ -300,23 +300,23 @@ class Agent:
             if not ours and verdict["identifier"] == Stopped.identifier:
                 error = self._signals.stopped_by(own.exit_code, self._again, because_of=own) or error
         elif not ours:
-            self._words_of_another = str(verdict["identifier"])
-            self._call_later(SAME_WITHIN, self._lose_peer, error)
+            self._work.words_of_another = str(verdict["identifier"])
+            self._work.call_later(SAME_WITHIN, self._lose_peer, error)
             return
         self._ending.fail(error)
 
     def _lose_peer(self, error: DdpManualError) -> None:
         """Fail with a peer; if signals have asked both to stop, only once the program had the time to end by itself."""
         stopped = self._signals.stopped_by(None, self._again)
-        if stopped is None or self._words_of_another != Stopped.identifier:
+        if stopped is None or self._work.words_of_another != Stopped.identifier:
             self._ending.fail(error)
             return
         self._over = True
         self.worker.send({"close": True})
-        self._call_later((self.worker.until or 0) - time.monotonic(), self._ending.fail, stopped)
+        self._work.call_later((self.worker.until or 0) - time.monotonic(), self._ending.fail, stopped)
 
     def _coordinator_gone(self, reason: str) -> None:
-        if self._over or self._left or self._looking or self._run is None or self._words_of_another is not None:
+        if self._over or self._left or self._looking or self._run is None or self._work.words_of_another is not None:
             return
         if self._closes:  # its work is done, and it needs nobody any more
             self._over = True
@@ -328,7 +328,7 @@ class Agent:
         why = f"its connection to this rank ended{before}: {reason}"
         lost = verdicts.rank_0_lost(self._run, self.worker.beat, "is gone without a word", why)
         # That a collective has broken follows from the loss of rank 0.
-        self._ending.fail(lost if self._own_words is None or self._has_broken else self._own_words)
+        self._ending.fail(lost if self._work.own_words is None or self._work.has_broken else self._work.own_words)
 
     # -- messages of the worker, and its end --------------------------------------------------------------------------
 
@@ -336,11 +336,12 @@ class Agent:
         if "beat" in message:
             if self.worker.take_beat(message["beat"]):
                 self._send_beat()
+            self.has_trained |= self.worker.beat.step > 0
             self._say_what_a_loss_repeats()
         elif "ready" in message:
             self.steps += [Step(**step) for step in message.get("steps", [])]
-            if not self._ready.done():
-                self._ready.set_result(message["ready"])
+            if not self._work.ready.done():
+                self._work.ready.set_result(message["ready"])
             self._send({"ready": message["ready"]})
         elif "not_compared" in message:
             self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
@@ -366,13 +367,13 @@ class Agent:
         elif "left" in message:
             self._leaving = self._ending.in_background(self._leave_in_order())
         elif "done" in message:
-            self._result = message["done"]
+            self._work.result = message["done"]
             if stopped := message.get("stopped"):
-                self._result = from_dict(stopped, int(stopped["exit_code"]))
+                self._work.result = from_dict(stopped, int(stopped["exit_code"]))
                 if (expired := self._expired) is not None:
-                    expired.why, self._result = f"{expired.why}\n{self._result.why}", expired
+                    expired.why, self._work.result = f"{expired.why}\n{self._work.result.why}", expired
             if self._left or self._alone:
-                self._ending.finish(self._result)
+                self._ending.finish(self._work.result)
 
     def _say_what_a_loss_repeats(self) -> None:
         """Say once on rank 0, before any loss, if the program does not hold its state, and so begins anew after one."""
@@ -387,32 +388,30 @@ class Agent:
         if self._looking:  # before it has worked: another one is started once rank 0 is found
             self._ending.in_background(self.worker.end(None, own=True))
             return
-        words = message["failed"]
-        self._own_words, self._has_broken = from_dict(words, int(words["exit_code"])), message.get("broken") is True
+        words, work = message["failed"], self._work
+        own, broken = from_dict(words, int(words["exit_code"])), message.get("broken") is True
         # Not an exception of another kind, which the signal is no reason for.
         by_itself = message.get("exit") or words["identifier"] == Stopped.identifier
-        follows = message.get("broken") and self._words_of_another == Stopped.identifier
+        follows = broken and work.words_of_another == Stopped.identifier
         if self.task.program is not None and (by_itself or follows):
-            because_of = None if by_itself else self._own_words
-            stopped = self._signals.stopped_by(self._own_words.exit_code, self._again, because_of=because_of)
+            stopped = self._signals.stopped_by(own.exit_code, self._again, because_of=None if by_itself else own)
             if stopped is not None:  # such as by sys.exit(143), after it has tidied up
-                self._own_words, message = stopped, {**message, "failed": last_words(stopped)}
-        if self._own_words.identifier == self._words_of_another:
-            self._ending.fail(self._own_words)
-            return
-        if message.get("broken") and self._words_of_another is not None:
-            return  # the rank that has failed is known
-        self._send_beat()
-        self._ask_for_verdict(message, self._own_words)
+                own, message = stopped, {**message, "failed": last_words(stopped)}
+        work.own_words, work.has_broken = own, broken
+        if own.identifier == work.words_of_another:
+            self._ending.fail(own)
+        elif not broken or work.words_of_another is None:  # otherwise the rank that has failed is known
+            self._send_beat()
+            self._ask_for_verdict(message, own)
 
     def _worker_gone(self) -> None:
-        if self._result is not None or self._own_words is not None:
+        if self._work.result is not None or self._work.own_words is not None:
             return  # its last words were read
         worker = self.worker
         if self._looking:
             return  # another one is started once rank 0 is found
         if self._left and not worker.status:
-            self._ending.finish(self._result)
+            self._ending.finish(self._work.result)
             return
         if self._placed and self._program_ended(worker.status):
             return
@@ -420,7 +419,7 @@ class Agent:
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
         verdict = verdicts.lost(info, self.worker.beat, self._again, status=worker.status, oom=oom, stack=stack)
         error = verdicts.error_for(self.spec.rank, verdict)
-        if self._words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
+        if self._work.words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
             self._ending.fail(error)
         else:
             self._ask_for_verdict({"failed": verdict, "lost": True}, error)
@@ -432,7 +431,7 @@ class Agent:
                 self._send({"finished": True})
                 if self.spec.rank == 0 and self.spec.world_size > 1:
                     self.log("rank 0's process has ended, and torch's store with it: other ranks may still need that")
-            self._result = {}
+            self._work.result = {}
             self._leaving = self._ending.in_background(self._leave_in_order())
             return True
         code = 1 if status is None else 128 - status if status < 0 else status
@@ -455,34 +454,25 @@ class Agent:
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
-            self._call_later(within, self._give_rank_0_up, error)
+            self._work.call_later(within, self._give_rank_0_up, error)
         else:
-            self._call_later(within, self._ending.fail, error)
+            self._work.call_later(within, self._ending.fail, error)
 
     def _give_rank_0_up(self, lost: DdpManualError) -> None:
         """End because rank 0 is lost; it reads why if it was only stopped, and goes on."""
         self._send({"failed": last_words(lost), "rank_0": True})
         self._ending.fail(lost)
 
-    def _call_later(self, seconds: float, fail: Callable[[DdpManualError], None], error: DdpManualError) -> None:
-        """Fail, unless the rank has ended by then, or begins anew."""
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, fail, error))
-
     # -- another worker, or another rank 0 ----------------------------------------------------------------------------
 
     def _forget_worker(self) -> None:
         """Let nothing count any more that the worker has said; ``_replace_worker`` ends it."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        self._work.drop()
         if self._leaving is not None:  # its work was done, and is begun anew
             self._leaving.cancel()
-        self._result = self._leaving = self._own_words = self._words_of_another = None
-        self._trained = self.has_trained
-        self._replacing, self._started = True, time.monotonic()
-        self._placed = self._begun = self._signals.noted = False
-        self._sent_beat = Beat()
-        self._ready = asyncio.get_running_loop().create_future()
+        self._work, self._leaving = Work(started=time.monotonic()), None
+        self._replacing = True
+        self._placed = self._signals.noted = False
 
     async def _replace_worker(self) -> None:
         """End the worker and start another one, which goes on from a state that this rank or another one holds."""
@@ -576,8 +566,8 @@ class Agent:
             coordinator.end()
         self._send({"bye": ""})
         self.worker.send({"over": True})
-        if self._result is not None:
-            self._ending.finish(self._result)
+        if self._work.result is not None:
+            self._ending.finish(self._work.result)
 
     @property
     def _again(self) -> str:
@@ -594,7 +584,7 @@ class Agent:
         """
         self._let_witness_forget()
         if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
-            self._ready.cancel()
+            self._work.ready.cancel()
             if self.task.program is None or self.worker.ended:
                 return
         if number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
@@ -688,8 +678,8 @@ class Agent:
 
     def _send_beat(self) -> None:
         beat = self.worker.heartbeat()
-        self._send({"beat": vars(beat) if beat != self._sent_beat else None})
-        self._sent_beat = beat
+        self._send({"beat": vars(beat) if beat != self._work.sent_beat else None})
+        self._work.sent_beat = beat
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -702,7 +692,7 @@ class Agent:
         self._ending.cancel_background()
         if error is not None:
             await self._explain(error, in_folder=not leaves_no_folder)
-        own = error is not None and error is self._own_words
+        own = error is not None and error is self._work.own_words
         # The workers of the other ranks may learn the same from torch's store, if rank 0 keeps it for a moment.
         keeps_store = own and self.spec.rank == 0 and not (self.task.is_script or self.task.program)
         if keeps_store:
@@ -714,7 +704,7 @@ class Agent:
             await self._let_others_read()
         if error is not None and self.spec.rank == 0 and leaves_no_folder:
             run_folder.RunPaths(Path(str(self._run_dir))).remove_start()
-        self._join.close(how_it_ended(error, self._result))
+        self._join.close(how_it_ended(error, self._work.result))
         await asyncio.sleep(0)
 
     async def _say_goodbye(self, error: DdpManualError) -> None:
@@ -723,12 +713,12 @@ class Agent:
             self._join.coordinator.end(error)
         if not self._placed:
             self._send({"bye": error.what})
-        elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
+        elif not isinstance(error, PeerGone) and self._work.own_words is None and not self._left:
             self._send({"failed": last_words(error), "bye": error.what})
-        failed = self._own_words is not None or self.worker.ended
+        failed = self._work.own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin(None)
-            await asyncio.wait([self._ready], timeout=READY_WITHIN)
+            await asyncio.wait([self._work.ready], timeout=READY_WITHIN)
 
     async def _explain(self, error: DdpManualError, *, in_folder: bool) -> None:
         """Print the error, after the worker's last line, and leave it in the run's folder if that stays."""
@@ -745,11 +735,6 @@ class Agent:
         if self._run_dir and self._is_own_folder and not never_a_rank and in_folder:
             leave_failure(self._run_dir, self.spec.rank, self.worker.pid, error, self._run)
         self._print_error(error)
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether the worker has taken a step."""
-        return self._trained or (self._begun and self.worker.beat.step > 0)
 
     async def _let_others_read(self) -> None:
         """Wait until the other ranks have read what was sent last, at most for a moment."""
