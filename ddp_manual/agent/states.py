@@ -1,4 +1,4 @@
-"""What a rank's agent knows of the worker that it has at present."""
+"""The states of a rank's agent, and what it knows of the worker that it has at present."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Work:
     started: float
     is_begun: bool = False
     """Whether the worker was told what to load."""
-    ready: asyncio.Future[Mapping[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ready: asyncio.Future[Mapping[str, Any]] = field(default_factory=asyncio.Future)
     sent_beat: Beat = field(default_factory=Beat)
     """What rank 0 was told last that it does."""
     result: Any = None
@@ -39,3 +39,73 @@ class Work:
         """Let nothing happen because of this worker any more."""
         for timer in self._timers:
             timer.cancel()
+
+
+@dataclass(frozen=True)
+class Searching:
+    """The agent looks for rank 0 and says hello, for ``join_timeout`` at most; a rank without others waits for its
+    worker alone, which fails, ends or is ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looking:
+    """Rank 0 was lost: the agent keeps the state of the training, and looks for another rank 0 for ``rejoin_timeout``
+    at most."""
+
+    lost_at: float
+    """When it was lost, before the ranks could go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Rank 0 has admitted this rank, and others are missing or load torch. Rank 0 knows for how long; without a sign
+    of rank 0 it is lost after ``silent_after``."""
+
+    lost_at: float | None
+    """When the rank 0 before this one was lost, if the ranks have not gone on since."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacing(Waiting):
+    """As ``Waiting``, while the worker is ended, which is killed after a time, and another one is started."""
+
+    replacement: asyncio.Task[None]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The worker has its place among all ranks, and works or has worked."""
+
+
+class Working(Placed):
+    """The worker works, as long as it likes: rank 0 says if it stalls, and is lost itself after ``silent_after``."""
+
+
+class Closing(Placed):
+    """All ranks have done their work, and the worker closes the process group; rank 0 watches as before."""
+
+
+class Alone(Placed):
+    """The worker works or leaves, and nobody watches, so that it may take as long as it likes: it never had others, or
+    rank 0 has left, or it has ``until`` to end by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving(Placed):
+    """The worker has left. Rank 0 waits for the goodbyes of the others, which a program may make late as it likes."""
+
+    goodbyes: asyncio.Task[None]
+
+
+class Left(Placed):
+    """Goodbye is said; what is missing is the worker's result or end, which comes once it knows that all is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The rank has its result or its error: it says why, and ends the worker, which is killed after a time."""
+
+    was: State
+
+
+State = Searching | Looking | Waiting | Replacing | Working | Closing | Alone | Leaving | Left | Ended

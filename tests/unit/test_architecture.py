@@ -157,6 +157,23 @@ def test_agent_and_worker_stay_small() -> None:
     assert sum(map(lines_of_code, own)) <= MOST_LINES_OF_AGENT_AND_WORKER
 
 
+def test_no_attribute_of_the_agent_is_a_flag_for_its_state() -> None:
+    """They say what was said once, where files go, and what was done: all of it holds in every state."""
+    tree = ast.parse((PACKAGE / "agent" / "main.py").read_text())
+    assigned = {node for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+    flags = {
+        target.attr
+        for node in assigned
+        if any(isinstance(below, ast.Constant) and isinstance(below.value, bool) for below in ast.walk(node.value))
+        for one in node.targets
+        for target in ast.walk(one)
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    }
+    assert flags == {"_has_warned", "_is_own_folder", "has_trained"}
+    sets_state = [node for node in assigned if "self.state" in map(ast.unparse, node.targets)]
+    assert len(sets_state) == 1  # only _enter, which knows that an ended rank stays that
+
+
 def test_the_command_line_needs_no_torch() -> None:
     script = (
         "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.__main__, ddp_manual.agent.tasks\n"
