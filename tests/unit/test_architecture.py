@@ -160,18 +160,21 @@ def test_agent_and_worker_stay_small() -> None:
 def test_no_attribute_of_the_agent_is_a_flag_for_its_state() -> None:
     """They say what was said once, where files go, and what was done: all of it holds in every state."""
     tree = ast.parse((PACKAGE / "agent" / "main.py").read_text())
-    assigned = {node for node in ast.walk(tree) if isinstance(node, ast.Assign)}
-    flags = {
-        target.attr
-        for node in assigned
-        if any(isinstance(below, ast.Constant) and isinstance(below.value, bool) for below in ast.walk(node.value))
+    assigned = [
+        (ast.unparse(target), value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
         for one in node.targets
-        for target in ast.walk(one)
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    }
-    assert flags == {"_has_warned", "_is_own_folder", "has_trained"}
-    sets_state = [node for node in assigned if "self.state" in map(ast.unparse, node.targets)]
-    assert len(sets_state) == 1  # only _enter, which knows that an ended rank stays that
+        for target, value in zip(_parts(one), _parts(node.value), strict=False)
+    ]
+    own = [(name, ast.unparse(value)) for name, value in assigned if re.fullmatch(r"self\.\w+", name)]
+    flags = {name for name, value in own if value in ("True", "False")}
+    assert flags == {"self._has_warned", "self._is_own_folder", "self.has_trained"}
+    assert [name for name, _ in assigned].count("self.state") == 1  # in _enter: a rank that has ended stays ended
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
 
 
 def test_the_command_line_needs_no_torch() -> None:
