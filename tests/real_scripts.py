@@ -151,7 +151,9 @@ class Starts:
         logs = self.folder / "-".join(["logs", *arguments])
         options = ["--standalone", "--nproc_per_node", 2, "--redirects", 1, "--log_dir", logs]
         run = self._start(TORCHRUN, *options, *self._words(arguments), fresh=False)
-        assert run.wait() == 0, run.err
+        if run.wait() != 0 and "(SIGABRT)" in run.err:
+            raise AbortedAtItsEnd(run.err)
+        assert run.process.returncode == 0, run.err
         return cleaned(path.read_text() for path in logs.rglob("stdout.log"))
 
 
@@ -177,6 +179,23 @@ def completed(begin: Callable[..., list[RankProcess]], script: Script) -> list[s
     return lines
 
 
+class AbortedAtItsEnd(Exception):
+    """A rank of torchrun had done its work, and was aborted by a thread of gloo while Python ended."""
+
+
+def _printed_under_torchrun(starts: Starts) -> list[str]:
+    """Run a script with all its arguments under torchrun, three times at most if ranks of it are aborted."""
+    for attempt in range(3):
+        own = starts.folder.with_name(f"torchrun-{attempt}")  # no other run may have left checkpoints there
+        own.mkdir()
+        run = replace(starts, folder=own, hosts=()).torchrun
+        try:
+            return [line for arguments in starts.script.runs for line in run(arguments=arguments)]
+        except AbortedAtItsEnd as error:
+            aborted = error
+    raise aborted
+
+
 def under_torchrun(starts: Starts, shared_folder: Path) -> list[str]:
     """Return what a script prints under torchrun on one host, which one test process finds out for all."""
     name = next(name for name, script in SCRIPTS.items() if script is starts.script)
@@ -186,10 +205,7 @@ def under_torchrun(starts: Starts, shared_folder: Path) -> list[str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = folder / "printed.txt"
         if not found.exists():
-            own = starts.folder.with_name("torchrun")  # not one in which another test's run may have left checkpoints
-            own.mkdir()
-            run = replace(starts, folder=own, hosts=()).torchrun
-            lines = [line for arguments in starts.script.runs for line in run(arguments=arguments)]
+            lines = _printed_under_torchrun(starts)
             assert lines, f"{name} prints nothing under torchrun"
             found.write_text("\n".join(lines), encoding="utf-8")
         return found.read_text(encoding="utf-8").split("\n")

@@ -85,6 +85,8 @@ class Agent:
         self._join = Join(spec, task, steps=self.steps, log=log)
         kind, ask = (StopSignals, self._ask_worker) if task.program is None else (ProgramSignals, self._pass_on)
         self._signals = kind(spec, task.is_script, log, ask)
+        self._signal_before = 0
+        """What has come before this rank ran."""
         self.worker: Worker
         self.witness: signals.Witness | None = None
         """What tells which signals have been sent to a user's own program too."""
@@ -130,7 +132,11 @@ class Agent:
                 return ended
             await self._attach()
             self._watch_launcher()
-            self._ending.in_background(self._work_alone() if self.task.start.get("alone") else self._work_with_others())
+            if self._signal_before:
+                self.take_signal(self._signal_before)
+            if not isinstance(self.state, states.Ended):
+                is_alone = self.task.start.get("alone")
+                self._ending.in_background(self._work_alone() if is_alone else self._work_with_others())
             self._tick()
             ended = await self._ending.wait()
             assert isinstance(self.state, states.Ended)
@@ -183,11 +189,10 @@ class Agent:
             self._begin()
         run, connection = await self._join.join()
         self._heard = time.monotonic()
-        lost_at = self._lost_rank_0_at
-        self._enter(states.Waiting(lost_at=lost_at))
+        self._enter(states.Waiting(lost_at=self._lost_rank_0_at))
         self._take_run(run)
         self._begin()
-        if lost_at is not None and self.worker.is_gone:
+        if self._lost_rank_0_at is not None and self.worker.is_gone:
             self._begin_anew()
         if self._work.ready.done():
             self._send({"ready": self._work.ready.result()})
@@ -527,11 +532,8 @@ class Agent:
     def _look_for_rank_0(self, why: str) -> None:
         """Keep the state, and say hello again where rank 0 is expected."""
         assert self._run is not None and self._so_far is not None and self._join.connection is not None
-        lost_at, losses = self._lost_rank_0_at, self._so_far.losses
-        if lost_at is None:
-            lost_at = time.monotonic()
-        else:  # it is lost once more before the ranks could go on
-            losses += 1
+        losses = self._so_far.losses + (self._lost_rank_0_at is not None)  # once more before the ranks could go on
+        lost_at = self._lost_rank_0_at or time.monotonic()
         self._so_far = dataclasses.replace(self._so_far, lost=printable(why), losses=losses)
         self.log(f"{why}; this rank keeps its state, and looks for rank 0 for {self._run.rejoin_timeout:.0f} s")
         self._join.connection.close()
@@ -584,6 +586,9 @@ class Agent:
         Args:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
+        if not hasattr(self, "worker"):
+            self._signal_before = number
+            return
         self._let_witness_forget()
         if isinstance(self.state, states.Ended):  # this rank is leaving, now without what a check might still find out
             self._work.ready.cancel()
