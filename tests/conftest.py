@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from ddp_manual import launchers
@@ -173,6 +174,12 @@ class RankProcess:
 
 
 Start = Callable[..., RankProcess]
+
+
+def age_of(process: psutil.Process) -> tuple[float, int]:
+    """The key that sorts processes, the oldest first: their pids begin anew after a while, and where two started within
+    the same hundredth of a second they tell."""
+    return process.create_time(), process.pid
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

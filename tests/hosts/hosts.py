@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import RankProcess, Start
+from tests.conftest import RankProcess, Start, age_of
 from tests.forking import named
 
 RankCommand = Callable[..., list[object]]
@@ -161,8 +161,8 @@ class Host:
             int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             for pid in self.namespace.pids()
         }
-        found = max(pid for pid, line in lines.items() if words in line)
-        os.kill(psutil.Process(found).ppid() if parent else found, signal.SIGKILL)
+        found = max((psutil.Process(pid) for pid, line in lines.items() if words in line), key=age_of)
+        os.kill(found.ppid() if parent else found.pid, signal.SIGKILL)
 
     # -- names --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import pytest
 from ddp_manual import cli, launchers, signals
 from ddp_manual.agent import hosted, ssh
 from ddp_manual.agent.ssh_session import NO_FOLDER, Remote, why_not
-from tests.conftest import Start
+from tests.conftest import Start, age_of
 
 REMOTE = Remote(ssh=["ssh", "-F", "my config", "-p", "2222"], folder="/work/here", python="/opt/python")
 PLAIN = Remote(ssh=None, folder="/work", python="/opt/python")
@@ -238,7 +238,7 @@ def test_a_host_whose_agents_are_frozen_is_lost_after_5_s(start: Start, tmp_path
     for rank in range(2):
         run.wait_for(f"rank {rank} sleeps")
     launcher = psutil.Process(run.process.pid)
-    frozen = max((child for child in launcher.children() if "hosted" in child.cmdline()), key=lambda child: child.pid)
+    frozen = max((child for child in launcher.children() if "hosted" in child.cmdline()), key=age_of)
     frozen.children()[0].suspend()
     frozen.suspend()
     left = launcher.children(recursive=True)

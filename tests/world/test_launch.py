@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_manual.training import checkpoint_files
-from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start
+from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start, age_of
 from tests.forking import make_commands_forks
 
 
@@ -44,7 +44,7 @@ def forker_of(launcher: RankProcess) -> psutil.Process:
 def ranks_of(launcher: RankProcess) -> list[psutil.Process]:
     """The workers, in the order of their ranks, in which they are forked."""
     running = [worker for worker in forker_of(launcher).children() if worker.status() != psutil.STATUS_ZOMBIE]
-    return sorted(running, key=lambda worker: worker.pid)
+    return sorted(running, key=age_of)
 
 
 def fails_once(folder: Path) -> dict[str, str]:

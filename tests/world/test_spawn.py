@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddp_manual.training import checkpoint_files
-from tests.conftest import RankProcess, Start
+from tests.conftest import RankProcess, Start, age_of
 from tests.world.test_launch import gone, wait_until
 
 SCRIPT = """
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(spawn: 
     wait_until((tmp_path / "saving").exists)
     own = psutil.Process(script.process.pid).children()
     ranks = [process for process in own if "resource_tracker" not in " ".join(process.cmdline())]
-    max(ranks, key=lambda rank: rank.pid).kill()
+    max(ranks, key=age_of).kill()
     assert script.wait(20) == 14
     assert "error[peer-lost]: rank 1 (pid " in script.err
     (written,) = checkpoint_files.find(tmp_path / "run" / "checkpoints")
