@@ -41,16 +41,16 @@ class Ended:
 
 
 class Ending:
-    """The end of one rank: the first result, or the first error of what runs in its event loop."""
+    """The end of one rank: the first result, or the first error of what runs in its event loop.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    Args:
+        come: called at once when it has come.
+    """
+
+    def __init__(self, rank: int, come: Callable[[], None]) -> None:
+        self._rank, self._come = rank, come
         self._done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._working: set[asyncio.Task[None]] = set()
-
-    @property
-    def has_come(self) -> bool:
-        return self._done.done()
 
     async def wait(self) -> Ended:
         """Wait until the rank ends, and return how."""
@@ -65,6 +65,7 @@ class Ending:
             self.fail(result)
         elif not self._done.done():
             self._done.set_result(result)
+            self._come()
 
     def fail(self, error: BaseException) -> None:
         if self._done.done():
@@ -76,6 +77,7 @@ class Ending:
                 next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
             )
         self._done.set_exception(error)
+        self._come()
 
     def guarded(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap a handler so that what it raises ends the rank."""

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import orphans, run_folder, signals
-from ddp_manual.agent import ending, verdicts
+from ddp_manual.agent import ending, states, verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
-from ddp_manual.agent.ending import Ended, Ending, ProgramSignals, StopSignals, how_it_ended, leave_failure
+from ddp_manual.agent.ending import Ending, ProgramSignals, StopSignals, how_it_ended, leave_failure
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import SAVE_WITHIN, TERM_GRACE, Worker, wait_until
@@ -39,7 +39,7 @@ from ddp_manual.errors import (
     from_dict,
 )
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import SAVING, Beat, Place, RunInfo, RunSoFar, Step, Steps, Verdict, last_words, more_seconds
+from ddp_manual.messages import SAVING, Place, RunInfo, RunSoFar, Step, Steps, Verdict, last_words, more_seconds
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
@@ -82,7 +82,6 @@ class Agent:
         self.steps = Steps()
         self._print_error = print_error
         self._start_worker = start_worker
-        self._alone = bool(task.start.get("alone"))
         self._join = Join(spec, task, steps=self.steps, log=log)
         kind, ask = (StopSignals, self._ask_worker) if task.program is None else (ProgramSignals, self._pass_on)
         self._signals = kind(spec, task.is_script, log, ask)
@@ -96,31 +95,26 @@ class Agent:
         """The state of the training, which outlives the worker."""
         self._so_far: RunSoFar | None = None
         """What this rank tells a new rank 0, once it has been in the run."""
-        self._lost_rank_0_at = 0.0
-        self._replacement: asyncio.Task[None]
-        self._replacing = self._trained = self._looking = self._has_warned = False
-        self._timers: list[asyncio.TimerHandle] = []
+        self._has_warned = False
+        """Whether it was said that the program does not hold its state."""
         self._run: RunInfo | None = None
         self._run_dir: str | None = None
         self._is_own_folder = False
         """Whether this rank writes there: see ``run_folder.own_run_dir``."""
         self._chose_folder = task.chose_folder
         self._run_id = self._orphaned = ""
-        self._started = self._heard = self._ticked = time.monotonic()
+        self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
-        self._begun = self._placed = self._left = self._over = self._closes = self._has_broken = False
-        self._sent_beat = Beat()
-        self._own_words: DdpManualError | None = None
+        self.state: states.State = states.Searching()
+        self.has_trained = False
+        """Whether any worker of this rank has taken a step."""
         self._expired: DdpManualError | None = None
         """Why the run ends after a last step, for which a rank is missing."""
-        self._words_of_another: str | None = None
-        self._result: Any = None
-        self._leaving: asyncio.Task[None] | None = None
 
-    async def run(self) -> Ended:
+    async def run(self) -> ending.Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
-        self._ending = Ending(self.spec.rank)
-        self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._ending = Ending(self.spec.rank, lambda: self._enter(states.Ended(was=self.state)))
+        self._work = states.Work(started=time.monotonic())
         with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 if self.spec.from_variables:
@@ -140,26 +134,33 @@ class Agent:
             self._watch_launcher()
             if self._signal_before:
                 self.take_signal(self._signal_before)
-            if not self._ending.has_come:
-                self._ending.in_background(self._work_alone() if self._alone else self._work_with_others())
+            if not isinstance(self.state, states.Ended):
+                is_alone = self.task.start.get("alone")
+                self._ending.in_background(self._work_alone() if is_alone else self._work_with_others())
             self._tick()
             ended = await self._ending.wait()
-            await self._leave(ended.error)
+            assert isinstance(self.state, states.Ended)
+            await self._leave(ended.error, self.state.was)
             self.held.close()
             if self.task.launched is None and self.witness is not None:
                 self.witness.close()
         return ended
 
+    def _enter(self, state: states.State) -> None:
+        """Be in this state from now on, unless the rank has ended."""
+        if not isinstance(self.state, states.Ended):
+            self.state = state
+
     async def _attach(self) -> None:
         """Connect to the worker that was started last."""
-        worker = self.worker
+        worker, work = self.worker, self._work
 
         def take(message: dict[str, Any]) -> None:
-            if worker is self.worker and not self._replacing:
+            if work is self._work:
                 self._take_from_worker(message)
 
         def gone(*, later: bool = False) -> None:
-            if worker is self.worker and not self._replacing:
+            if work is self._work:
                 if -(worker.status or 0) in signals.STOP and not (self._signals.stop or later):
                     # Its agent may get the same signal a moment later.
                     asyncio.get_running_loop().call_later(signals.ONCE_WITHIN, partial(gone, later=True))
@@ -175,38 +176,27 @@ class Agent:
         run_id = self._run_id = self.spec.run_id or run_folder.new_run_id()
         self._run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
         self._is_own_folder = True
-        self._begin(None)
-        await self._ready
+        self._begin()
+        await self._work.ready
         local_rank = self.spec.local_rank or 0
         place = Place(rank=0, world_size=1, local_rank=local_rank, local_world_size=1, node=0, nodes=1, host_leader=0)
-        self._placed = True
+        self._enter(states.Alone())
         run = {"run_id": run_id, "run_dir": self._run_dir, "own": True}
         self.worker.send({"place": dataclasses.asdict(place), "run": run, "roster": []})
 
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
-            self._begin(None)
-        join = self._join
-        run, connection = await join.join()
-        looked, self._looking = self._looking, False
-        if looked and self.worker.is_gone:
-            self._forget_worker()
-            await self._replace_worker()
-        self._take_run(run)
-        self._begin(run.address)
+            self._begin()
+        run, connection = await self._join.join()
         self._heard = time.monotonic()
-        if self._ready.done():
-            self._send({"ready": self._ready.result()})
-
-        def take(message: dict[str, Any]) -> None:
-            if join is self._join:
-                self._take(message)
-
-        def gone(reason: str) -> None:
-            if join is self._join:
-                self._coordinator_gone(reason)
-
-        connection.handle(self._ending.guarded(take), gone)
+        self._enter(states.Waiting(lost_at=self._lost_rank_0_at))
+        self._take_run(run)
+        self._begin()
+        if self._lost_rank_0_at is not None and self.worker.is_gone:
+            self._begin_anew()
+        if self._work.ready.done():
+            self._send({"ready": self._work.ready.result()})
+        connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
 
     def _take_run(self, run: RunInfo) -> None:
         """Take what run this is, and where its files go."""
@@ -217,24 +207,28 @@ class Agent:
             run, self._is_own_folder = dataclasses.replace(run, run_dir=own), True
         self._run, self._run_dir, self._run_id = run, run.run_dir, run.run_id
 
-    def _begin(self, store_address: str | None) -> None:
-        """Start the worker, which loads torch while this rank looks for the others or waits for them.
-
-        Args:
-            store_address: where rank 0's worker is to host torch's store.
-        """
-        if not self._begun and not self._replacing:
-            self._begun = True
+    def _begin(self) -> None:
+        """Start the worker, which loads torch while this rank looks for the others or waits for them. That of rank 0
+        hosts torch's store at rank 0's address."""
+        if not self._work.is_begun:
+            self._work.is_begun = True
+            address = self._join.coordinator.run.address if self._join.coordinator is not None else None
             spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
-            here = {"store_address": store_address, "started": self._started}
+            here = {"store_address": address, "started": self._work.started}
             self.worker.send({"start": {**self.task.start, **spec, **here}})
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
     def _take(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
-        if "news" in message:
-            if not self._placed and not self._ending.has_come:
+        if "stacks" in message:
+            self._ending.in_background(self._send_stacks())
+        elif "records" in message:
+            self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
+        elif isinstance(self.state, states.Ended):
+            return  # it has told the others why, or has learnt that from them
+        elif "news" in message:
+            if isinstance(self.state, states.Waiting):
                 self._join.take_news(message["news"])
         elif "probe" in message:
             self._ending.in_background(self._join.probe_hosts(message["probe"], message["for"]))
@@ -243,31 +237,26 @@ class Agent:
         elif "place" in message:
             self._take_place(message)
         elif "line" in message:
-            if not self._ending.has_come:
-                self.log(str(message["line"]))
+            self.log(str(message["line"]))
         elif "verdict" in message:
             self._take_verdict(message["verdict"])
-        elif "stacks" in message:
-            self._ending.in_background(self._send_stacks())
-        elif "records" in message:
-            self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
-        elif "again" in message and not (self._left or self._ending.has_come):
+        elif "again" in message and not isinstance(self.state, states.Left):
             self._join.begin_again()
-            self._forget_worker()
-            self._replacement = self._ending.in_background(self._replace_worker())
-        elif "seat" in message and not self._looking:
+            self._begin_anew()
+        elif "seat" in message and not isinstance(self.state, states.Looking):
             self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
-        elif "expired" in message and not self._ending.has_come:
+        elif "expired" in message:
             self._expired = verdicts.error_for(self.spec.rank, message["expired"])
             self._signals.asked = self._signals.asked or signal.SIGTERM
             self.log(
                 f"{self._expired.why.splitlines()[-1]}: all that are here go on for a step, save a checkpoint, and stop"
             )
         elif "close" in message:
-            self._closes = True
+            if isinstance(self.state, states.Working):
+                self._enter(states.Closing())
             self.worker.send({"close": True})
-        elif "over" in message and self._placed:
-            self._over = True
+        elif "over" in message and isinstance(self.state, (states.Working, states.Closing)):
+            self._enter(states.Alone())
             self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
             self.worker.send({"close": True})
 
@@ -277,7 +266,7 @@ class Agent:
     def _take_place(self, message: Mapping[str, Any]) -> None:
         """Tell the worker its place, with which it begins to work: all ranks have joined."""
         assert self._run is not None
-        self._placed = True
+        self._enter(states.Working())
         self._take_run(dataclasses.replace(self._run, **message["of_run"], pid=message["rank_0_pid"]))
         self._join.complete(nodes=message["place"]["nodes"], forever=self._run.on_loss == LEAVE)
         if self._run.on_loss != LEAVE:
@@ -286,14 +275,14 @@ class Agent:
         own = self._join.own_address
         here = {"interfaces": own.variables, "wrong_for_nccl": own.wrong_for_nccl}
         if self.task.program is not None:
-            seconds, name = f"{time.monotonic() - self._started:.1f} s", self.task.program.name
+            seconds, name = f"{time.monotonic() - self._work.started:.1f} s", self.task.program.name
             who = f"rank {self.spec.rank} of {self.spec.world_size} on {self._join.info.host}"
             self.log(f"all ranks are here after {seconds}: starting {name} as {who}")
         self.worker.send({"roster": [], **message, "run": {**run, "own": self._is_own_folder}, **here})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
-        ours, own = verdict["rank"] == self.spec.rank, self._own_words
+        ours, own = verdict["rank"] == self.spec.rank, self._work.own_words
         if verdict.get("judged"):
             if ours and self.worker.status is None and not isinstance(error, CollectiveMismatch):
                 keeps_seat = self._run is not None and self._run.on_loss != LEAVE
@@ -305,35 +294,35 @@ class Agent:
             if not ours and verdict["identifier"] == Stopped.identifier:
                 error = self._signals.stopped_by(own.exit_code, self._again, because_of=own) or error
         elif not ours:
-            self._words_of_another = str(verdict["identifier"])
-            self._call_later(SAME_WITHIN, self._lose_peer, error)
+            self._work.words_of_another = str(verdict["identifier"])
+            self._work.call_later(SAME_WITHIN, self._lose_peer, error)
             return
         self._ending.fail(error)
 
     def _lose_peer(self, error: DdpManualError) -> None:
         """Fail with a peer; if signals have asked both to stop, only once the program had the time to end by itself."""
         stopped = self._signals.stopped_by(None, self._again)
-        if stopped is None or self._words_of_another != Stopped.identifier:
+        if stopped is None or self._work.words_of_another != Stopped.identifier:
             self._ending.fail(error)
             return
-        self._over = True
+        self._enter(states.Alone())
         self.worker.send({"close": True})
-        self._call_later((self.worker.until or 0) - time.monotonic(), self._ending.fail, stopped)
+        self._work.call_later((self.worker.until or 0) - time.monotonic(), self._ending.fail, stopped)
 
     def _coordinator_gone(self, reason: str) -> None:
-        if self._over or self._left or self._looking or self._run is None or self._words_of_another is not None:
+        if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more
+            self._enter(states.Alone())
+        if not isinstance(self.state, (states.Waiting, states.Working)) or self._work.words_of_another is not None:
             return
-        if self._closes:  # its work is done, and it needs nobody any more
-            self._over = True
-            return
+        assert self._run is not None
         if self._may_look_for_rank_0:
             self._look_for_rank_0(f"rank 0 ({self._run.host}, pid {self._run.pid}) is gone without a word: {reason}")
             return
-        before = "" if self._placed else " before all ranks had joined"
+        before = "" if isinstance(self.state, states.Working) else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
         lost = verdicts.rank_0_lost(self._run, self.worker.beat, "is gone without a word", why)
         # That a collective has broken follows from the loss of rank 0.
-        self._ending.fail(lost if self._own_words is None or self._has_broken else self._own_words)
+        self._ending.fail(lost if self._work.own_words is None or self._work.has_broken else self._work.own_words)
 
     # -- messages of the worker, and its end --------------------------------------------------------------------------
 
@@ -341,11 +330,12 @@ class Agent:
         if "beat" in message:
             if self.worker.take_beat(message["beat"]):
                 self._send_beat()
+            self.has_trained |= self.worker.beat.step > 0
             self._say_what_a_loss_repeats()
         elif "ready" in message:
             self.steps += [Step(**step) for step in message.get("steps", [])]
-            if not self._ready.done():
-                self._ready.set_result(message["ready"])
+            if not self._work.ready.done():
+                self._work.ready.set_result(message["ready"])
             self._send({"ready": message["ready"]})
         elif "not_compared" in message:
             self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
@@ -360,8 +350,10 @@ class Agent:
         elif "run_dir" in message:
             self._run_dir, self._is_own_folder = message["run_dir"], message["own"]
             self._chose_folder = message["chosen"]
+        elif isinstance(self.state, states.Ended):
+            return  # its end is explained already
         elif "finished" in message:
-            if self._alone or self._over:
+            if isinstance(self.state, states.Alone):
                 self.worker.send({"close": True})
             else:
                 self._send_beat()
@@ -369,15 +361,15 @@ class Agent:
         elif "failed" in message:
             self._take_failure(message)
         elif "left" in message:
-            self._leaving = self._ending.in_background(self._leave_in_order())
+            self._begin_leaving()
         elif "done" in message:
-            self._result = message["done"]
+            self._work.result = message["done"]
             if stopped := message.get("stopped"):
-                self._result = from_dict(stopped, int(stopped["exit_code"]))
+                self._work.result = from_dict(stopped, int(stopped["exit_code"]))
                 if (expired := self._expired) is not None:
-                    expired.why, self._result = f"{expired.why}\n{self._result.why}", expired
-            if self._left or self._alone:
-                self._ending.finish(self._result)
+                    expired.why, self._work.result = f"{expired.why}\n{self._work.result.why}", expired
+            if isinstance(self.state, (states.Left, states.Alone)):
+                self._ending.finish(self._work.result)
 
     def _say_what_a_loss_repeats(self) -> None:
         """Say once on rank 0, before any loss, if the program does not hold its state, and so begins anew after one."""
@@ -389,43 +381,41 @@ class Agent:
 
     def _take_failure(self, message: Mapping[str, Any]) -> None:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
-        if self._looking:  # before it has worked: another one is started once rank 0 is found
+        if isinstance(self.state, states.Looking):  # before it has worked: another one is started once rank 0 is found
             self._ending.in_background(self.worker.end(None, own=True))
             return
-        words = message["failed"]
-        self._own_words, self._has_broken = from_dict(words, int(words["exit_code"])), message.get("broken") is True
+        words, work = message["failed"], self._work
+        own, broken = from_dict(words, int(words["exit_code"])), message.get("broken") is True
         # Not an exception of another kind, which the signal is no reason for.
         by_itself = message.get("exit") or words["identifier"] == Stopped.identifier
-        follows = message.get("broken") and self._words_of_another == Stopped.identifier
+        follows = broken and work.words_of_another == Stopped.identifier
         if self.task.program is not None and (by_itself or follows):
-            because_of = None if by_itself else self._own_words
-            stopped = self._signals.stopped_by(self._own_words.exit_code, self._again, because_of=because_of)
+            stopped = self._signals.stopped_by(own.exit_code, self._again, because_of=None if by_itself else own)
             if stopped is not None:  # such as by sys.exit(143), after it has tidied up
-                self._own_words, message = stopped, {**message, "failed": last_words(stopped)}
-        if self._own_words.identifier == self._words_of_another:
-            self._ending.fail(self._own_words)
-            return
-        if message.get("broken") and self._words_of_another is not None:
-            return  # the rank that has failed is known
-        self._send_beat()
-        self._ask_for_verdict(message, self._own_words)
+                own, message = stopped, {**message, "failed": last_words(stopped)}
+        work.own_words, work.has_broken = own, broken
+        if own.identifier == work.words_of_another:
+            self._ending.fail(own)
+        elif not broken or work.words_of_another is None:  # otherwise the rank that has failed is known
+            self._send_beat()
+            self._ask_for_verdict(message, own)
 
     def _worker_gone(self) -> None:
-        if self._result is not None or self._own_words is not None:
+        if self._work.result is not None or self._work.own_words is not None:
             return  # its last words were read
+        if isinstance(self.state, (states.Looking, states.Ended)):
+            return  # another one is started once rank 0 is found, or none
         worker = self.worker
-        if self._looking:
-            return  # another one is started once rank 0 is found
-        if self._left and not worker.status:
-            self._ending.finish(self._result)
+        if isinstance(self.state, states.Left) and not worker.status:
+            self._ending.finish(None)
             return
-        if self._placed and self._program_ended(worker.status):
+        if isinstance(self.state, states.Placed) and self._program_ended(worker.status):
             return
         info = dataclasses.replace(self._join.info, pid=worker.pid)
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
         verdict = verdicts.lost(info, self.worker.beat, self._again, status=worker.status, oom=oom, stack=stack)
         error = verdicts.error_for(self.spec.rank, verdict)
-        if self._words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
+        if self._work.words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
             self._ending.fail(error)
         else:
             self._ask_for_verdict({"failed": verdict, "lost": True}, error)
@@ -437,8 +427,8 @@ class Agent:
                 self._send({"finished": True})
                 if self.spec.rank == 0 and self.spec.world_size > 1:
                     self.log("rank 0's process has ended, and torch's store with it: other ranks may still need that")
-            self._result = {}
-            self._leaving = self._ending.in_background(self._leave_in_order())
+            self._work.result = {}
+            self._begin_leaving()
             return True
         code = 1 if status is None else 128 - status if status < 0 else status
         stopped = self._signals.stopped_by(code, self._again)
@@ -448,10 +438,11 @@ class Agent:
 
     def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
         """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
-        nobody_hears = self._join.connection is None or self._join.connection.closed
-        if self._run is None or nobody_hears or self._over or self._left:
+        connection = self._join.connection
+        if connection is None or connection.closed or isinstance(self.state, (states.Alone, states.Left)):
             self._ending.fail(error)
             return
+        assert self._run is not None
         self._send(message)
         within = VERDICT_WITHIN + more_seconds(self._run.world_size)
         if message.get("broken") and self._may_look_for_rank_0:
@@ -460,34 +451,29 @@ class Agent:
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
-            self._call_later(within, self._give_rank_0_up, error)
+            self._work.call_later(within, self._give_rank_0_up, error)
         else:
-            self._call_later(within, self._ending.fail, error)
+            self._work.call_later(within, self._ending.fail, error)
 
     def _give_rank_0_up(self, lost: DdpManualError) -> None:
         """End because rank 0 is lost; it reads why if it was only stopped, and goes on."""
         self._send({"failed": last_words(lost), "rank_0": True})
         self._ending.fail(lost)
 
-    def _call_later(self, seconds: float, fail: Callable[[DdpManualError], None], error: DdpManualError) -> None:
-        """Fail, unless the rank has ended by then, or begins anew."""
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, fail, error))
-
     # -- another worker, or another rank 0 ----------------------------------------------------------------------------
 
-    def _forget_worker(self) -> None:
-        """Let nothing count any more that the worker has said; ``_replace_worker`` ends it."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
-        if self._leaving is not None:  # its work was done, and is begun anew
-            self._leaving.cancel()
-        self._result = self._leaving = self._own_words = self._words_of_another = None
-        self._trained = self.has_trained
-        self._replacing, self._started = True, time.monotonic()
-        self._placed = self._begun = self._signals.noted = False
-        self._sent_beat = Beat()
-        self._ready = asyncio.get_running_loop().create_future()
+    def _begin_anew(self) -> None:
+        """Replace the worker, while rank 0 waits for that."""
+        self._enter(states.Replacing(lost_at=self._lost_rank_0_at, replacement=self._forget_worker()))
+
+    def _forget_worker(self) -> asyncio.Task[None]:
+        """Let nothing count any more that the worker has said; return what ends it, and starts another one."""
+        if isinstance(self.state, states.Leaving):  # its work was done, and is begun anew
+            self.state.goodbyes.cancel()
+        self._work.drop()
+        self._work = states.Work(started=time.monotonic())
+        self._signals.noted = False
+        return self._ending.in_background(self._replace_worker())
 
     async def _replace_worker(self) -> None:
         """End the worker and start another one, which goes on from a state that this rank or another one holds."""
@@ -505,11 +491,10 @@ class Agent:
             verdict = verdicts.lost_rank(self._join.info, what, why="its worker was to be replaced", next=next)
             self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
             return
-        finally:
-            self._replacing = False
         await self._attach()
-        is_rank_0 = self._join.coordinator is not None and self._run is not None
-        self._begin(self._run.address if is_rank_0 and self._run is not None else None)
+        self._begin()
+        if isinstance(self.state, states.Replacing):
+            self._enter(states.Waiting(lost_at=self.state.lost_at))
 
     def _moment(self) -> Sequence[int]:
         """Return the ``Moment`` of the newest state that is whole; [] if there is none."""
@@ -539,50 +524,54 @@ class Agent:
         """Whether this rank, which has lost rank 0, keeps its state for another one."""
         return self._so_far is not None and self.spec.rank != 0
 
+    @property
+    def _lost_rank_0_at(self) -> float | None:
+        """When rank 0 was lost, if the ranks have not gone on since."""
+        return self.state.lost_at if isinstance(self.state, (states.Looking, states.Waiting)) else None
+
     def _look_for_rank_0(self, why: str) -> None:
         """Keep the state, and say hello again where rank 0 is expected."""
-        if self._ending.has_come:
-            return
-        assert self._run is not None and self._so_far is not None
-        self._looking = True
-        losses = self._so_far.losses
-        if self._placed or not self._lost_rank_0_at:
-            self._lost_rank_0_at = time.monotonic()
-        else:  # it is lost once more before the ranks could go on
-            losses += 1
+        assert self._run is not None and self._so_far is not None and self._join.connection is not None
+        losses = self._so_far.losses + (self._lost_rank_0_at is not None)  # once more before the ranks could go on
+        lost_at = self._lost_rank_0_at or time.monotonic()
         self._so_far = dataclasses.replace(self._so_far, lost=printable(why), losses=losses)
         self.log(f"{why}; this rank keeps its state, and looks for rank 0 for {self._run.rejoin_timeout:.0f} s")
-        if self._join.connection is not None:
-            self._join.connection.close()
-        if not self._replacing:
-            self._forget_worker()
-            self._replacement = self._ending.in_background(self._replace_worker())
-        self._ending.in_background(self._join_again(self._replacement))
+        self._join.connection.close()
+        replacement = self.state.replacement if isinstance(self.state, states.Replacing) else self._forget_worker()
+        self._enter(states.Looking(lost_at=lost_at))
+        self._ending.in_background(self._join_again(lost_at, replacement))
 
-    async def _join_again(self, replacement: asyncio.Task[None]) -> None:
+    async def _join_again(self, since: float, replacement: asyncio.Task[None]) -> None:
         assert self._run is not None and self._so_far is not None
         await asyncio.wait([replacement])
         self._join.close({})
         spec = dataclasses.replace(self.spec, join_timeout=self._run.rejoin_timeout)
         so_far = dataclasses.replace(self._so_far, held=self._moment())
-        since = self._lost_rank_0_at
         self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=since)
         self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
         await self._work_with_others()
 
-    async def _leave_in_order(self) -> None:
+    def _begin_leaving(self) -> None:
+        """Leave, because the worker has done its work and has left."""
+        if isinstance(self.state, states.Leaving):
+            return  # and its process has ended meanwhile
+        # After its last collective another rank of a program may work on for as long as it likes.
+        works_on = self.task.program is not None and not isinstance(self.state, states.Alone)
+        goodbyes = self._leave_in_order(math.inf if works_on else LEAVE_TIMEOUT)
+        self._enter(states.Leaving(goodbyes=self._ending.in_background(goodbyes)))
+
+    async def _leave_in_order(self, within: float) -> None:
         """Say goodbye after the worker has left. Rank 0 leaves last, because its worker has torch's store."""
         coordinator = self._join.coordinator
         if coordinator is not None:
-            works_on = self.task.program is not None and not self._over  # after its last collective
-            await coordinator.wait_for_goodbyes(self.log, math.inf if works_on else LEAVE_TIMEOUT)
-        self._left = True
+            await coordinator.wait_for_goodbyes(self.log, within)
+        self._enter(states.Left())
         if coordinator is not None:
             coordinator.end()
         self._send({"bye": ""})
         self.worker.send({"over": True})
-        if self._result is not None:
-            self._ending.finish(self._result)
+        if self._work.result is not None:
+            self._ending.finish(self._work.result)
 
     @property
     def _again(self) -> str:
@@ -601,16 +590,16 @@ class Agent:
             self._signal_before = number
             return
         self._let_witness_forget()
-        if self._ending.has_come:  # this rank is leaving, now without what a check might still find out
-            self._ready.cancel()
+        if isinstance(self.state, states.Ended):  # this rank is leaving, now without what a check might still find out
+            self._work.ready.cancel()
             if self.task.program is None or self.worker.ended:
                 return
         if number == signal.SIGINT and self.task.program is not None and self.worker.beat.debugging:
             return  # it is the debugger's
         # Without rank 0 the run is over; the others wait for any other rank.
-        is_over = self._placed or (self._so_far is not None and self.spec.rank == 0)
+        is_over = isinstance(self.state, states.Placed) or (self._so_far is not None and self.spec.rank == 0)
         again = self._again if is_over else ""
-        goes_on = self._so_far is not None and not self._placed and not self._looking
+        goes_on = self._so_far is not None and isinstance(self.state, states.Waiting)
         if error := self._signals.take(number, seen_by, self._join.here, again, goes_on=goes_on):
             self.worker.until = 0
             self._ending.fail(error)
@@ -646,7 +635,7 @@ class Agent:
 
     def _ask_worker(self, number: int) -> None:
         """Tell the worker what a signal asks for, as soon as it works, and rank 0 that the run is about to end."""
-        if self._placed:
+        if isinstance(self.state, states.Placed):
             self.worker.send({"save": True} if number == signals.SAVE else {"stop": number})
         if number != signals.SAVE:
             self._send({"stopping": True})
@@ -665,52 +654,50 @@ class Agent:
             self.worker.signal_all(number)
 
     def _tick(self) -> None:
-        if not self._ending.has_come:
+        if not isinstance(self.state, states.Ended):
             asyncio.get_running_loop().call_later(TICK, self._tick)
             orphans.reap()
             self._ending.guarded(self._look_around)(time.monotonic())
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
-        if self._run is None or self._looking or self._left or self._over:
+        if isinstance(self.state, (states.Searching, states.Looking, states.Alone, states.Left, states.Ended)):
             return
+        assert self._run is not None
         if passed > self._run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now
-        if not self._placed:
+        if isinstance(self.state, states.Waiting):
             self._join.log_missing()
         self.worker.records.read()
         if now >= self._next_beat:
             self._next_beat = now + heartbeat_period(self._run)
             self._send_beat()
         if now - self._heard > silent_after(self._run) and passed < 1:
-            lost = verdicts.rank_0_lost(
-                self._run,
-                self.worker.beat,
-                f"has been silent for {now - self._heard:.0f} s",
-                "its agent is stopped or frozen, its host is down, or the network between the hosts is cut",
-            )
+            what = f"has been silent for {now - self._heard:.0f} s"
+            why = "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
+            lost = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
             if self._may_look_for_rank_0:
                 self._look_for_rank_0(lost.what)
-                return
-            self._give_rank_0_up(lost)
+            else:
+                self._give_rank_0_up(lost)
 
     def _send_beat(self) -> None:
         beat = self.worker.heartbeat()
-        self._send({"beat": vars(beat) if beat != self._sent_beat else None})
-        self._sent_beat = beat
+        self._send({"beat": vars(beat) if beat != self._work.sent_beat else None})
+        self._work.sent_beat = beat
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    async def _leave(self, error: DdpManualError | None) -> None:
+    async def _leave(self, error: DdpManualError | None, last: states.State) -> None:
         """Say why, then end the worker; rank 0 gives the other ranks the time to read why."""
         is_default = not self._chose_folder and run_folder.is_default_name(str(self._run_dir), self._run_id)
         leaves_no_folder = is_default and not self.has_trained
         if error is not None:
-            await self._say_goodbye(error)
+            await self._say_goodbye(error, last)
         self._ending.cancel_background()
         if error is not None:
-            await self._explain(error, in_folder=not leaves_no_folder)
-        own = error is not None and error is self._own_words
+            await self._explain(error, last, in_folder=not leaves_no_folder)
+        own = error is not None and error is self._work.own_words
         # The workers of the other ranks may learn the same from torch's store, if rank 0 keeps it for a moment.
         keeps_store = own and self.spec.rank == 0 and not (self.task.is_script or self.task.program)
         if keeps_store:
@@ -722,42 +709,37 @@ class Agent:
             await self._let_others_read()
         if error is not None and self.spec.rank == 0 and leaves_no_folder:
             run_folder.RunPaths(Path(str(self._run_dir))).remove_start()
-        self._join.close(how_it_ended(error, self._result))
+        self._join.close(how_it_ended(error, self._work.result))
         await asyncio.sleep(0)
 
-    async def _say_goodbye(self, error: DdpManualError) -> None:
+    async def _say_goodbye(self, error: DdpManualError, last: states.State) -> None:
         """Tell the other ranks why this rank ends, unless they know; then let ``check`` find out what it still can."""
-        if self._join.coordinator is not None and not self._left:
+        if self._join.coordinator is not None and not isinstance(last, states.Left):
             self._join.coordinator.end(error)
-        if not self._placed:
+        if not isinstance(last, states.Placed):
             self._send({"bye": error.what})
-        elif not isinstance(error, PeerGone) and self._own_words is None and not self._left:
+        elif not isinstance(error, PeerGone) and self._work.own_words is None and not isinstance(last, states.Left):
             self._send({"failed": last_words(error), "bye": error.what})
-        failed = self._own_words is not None or self.worker.ended
+        failed = self._work.own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
-            self._begin(None)
-            await asyncio.wait([self._ready], timeout=READY_WITHIN)
+            self._begin()
+            await asyncio.wait([self._work.ready], timeout=READY_WITHIN)
 
-    async def _explain(self, error: DdpManualError, *, in_folder: bool) -> None:
+    async def _explain(self, error: DdpManualError, last: states.State, *, in_folder: bool) -> None:
         """Print the error, after the worker's last line, and leave it in the run's folder if that stays."""
         if isinstance(error, Stopped):
             error.why = error.why or self._orphaned
         ending.add_own_command(error, self.task.go_on, self._run_dir, self.spec.world_size)
-        if self._run is not None and not self._placed:
+        if not isinstance(last, states.Placed):
             self._join.fail(error)
         if self.task.program is not None and not self.worker.is_gone:  # which may take seconds
             self.log(f"{self.task.program.name} is ending: {error.what}")
         stops = Stopped.identifier in (error.identifier, (error.on_its_rank or ("",))[0])
         await self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE)
-        never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not self._placed
+        never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
         if self._run_dir and self._is_own_folder and not never_a_rank and in_folder:
             leave_failure(self._run_dir, self.spec.rank, self.worker.pid, error, self._run)
         self._print_error(error)
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether the worker has taken a step."""
-        return self._trained or (self._begun and self.worker.beat.step > 0)
 
     async def _let_others_read(self) -> None:
         """Wait until the other ranks have read what was sent last, at most for a moment."""
@@ -769,7 +751,7 @@ class Agent:
 
     def give_up(self, error: DdpManualError) -> None:
         """End this rank for this reason, unless all ranks have joined: then the others say why, or wait for a rank."""
-        if not self._placed and self._so_far is None:
+        if not isinstance(self.state, states.Placed) and self._so_far is None:
             self._ending.fail(error)
 
     def _send(self, message: Mapping[str, Any]) -> None:

@@ -89,20 +89,30 @@ FAULTS = (
         "if False:",
     ),
     Planted(
-        "give up with what is held", "main.py", "if not self._placed and self._so_far is None:", "if not self._placed:"
+        "give up with what is held",
+        "main.py",
+        "if not isinstance(self.state, states.Placed) and self._so_far is None:",
+        "if not isinstance(self.state, states.Placed):",
     ),
     Planted(
         "lines after the last error",
         "main.py",
-        "            if not self._ending.has_come:\n                self.log(str",
-        "            if True:\n                self.log(str",
+        "        elif isinstance(self.state, states.Ended):\n            return  # it has told",
+        "        elif False:\n            return  # it has told",
     ),
-    Planted("a rank that is done looks for rank 0", "main.py", "        if self._closes:  #", "        if False:  #"),
+    Planted(
+        "a rank that is done looks for rank 0",
+        "main.py",
+        "if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more\n"
+        "            self._enter(states.Alone())\n"
+        "        if not isinstance(self.state, (states.Waiting, states.Working))",
+        "if not isinstance(self.state, (states.Waiting, states.Working, states.Closing))",
+    ),
     Planted(
         "looking ends with the idle worker",
         "main.py",
-        "        if self._looking:\n            return  # another",
-        "        if False:\n            return  # another",
+        "        if isinstance(self.state, (states.Looking, states.Ended)):\n            return  # another",
+        "        if isinstance(self.state, states.Ended):\n            return  # another",
     ),
     Planted(
         "the first Ctrl-C ends the rank",
@@ -124,6 +134,18 @@ FAULTS = (
         "main.py",
         "            await coordinator.wait_for_goodbyes(",
         "            coordinator.wait_for_goodbyes(",
+    ),
+    Planted(
+        "a verdict about a replaced worker is awaited",
+        "states.py",
+        "            timer.cancel()\n",
+        "            pass\n",
+    ),
+    Planted(
+        "an ended rank comes to life",
+        "main.py",
+        "if not isinstance(self.state, states.Ended):\n            self.state",
+        "if True:\n            self.state",
     ),
     Planted("the held memory stays open", "main.py", "            self.held.close()\n", ""),
     Planted(

@@ -162,6 +162,26 @@ def test_agent_and_worker_stay_small() -> None:
     assert sum(map(lines_of_code, own)) <= MOST_LINES_OF_AGENT_AND_WORKER
 
 
+def test_no_attribute_of_the_agent_is_a_flag_for_its_state() -> None:
+    """They say what was said once, where files go, and what was done: all of it holds in every state."""
+    tree = ast.parse((PACKAGE / "agent" / "main.py").read_text())
+    assigned = [
+        (ast.unparse(target), value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for one in node.targets
+        for target, value in zip(_parts(one), _parts(node.value), strict=False)
+    ]
+    own = [(name, ast.unparse(value)) for name, value in assigned if re.fullmatch(r"self\.\w+", name)]
+    flags = {name for name, value in own if value in ("True", "False")}
+    assert flags == {"self._has_warned", "self._is_own_folder", "self.has_trained"}
+    assert [name for name, _ in assigned].count("self.state") == 1  # in _enter: a rank that has ended stays ended
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
 def test_the_command_line_needs_no_torch() -> None:
     script = (
         "import sys, ddp_manual.cli, ddp_manual.agent.local, ddp_manual.agent.__main__, ddp_manual.agent.tasks\n"

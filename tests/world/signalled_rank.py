@@ -13,11 +13,11 @@ from ddp_manual.cli import main
 leave_in_order = Agent._leave_in_order
 
 
-async def signalled(self: Agent) -> None:
+async def signalled(self: Agent, within: float) -> None:
     if self.spec.rank == 0:
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0.1)  # it is told from the event loop
-    await leave_in_order(self)
+    await leave_in_order(self, within)
 
 
 if __name__ == "__main__":
