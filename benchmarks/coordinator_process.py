@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measuring import REPOSITORY
 from benchmarks.simulated_ranks import (
@@ -33,10 +32,24 @@ from benchmarks.simulated_ranks import (
     seal,
 )
 from ddp_manual.agent.collectives import Records
-from ddp_manual.agent.connection import Connection
+from ddp_manual.agent.connection import Connection, Seal
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.health import heartbeat_period
 from ddp_manual.agent.seats import Seats
+from ddp_manual.messages import (
+    AskRecords,
+    Claim,
+    Finished,
+    FromRank0,
+    Heartbeat,
+    Hello,
+    Probe,
+    Probed,
+    RecordsReply,
+    Welcome,
+    WorkerReady,
+    read_from_rank_0,
+)
 from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0
@@ -85,29 +98,31 @@ class RankZero:
     def __init__(self, ranks: int, nonce: str, port: int) -> None:
         self._info, self._nonce, self._port = rank_infos(ranks)[0], nonce, port
         self._period = heartbeat_period(run_info(ranks))
-        self._connection: Connection
+        self._connection: Connection[FromRank0]
 
     async def join(self) -> None:
-        _, self._connection = await asyncio.get_running_loop().create_connection(Connection, LOOPBACK, self._port)
+        _, self._connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(read_from_rank_0), LOOPBACK, self._port
+        )
         connection = self._connection
         await connection.receive()
-        connection.send({"hello": {**asdict(self._info), "nonce": self._nonce}})
-        assert "welcome" in (await connection.receive() or {})
+        connection.send(Seal(None).close(Hello, "", Claim(self._info, self._nonce)))
+        assert isinstance(await connection.receive(), Welcome)
         connection.let_send(LONGEST_ANSWER)
-        connection.send({"ready": asdict(ready_of(self._info))})
+        connection.send(WorkerReady(ready_of(self._info)))
         connection.handle(self._take, self._gone)
         while not connection.closed:
-            connection.send({"beat": None})
+            connection.send(Heartbeat())
             await asyncio.sleep(self._period)
 
     async def finish(self) -> None:
-        self._connection.send({"finished": True})
+        self._connection.send(Finished())
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "probe" in message:
-            self._connection.send({"probed": [], "for": message["for"]})
-        elif "records" in message:
-            self._connection.send({"records": Records().answer(message["records"]), "of": message["of"]})
+    def _take(self, message: FromRank0) -> None:
+        if isinstance(message, Probe):
+            self._connection.send(Probed(message.key, ()))
+        elif isinstance(message, AskRecords):
+            self._connection.send(RecordsReply(Records().answer(message.request), message.number))
 
     def _gone(self, reason: str) -> None:
         print(f"rank 0 has lost its connection: {reason}", file=sys.stderr, flush=True)

@@ -33,8 +33,23 @@ from benchmarks.simulated_ranks import (
 )
 from ddp_manual import collectives
 from ddp_manual.agent.collectives import Records
+from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.health import heartbeat_period
-from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo
+from ddp_manual.messages import (
+    LONGEST_TEXT,
+    Beat,
+    Failed,
+    Finished,
+    Goodbye,
+    Heartbeat,
+    LastWords,
+    Look,
+    Probed,
+    Question,
+    RankInfo,
+    RecordsReply,
+    StacksReply,
+)
 from ddp_manual.wire import encode
 
 WITHIN = 150.0
@@ -115,7 +130,7 @@ class CountedRank(SimulatedRank):
         kind = self.crowd.count("received", line)
         if kind == "news":
             self.here = line
-        elif kind == "ddp_manual":
+        elif kind == "greeting":
             assert self._hello_line is not None
             self.send(self._hello_line)
         elif kind == "welcome":
@@ -124,24 +139,24 @@ class CountedRank(SimulatedRank):
             period = self.crowd.period
             heapq.heappush(self.crowd.beats, (time.monotonic() + period * random.random(), self.rank, self))
         elif kind == "probe":
-            self.send(encode({"probed": [], "for": json.loads(line)["for"]}))
-        elif kind == "place":
+            self.send(encode(Probed(json.loads(line)["key"], ())))
+        elif kind == "placed":
             self.placed = True
-        elif kind == "records":
+        elif kind == "ask_records":
             asked = json.loads(line)
-            self.send(encode({"records": self.program.answer(asked["records"]), "of": asked["of"]}))
-        elif kind == "stacks":
-            self.send(encode({"stacks": "".join(f"  File train.py, line {n}, in step\n" for n in range(60))}))
-        elif kind == "verdict":
+            self.send(encode(RecordsReply(self.program.answer(asked["request"]), asked["number"])))
+        elif kind == "ask_stacks":
+            self.send(encode(StacksReply("".join(f"  File train.py, line {n}, in step\n" for n in range(60)))))
+        elif kind == "run_ends":
             self.judged = True
         elif kind == "close":
             self.may_close = True
-        elif kind not in ("beat", "line", "over"):
+        elif kind not in ("alive", "line", "rank0_leaves"):
             raise AssertionError(line)
 
     def send_beat(self) -> None:
         if not self.crowd.working:
-            self.send(encode({"beat": None}))
+            self.send(encode(Heartbeat()))
             return
         step = self.program.step
         beat = Beat(
@@ -155,7 +170,7 @@ class CountedRank(SimulatedRank):
             place=f"loop.py:{random.randrange(100, 120)} in train_one_epoch",
             calls=self.program.records.for_beat(),
         )
-        self.send(encode({"beat": vars(beat)}))
+        self.send(encode(Heartbeat(beat)))
 
 
 class Observer:
@@ -168,7 +183,7 @@ class Observer:
         self.connection = socket.create_connection((LOOPBACK, port))
         # At once: the coordinator waits 5 s for it, and 4,096 ranks that are behind with their heartbeats take longer.
         self.connection.recv(1 << 18)
-        self.connection.send(encode({"look": {"nonce": "1", "stacks": stacks}}))
+        self.connection.send(encode(Seal(None).close(Look, "", Question("1", stacks=stacks))))
 
     def read(self) -> None:
         data = self.connection.recv(1 << 18)
@@ -201,7 +216,8 @@ class Crowd:
         self.counts = {way: {"messages": Counter(), "bytes": Counter()} for way in ("sent", "received")}
 
     def count(self, way: str, line: bytes) -> str:
-        kind = line[2 : line.index(b'"', 2)].decode()
+        begin = len(b'{"type":"')
+        kind = line[begin : line.index(b'"', begin)].decode()
         self.counts[way]["messages"][kind] += line.count(b"\n")
         self.counts[way]["bytes"][kind] += len(line)
         return kind
@@ -278,17 +294,17 @@ class Crowd:
 
     def fail(self) -> None:
         """A rank fails with a long traceback, and all learn why."""
-        words = {"identifier": "training-failed", "what": "RuntimeError", "why": "x" * LONGEST_TEXT, "next": ""}
-        self.ranks[-1].send(encode({"failed": {**words, "exit_code": 1}}))
+        words = LastWords("training-failed", "RuntimeError", "x" * LONGEST_TEXT, "", 1)
+        self.ranks[-1].send(encode(Failed(words)))
         self.run(lambda: all(rank.judged for rank in self.ranks))
 
     def finish(self) -> None:
         """All ranks finish, may close their process groups, and leave."""
         for rank in self.ranks:
-            rank.send(encode({"finished": True}))
+            rank.send(encode(Finished()))
         self.run(lambda: all(rank.may_close for rank in self.ranks))
         for rank in self.ranks:
-            rank.send(encode({"bye": "done"}))
+            rank.send(encode(Goodbye()))
             self._selector.unregister(rank.connection)
             rank.connection.shutdown(socket.SHUT_WR)
         self.beats.clear()

@@ -93,7 +93,9 @@ def measure(ranks: int, *, stacks: bool, runs: Sequence[str] = ("differ", "fail"
         news = max(1, stage.messages("received", "news"))
         figures["news while every second rank is missing, bytes"] = stage.bytes("received", "news") / news
         stage("wait")
-        figures["a heartbeat of a rank that waits: CPU, us"] = 1e6 * stage.cpu / max(1, stage.messages("sent", "beat"))
+        figures["a heartbeat of a rank that waits: CPU, us"] = (
+            1e6 * stage.cpu / max(1, stage.messages("sent", "heartbeat"))
+        )
         stage("rest")
         joining += stage.cpu
         stage("begin")
@@ -105,8 +107,8 @@ def measure(ranks: int, *, stacks: bool, runs: Sequence[str] = ("differ", "fail"
         figures["memory for each rank, KB"] = (full["memory"] - empty["memory"]) / 1e3 / ranks
         stage("work")
         stage("work")
-        beats = stage.messages("sent", "beat")
-        figures["a heartbeat of a rank that trains, bytes"] = stage.bytes("sent", "beat") / max(1, beats)
+        beats = stage.messages("sent", "heartbeat")
+        figures["a heartbeat of a rank that trains, bytes"] = stage.bytes("sent", "heartbeat") / max(1, beats)
         of_beat = stage.cpu / max(1, beats)
         figures["a heartbeat of a rank that trains, and its answer: CPU, us"] = 1e6 * of_beat
         stage("look")
@@ -115,8 +117,8 @@ def measure(ranks: int, *, stacks: bool, runs: Sequence[str] = ("differ", "fail"
             stage("stacks")
             figures["status --stacks, of each rank, bytes"] = stage.bytes("received", "seen") / ranks
         stage("differ")
-        figures["records of collectives of each rank, bytes"] = stage.bytes("sent", "records") / ranks
-        beats = stage.messages("sent", "beat")
+        figures["records of collectives of each rank, bytes"] = stage.bytes("sent", "records_reply") / ranks
+        beats = stage.messages("sent", "heartbeat")
         figures["collectives differ, until all ranks know: CPU, s"] = max(0.0, stage.cpu - of_beat * beats)
     for end in runs[1:]:
         with run_of(ranks) as stage:

@@ -16,17 +16,35 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.health import heartbeat_period
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo
+from ddp_manual.messages import (
+    Beat,
+    Claim,
+    FromRank0,
+    Greeting,
+    Heartbeat,
+    Hello,
+    Placed,
+    Probe,
+    Probed,
+    RankInfo,
+    Ready,
+    Refused,
+    RunEnds,
+    RunInfo,
+    Welcome,
+    WorkerReady,
+    read_from_rank_0,
+)
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.wire import encode
+from ddp_manual.wire import encode, reader_of
 
 LOOPBACK = "127.0.0.1"
 # An address without a name in any hosts file: see ``ask_for_no_names``.
@@ -114,8 +132,8 @@ def ready_of(info: RankInfo) -> Ready:
         backend="gloo",
         gpus=[],
         versions={**info.versions, "cuda": None, "nccl": None},
-        options={"device": ["cpu", "default"], "backend": ["gloo", "default"]},
-        store=["10.0.0.1", 41000] if info.rank == 0 else [],
+        options={"device": ("cpu", "default"), "backend": ("gloo", "default")},
+        store=("10.0.0.1", 41000) if info.rank == 0 else None,
     )
 
 
@@ -128,10 +146,10 @@ class SimulatedRank:
         self.next_beat = 0.0
         self._seal = seal(order.token)
         self._nonce = order.nonce if info.rank == 0 else f"{info.rank:032x}"
-        self._hello = {**asdict(info), "nonce": self._nonce}
+        self._claim = Claim(info, self._nonce)
         # Prepared here, because real ranks do this work on machines of their own.
-        self._hello_line = None if self._seal else encode({"hello": self._hello})
-        self._ready_line = encode({"ready": asdict(ready_of(info))}) + encode({"beat": None})
+        self._hello_line = None if self._seal else encode(self._seal.close(Hello, "", self._claim))
+        self._ready_line = encode(WorkerReady(ready_of(info))) + encode(Heartbeat())
         self._received = b""
         self._step = 0
         self.connection = socket.socket()
@@ -146,23 +164,23 @@ class SimulatedRank:
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             # Not parsed, because real ranks do that on machines of their own.
-            if not line.startswith((b'{"beat"', b'{"news"')):
-                self._take(json.loads(line))
+            if not line.startswith((b'{"type":"alive"', b'{"type":"news"')):
+                self._take(read_from_rank_0(line.decode()))
 
-    def _take(self, message: Mapping[str, Any]) -> None:
-        if "challenge" in message:
-            line = self._hello_line
-            if line is None:
-                line = encode({"hello": self._seal.close(f"hello {message['challenge']}", self._hello)})
-            self.connection.send(line)
-        elif "welcome" in message:
-            RunInfo(**self._seal.open(f"welcome {self._nonce}", message["welcome"])["run"])
-            self.connection.send(self._ready_line)
-        elif "probe" in message:
-            self.connection.send(encode({"probed": [], "for": message["for"]}))
-        elif "place" in message:
-            self.placed = True
-        assert "refused" not in message and "verdict" not in message, message
+    def _take(self, message: FromRank0) -> None:
+        match message:
+            case Greeting():
+                line = self._hello_line or encode(self._seal.close(Hello, message.challenge, self._claim))
+                self.connection.send(line)
+            case Welcome():
+                self._seal.open(message, self._nonce, reader_of(RunInfo))
+                self.connection.send(self._ready_line)
+            case Probe():
+                self.connection.send(encode(Probed(message.key, ())))
+            case Placed():
+                self.placed = True
+            case Refused() | RunEnds():
+                raise AssertionError(message)
 
     def beat(self, beat_every: float) -> None:
         """Send a heartbeat with everything that changes in training: step, collectives, the line of the program."""
@@ -177,7 +195,7 @@ class SimulatedRank:
             inside=random.random() < 0.5,
             place=f"loop.py:{random.randrange(100, 120)} in train_one_epoch",
         )
-        self.connection.send(encode({"beat": vars(beat)}))
+        self.connection.send(encode(Heartbeat(beat)))
 
 
 def join(order: Order, ranks: list[SimulatedRank], selector: selectors.BaseSelector) -> None:

@@ -1,16 +1,14 @@
-"""What agent, worker and coordinator say to each other, each message a JSON object on a line (``wire``).
+"""What agent, coordinator, observer and worker say to each other: this module is the whole list.
 
-    agent -> coordinator     hello, ready, beat, probed, failed, finished, stacks, records, bye
-    coordinator -> agent     greeting, welcome or refused, news, line, probe, place, beat, stacks, records, close,
-                             verdict, over
-    observer -> coordinator  look; the answer is seen, which comes once more when the run has ended
+What goes over the network is a JSON object on a line (``wire``), of a type of its own below; its docstring says who
+sends it when. It is checked as it is read, against the types and bounds of its fields. What an agent and its own worker
+say to each other has a key for each kind:
+
     worker -> agent          born, ready, beat, memory, group, not_compared, notes, run_dir, failed, finished, left,
                              done, quiet, may_end
     agent -> worker          start, place, stop, save, close, over, quiet, end
     script -> its agent      attach, signalled and noticed besides
     agent -> its script      verdict and exit besides
-
-Messages from the network are checked before they are used or shown.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ import ipaddress
 import math
 import shlex
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+import msgspec
+from msgspec import Meta, field
 
-from ddp_manual.errors import DdpManualError
+from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.on_loss import LEAVE
-from ddp_manual.wire import LONGEST_NAME, printable
+from ddp_manual.wire import LONGEST_NAME, Read, printable, reader_of
 
 # Characters of an error's text, such as a traceback; of a line of the program.
 LONGEST_TEXT = 20_000
@@ -52,179 +50,122 @@ ENDED = "ended"
 # Cached because the ranks of a host share an address, and every rank looks at rank 0's.
 _ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
 
-
-# The JSON type of a field, by what its annotation begins with.
-_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **{"int": int, "int | None": (int, type(None)), "bool": bool},
-    **{"float": (int, float), "float | None": (int, float, type(None))},
-    **{"str": str, "str | None": (str, type(None))},
-    **{"Mapping": dict, "Sequence": list},
-}
-
-
-# A number of seconds or samples; JSON brings integers of any size, and NaN.
+# A number of seconds or samples; JSON brings numbers of any size.
 _LARGEST = 1e15
+_ONE_LINE = r"\A[^\n]*\Z"  # all other characters that cannot be shown are escaped when a message is read
+
+Name = Annotated[str, Meta(max_length=LONGEST_NAME, pattern=_ONE_LINE)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, le=_LARGEST)]
+TimeOut = Annotated[float, Meta(gt=0, le=_LARGEST)]
+Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Option = tuple[Any, Name]
+"""The value of an option that ranks must agree on, and where it comes from."""
+Moment = tuple[Count, Count]
+"""The generation and the step of a state that is held: see ``held_memory``."""
 
 
-@functools.cache
-def _json_types(cls: Hashable) -> list[tuple[str, type | tuple[type, ...]]]:
-    """Return the fields of a message with their JSON types; worked out once, since rank 0 reads 4,000 a second."""
-    return [(own.name, _JSON_TYPES[str(own.type).partition("[")[0]]) for own in fields(cls)]  # type: ignore[arg-type]
+class Checked(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a message tells of something. Fields that are missing, unknown, of the wrong type or out of bounds are an
+    error (``msgspec.ValidationError``) when it is read."""
 
 
-class _FromNetwork:
-    """A message whose fields are checked when it comes from the network."""
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """Build it from what the network brought.
-
-        Raises:
-            TypeError, ValueError: fields are missing, unknown or of the wrong type, or their values cannot be right.
-        """
-        made = cls(**message)
-        for name, kind in _json_types(cls):  # type: ignore[arg-type]
-            value = getattr(made, name)
-            # A bool is an int in Python, but True is not a rank.
-            if not isinstance(value, kind) or (value.__class__ is bool and kind is not bool):
-                raise TypeError(f"{name} is {type(value).__name__}")
-        made._check_values()
-        return made
-
-    def _check_values(self) -> None:
-        """Check what the types do not say."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankInfo(_FromNetwork):
+class RankInfo(Checked):
     """Who a rank is and what it is about to run, as its agent says when it joins."""
 
-    rank: int
-    world_size: int
-    host: str
-    pid: int
+    rank: Count
+    world_size: Count
+    host: Name
+    pid: Count
     """Of the worker; of its agent until the worker has started."""
-    world_size_source: str = ""
-    host_id: str = ""
+    world_size_source: Name = ""
+    host_id: Name = ""
     """Differs between hosts even if their names do not: see ``launchers.host_id``."""
-    since: float = 0.0
+    since: Annotated[float, Meta(ge=0, lt=1e11)] = 0.0
     """Seconds since the epoch, by the rank's own clock."""
-    address: str = ""
+    address: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""
     """Its IP address on the way to rank 0, which its peers are told to connect to."""
-    answer_port: int = 0
+    answer_port: Port = 0
     """The port at that address where its agent answers other hosts' probes."""
-    local_rank: int | None = None
-    versions: Mapping[str, str | None] = field(default_factory=dict)
+    local_rank: Count | None = None
+    versions: Mapping[Name, Name | None] = field(default_factory=dict)
     """The installed versions of torch and python, and of the packages that the user's own program imports."""
-    code: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[Name, Name] = field(default_factory=dict)
     """Part of the program -> digest of its source code."""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[Name, Name] = field(default_factory=dict)
     """The variables that change how ranks talk to one another, as far as they are set."""
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[Name, Name] = field(default_factory=dict)
     """Of the user's own program: ``--lr``, or ``argument 1`` for one without a name -> value."""
-    may_differ: Sequence[str] = field(default_factory=list)
+    may_differ: Sequence[Name] = field(default_factory=list)
     """The arguments that may differ between ranks, as they were typed."""
     allow_mismatch: bool = False
-    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Option -> [value, source], for options that the ranks must agree on and that are known without torch."""
+    options: Mapping[Name, Option] = field(default_factory=dict)
+    """The options that the ranks must agree on and that are known without torch."""
     starts_again: bool = False
     """Whether its agent starts another worker by itself when one is lost."""
-    goes_on: Mapping[str, Any] = field(default_factory=dict)
-    """Of a rank that has lost rank 0: ``RunSoFar`` of the run that it was in."""
+    goes_on: RunSoFar | None = None
+    """Of a rank that has lost rank 0: the run that it was in."""
 
-    def _check_values(self) -> None:
-        if self.goes_on:
-            RunSoFar.from_message(self.goes_on)
-        if self.local_rank is not None and self.local_rank < 0:
-            raise TypeError("local_rank is not an index")
-        if not 0 <= self.since < 1e11 or not 0 <= self.answer_port < 65536:
-            raise TypeError("impossible time or port")
-        if not 0 <= self.rank < self.world_size:
-            raise TypeError("impossible rank")
-        names = [self.host, self.host_id, self.address, self.world_size_source]
-        _check_names([*names, *filter(None, self.versions.values()), *self.versions])
-        _ip_address(self.address)  # which is short, since it is cached
-        _check_names([*self.code, *self.code.values(), *self.options, *self.may_differ])
-        for named in (self.variables, self.arguments):
-            _check_names([*named, *named.values()])
-        _check_options(self.options)
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError("impossible rank")
+        if self.address:
+            _ip_address(self.address)
 
     @property
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSoFar(_FromNetwork):
+class RunSoFar(Checked):
     """What the ranks of a run know of it, and tell a new rank 0."""
 
-    run_id: str
+    run_id: Name
     run_dir: str | None
-    generation: int
+    generation: Count
     """How often the ranks have begun anew, since others took the places of lost ones."""
-    losses: int
+    losses: Count
     """How often ranks were lost."""
-    lost_seconds: float
+    lost_seconds: Seconds
     """From each loss until all ranks went on."""
-    host: str
-    pid: int
+    host: Name
+    pid: Count
     """Of rank 0's worker, which was lost."""
-    address: str
+    address: Name
     """The IP address that rank 0 listened on."""
-    lost: str = ""
+    lost: Name = ""
     """How it was lost."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Since then."""
-    held: Sequence[int] = field(default_factory=list)
-    """The ``Moment`` of the state that the rank holds; [] if it holds none."""
+    held: Moment | None = None
+    """Of the state that the rank holds, if it holds one."""
 
-    def _check_values(self) -> None:
-        _check_names([self.run_id, self.host, self.lost])
+    def __post_init__(self) -> None:
         _ip_address(self.address)
-        numbers = [self.generation, self.losses, self.pid, *self.held]
-        if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers):
-            raise TypeError("impossible number")
-        if len(self.held) not in (0, 2):
-            raise TypeError("a moment is not a generation and a step")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready(_FromNetwork):
+class Ready(Checked):
     """What a rank knows once its worker has loaded torch."""
 
-    pid: int
+    pid: Count
     """Of the worker, which ``launch`` forks only once torch is loaded."""
-    device: str
+    device: Name
     """``cpu`` or ``cuda``."""
-    backend: str
+    backend: Name
     """``gloo`` or ``nccl``."""
-    gpus: Sequence[str]
+    gpus: Sequence[Name]
     """The UUIDs of the GPUs it could use, by index."""
-    versions: Mapping[str, str | None]
+    versions: Mapping[Name, Name | None]
     """The versions of torch, python, cuda and nccl, according to torch."""
-    options: Mapping[str, Sequence[Any]]
-    """Option -> [value, source], for what the ranks must agree on and only torch or the user's code can tell."""
-    store: Sequence[Any]
-    """From rank 0 its IP address and the port where its worker hosts torch's store; empty from other ranks."""
+    options: Mapping[Name, Option]
+    """The options that the ranks must agree on and only torch or the user's code can tell."""
+    store: tuple[Name, Port] | None = None
+    """From rank 0 its IP address and the port where its worker hosts torch's store."""
     may_use_cpu: bool = False
     """Whether it may train on the CPU instead of a GPU, since nobody has chosen a device for it."""
     chooses_device: bool = False
     """Whether its program chooses a device itself, so that nobody knows which GPU it will use."""
-
-    def _check_values(self) -> None:
-        _check_names([self.device, self.backend, *self.gpus, *self.options])
-        _check_names([*filter(None, self.versions.values()), *self.versions])
-        _check_options(self.options)
-
-
-def _check_names(names: Sequence[str]) -> None:
-    if max(map(len, names), default=0) > LONGEST_NAME or not "".join(names).isprintable():
-        raise TypeError("a name is too long, or not printable")
-
-
-def _check_options(options: Mapping[str, Sequence[Any]]) -> None:
-    if not all(isinstance(option, list) and len(option) == 2 for option in options.values()):
-        raise TypeError("an option is not a pair of value and source")
 
 
 def more_seconds(world_size: int) -> float:
@@ -246,15 +187,14 @@ def from_last_checkpoint(how: str) -> str:
     return f"start all ranks again, from the last checkpoint if there is one: {how}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunInfo(_FromNetwork):
+class RunInfo(Checked):
     """What run this is, as rank 0 tells each rank that joins."""
 
     run_id: str
     run_dir: str | None
-    world_size: int
+    world_size: Count
     host: str
-    pid: int
+    pid: Count
     """Of rank 0's worker."""
     address: str
     """The IP address rank 0 listens on."""
@@ -277,7 +217,7 @@ class RunInfo(_FromNetwork):
     shrink_after: float | None = None
     on_loss_of_own_code: bool = False
 
-    def _check_values(self) -> None:
+    def __post_init__(self) -> None:
         _ip_address(self.address)
 
     @property
@@ -388,18 +328,17 @@ class Progress:
         vars(self).update({name: value for name, value in given.items() if value is not None})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beat(_FromNetwork):
+class Beat(Checked):
     """What a worker is doing and how far its collectives are; sent with a heartbeat when it has changed."""
 
-    phase: str = JOINING
+    phase: Name = JOINING
     epoch: int = 0
     step: int = 0
-    samples_per_second: float = 0.0
-    step_seconds: float = 0.0
-    collectives: Mapping[str, int] = field(default_factory=dict)
+    samples_per_second: Number = 0.0
+    step_seconds: Number = 0.0
+    collectives: Mapping[Name, int] = field(default_factory=dict)
     """Process group -> how many collectives this rank has begun in it."""
-    timeouts: Mapping[str, float] = field(default_factory=dict)
+    timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)
     """Process group -> the seconds after which torch ends a collective in it; "" -> those of all that are left out: the
     shortest."""
     unfinished: int = 0
@@ -407,14 +346,14 @@ class Beat(_FromNetwork):
     inside: bool = False
     """Whether the training thread is in a collective, or in a backward pass, which may contain one, or waits for a GPU
     that has collectives to complete."""
-    place: str = ""
+    place: Name = ""
     """The line of the user's program that is running."""
     debugging: bool = False
     """Whether a debugger waits for input."""
-    calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    calls: Mapping[Name, Annotated[Sequence[int], Meta(max_length=LONGEST_CHAINS)]] = field(default_factory=dict)
     """Process group -> number, chain, number, chain, ... of its last collectives, as its agent reads them: see
     ``collectives``."""
-    stopped: str = ""
+    stopped: Name = ""
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 
     @classmethod
@@ -429,7 +368,7 @@ class Beat(_FromNetwork):
         place: str,
         debugging: bool,
     ) -> Beat:
-        """Make a heartbeat that ``from_message`` accepts, whatever a script has put into ``progress``.
+        """Make a heartbeat that can be read, whatever a script has put into ``progress``.
 
         Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is said once.
         """
@@ -449,21 +388,9 @@ class Beat(_FromNetwork):
             debugging=debugging,
         )
 
-    def _check_values(self) -> None:
-        if not {int, float}.issuperset(map(type, self.collectives.values())):
-            raise TypeError("a number of collectives is not a number")
-        if not {int, float}.issuperset(map(type, self.timeouts.values())):
-            raise TypeError("a time-out is not a number")
-        if not all(abs(value) <= _LARGEST for value in (self.samples_per_second, self.step_seconds)):
-            raise ValueError("no number of samples or seconds")
-        if not all(0 < seconds <= _LARGEST for seconds in self.timeouts.values()):
-            raise ValueError("an impossible time-out")
-        _check_names([self.phase, self.place, self.stopped, *self.calls])
-        for sent in self.calls.values():
-            if not isinstance(sent, list) or not {int}.issuperset(map(type, sent)):
-                raise TypeError("a chain of collectives is not numbers")
-            if len(sent) % 2 or len(sent) > LONGEST_CHAINS:
-                raise ValueError("chains of collectives are not pairs, or too many")
+    def __post_init__(self) -> None:
+        if any(len(sent) % 2 for sent in self.calls.values()):
+            raise ValueError("chains of collectives are not pairs")
 
     def timeout_of_wait(self, fewest: Mapping[str, int]) -> float | None:
         """Return the time-out of the process group in which this rank waits if it does; None if that is not known.
@@ -538,20 +465,335 @@ class Steps(list[Step]):
         return [asdict(step) for step in self]
 
 
-Verdict = dict[str, Any]
-"""An error as JSON: identifier, what, why, next; exit_code; rank, host and pid of the rank it is about; ``judged`` if
-the coordinator says it about that rank, not the rank itself."""
-
-
-def last_words(error: DdpManualError) -> Verdict:
-    """Return the error that ends a worker, as the worker tells its agent."""
-    return {**shortened(error.as_dict()), "exit_code": error.exit_code}
-
-
 def named_from_outside(what: str, rank: Any) -> str:
     """Say which rank a text is about that calls it "this rank"."""
     return what.replace("this rank", f"rank {rank}")
 
 
-def shortened(words: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(words[name])[-LONGEST_TEXT:] for name in ("identifier", "what", "why", "next")}
+# -- why a rank or the run ends ----------------------------------------------------------------------------------------
+
+
+class LastWords(Checked):
+    """The error that ends a worker or an agent; its texts are cut at their beginning if they are long."""
+
+    identifier: str
+    what: str
+    why: str
+    next: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, error: DdpManualError) -> LastWords:
+        texts = {name: text[-LONGEST_TEXT:] for name, text in error.as_dict().items()}
+        return cls(**texts, exit_code=error.exit_code)
+
+    def error(self) -> DdpManualError:
+        return from_dict(msgspec.structs.asdict(self), self.exit_code)
+
+
+class Verdict(LastWords):
+    """What ends a rank or the run, about the rank that it names."""
+
+    rank: Count
+    host: Name
+    pid: Count
+    judged: bool = False
+    """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
+
+    @property
+    def words(self) -> LastWords:
+        return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)
+
+
+def last_words(error: DdpManualError) -> dict[str, Any]:
+    """Return the error that ends a worker, as the worker tells its agent."""
+    return msgspec.structs.asdict(LastWords.of(error))
+
+
+# -- the messages of the network ---------------------------------------------------------------------------------------
+
+
+def _tag(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+class Message(Checked, tag_field="type", tag=_tag):
+    """A line between an agent, or an observer, and the coordinator."""
+
+
+class Signed(Message):
+    """A message whose content proves that its sender has the run's token, if the run has one: see ``Seal``."""
+
+    content: msgspec.Raw
+    signature: str = ""
+
+
+class OfWorker(Message, kw_only=True):
+    """What an agent says of its worker. It changes nothing once the coordinator has asked for another worker."""
+
+    worker: Count = 0
+    """How often the coordinator had asked for another one, on this connection, when the agent started this one."""
+
+
+# From a process that is no rank yet.
+
+
+class Claim(Checked):
+    """The content of a hello: who wants to be a rank, and what only the coordinator that has read it can sign."""
+
+    info: RankInfo
+    nonce: Name
+
+
+class Hello(Signed):
+    """Asks to be a rank; the first message of an agent, signed over the challenge. ``Claim`` is its content."""
+
+
+class Question(Checked):
+    """The content of a look."""
+
+    nonce: Name
+    stacks: bool = False
+    """Whether to show the Python stacks of every rank too, once the ranks have met."""
+    shrink: bool = False
+    """Whether the run is to go on without the ranks that are missing."""
+
+
+class Look(Signed):
+    """Asks to see the run; from an observer, as often as it was answered. ``Question`` is its content."""
+
+
+# From an agent that is a rank.
+
+
+class WorkerReady(OfWorker):
+    """The worker has loaded torch; sent again over a new connection."""
+
+    ready: Ready
+
+
+class Heartbeat(OfWorker):
+    """The agent is alive; sent every 0.5 s, and at once when the worker's phase changes."""
+
+    beat: Beat | None = None
+    """What the worker does, if that is not what the last heartbeat said."""
+
+
+class Finished(OfWorker):
+    """The worker has done its work, and still has its process groups open."""
+
+
+class Failed(OfWorker):
+    """The worker has ended, or is about to; the agent waits for the verdict."""
+
+    words: LastWords
+    judged: bool = False
+    """Whether the agent says it, since the worker could not."""
+    broken_at: str | None = None
+    """The line of the collective that has broken, if that is why: another rank is to blame."""
+    in_a_collective: bool = False
+    """Whether torch itself has failed there, maybe since other ranks called something else."""
+
+
+class Held(OfWorker):
+    """The worker was ended and another is started, as the coordinator has asked; what is held of its state."""
+
+    moment: Moment | None = None
+    steps_done: Count = 0
+
+
+class StacksReply(OfWorker):
+    """The Python stacks of the worker, as AskStacks has asked."""
+
+    text: str
+
+
+class RecordsReply(OfWorker):
+    """The records of collectives that AskRecords has asked for."""
+
+    reply: Any
+    number: Count
+
+
+class Probed(Message):
+    """Which of the hosts that Probe has named cannot be reached."""
+
+    key: tuple[Count, Count]
+    failures: Sequence[tuple[Count, str]]
+    """The index of each of them, and how the network responded."""
+
+
+class Stopping(Message):
+    """A signal has asked this rank to stop the run in order."""
+
+
+class LostRank0(Message):
+    """The agent leaves, since it has heard nothing of rank 0; which reads it if it was only stopped."""
+
+    words: LastWords
+
+
+class Leaves(Message):
+    """The agent leaves, for a reason of its own, and its work is not done."""
+
+    words: LastWords
+    at_work: bool = False
+    """Whether the ranks have begun to work, so that the others end with it."""
+
+
+class Goodbye(Message):
+    """The agent leaves: its work is done."""
+
+
+# From the coordinator.
+
+
+class Greeting(Message):
+    """The first line of each connection."""
+
+    protocol: int
+    challenge: Name
+    host: Name
+    pid: Count
+    """Of rank 0's worker."""
+    token: bool
+    """Whether the run has a token."""
+
+
+class Welcome(Signed):
+    """The process is a rank now. ``RunInfo`` is the content."""
+
+
+class Refused(Signed):
+    """The process is no rank, or no longer, or may not see the run. ``LastWords`` is the content."""
+
+
+class Later(Message):
+    """This run is over: ask again, for the next one."""
+
+
+class Seen(Signed):
+    """Shows the run to an observer, and once more when it has ended."""
+
+
+class News(Message):
+    """Who is here, and who is missing; to all ranks that are here, when it changes. Ranges are first and last."""
+
+    here: Count
+    left_out: Sequence[tuple[Count, Count]] = ()
+    named: Sequence[str] = ()
+    """Some of those that are here, with their hosts."""
+    missing: Sequence[tuple[Count, Count]] = ()
+    loading: Sequence[tuple[Count, Count]] = ()
+    """Those that are here, and still load torch."""
+    refused: Sequence[str] = ()
+    gone: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    complete: bool = False
+    waited: Seconds = 0.0
+    """For those that are missing or loading."""
+    timeout: Seconds = 0.0
+    for_lost: bool = False
+    """Whether ranks are waited for that were lost, of which rank 0 has said so."""
+
+
+class Line(Message):
+    """A line for the person at the rank's terminal."""
+
+    text: str
+
+
+class Probe(Message):
+    """Try to reach the other hosts; to the first rank of each host, once all ranks are here."""
+
+    key: tuple[Count, Count]
+    """The round and the index of the host, which the reply repeats."""
+    hosts: Sequence[tuple[Count, str, Port]]
+    """The index of each, its address and port."""
+
+
+class Losses(Checked):
+    """What a run has lost so far."""
+
+    count: Count
+    seconds: Seconds
+
+
+class Placed(Message):
+    """All ranks are here: the worker begins to work at this place."""
+
+    place: Place
+    store: tuple[str, Port]
+    """The address and port of torch's store."""
+    generation: Count
+    holds: bool
+    """Whether the ranks hold their state."""
+    state_from: Count | None
+    """The rank, in torch's process group, whose state all go on from."""
+    losses: Losses
+    run: RunInfo
+    on_cpu: str | None = None
+    """Why all ranks use the CPU, though some have GPUs."""
+    roster: Sequence[Any] = ()
+    """What a person wants to know of each rank; to rank 0 alone."""
+
+
+class Alive(Message):
+    """The coordinator is alive; to all ranks, every 0.5 s."""
+
+
+class AskStacks(Message):
+    """Send the Python stacks of the worker."""
+
+
+class AskRecords(Message):
+    """Send these records of collectives: see ``Records.answer``."""
+
+    request: Mapping[str, Any]
+    number: Count
+
+
+class Replace(Message):
+    """End the worker, and start another one: a rank was lost."""
+
+    worker: Count
+    """What messages of the new worker say."""
+
+
+class SeatLost(Message):
+    """The rank was silent for too long, and may ask for its seat again."""
+
+
+class Expired(Message):
+    """Nobody has taken a lost rank's seat in time: go on for a step, save a checkpoint, and stop."""
+
+    verdict: Verdict
+
+
+class Close(Message):
+    """Close the process groups: all ranks have finished, or will not come any more."""
+
+
+class RunEnds(Message):
+    """The run ends, or only this rank of it; to all ranks, except those that leave in order."""
+
+    verdict: Verdict
+
+
+class Rank0Leaves(Message):
+    """Rank 0 has done its work and leaves; nobody watches the others any more."""
+
+
+FromStranger = Hello | Look
+FromRank = (
+    WorkerReady | Heartbeat | Finished | Failed | Held | StacksReply | RecordsReply | Probed | Stopping | LostRank0
+    | Leaves | Goodbye
+)  # fmt: skip
+FromRank0 = (
+    Greeting | Welcome | Refused | Later | Seen | News | Line | Probe | Placed | Alive | AskStacks | AskRecords
+    | Replace | SeatLost | Expired | Close | RunEnds | Rank0Leaves
+)  # fmt: skip
+
+read_from_stranger: Read[FromStranger] = reader_of(FromStranger)
+read_from_rank: Read[FromRank] = reader_of(FromRank)
+read_from_rank_0: Read[FromRank0] = reader_of(FromRank0)

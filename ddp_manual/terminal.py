@@ -343,19 +343,19 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def as_ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """[1, 2, 3, 7] -> [[1, 3], [7, 7]]: short even for thousands of missing ranks."""
-    ranges: list[list[int]] = []
+def as_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """[1, 2, 3, 7] -> [(1, 3), (7, 7)]: short even for thousands of missing ranks."""
+    ranges: list[tuple[int, int]] = []
     for rank in ranks:
         if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
+            ranges[-1] = ranges[-1][0], rank
         else:
-            ranges.append([rank, rank])
+            ranges.append((rank, rank))
     return ranges
 
 
 def in_words(ranges: Sequence[Sequence[int]]) -> str:
-    """[[1, 3], [7, 7]] -> ``ranks 1-3, 7``; after MOST_RANGES of them ``, ...``"""
+    """[(1, 3), (7, 7)] -> ``ranks 1-3, 7``; after MOST_RANGES of them ``, ...``"""
     alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:MOST_RANGES]]
     return ("rank " if alone else "ranks ") + ", ".join([*shown, *["..."] * (len(ranges) > MOST_RANGES)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
 
 from ddp_manual.errors import escaped
 
@@ -15,33 +17,71 @@ LONGEST_ANSWER = 1 << 26
 # Characters of a name, a version or a digest.
 LONGEST_NAME = 255
 
+T = TypeVar("T")
+Read: TypeAlias = Callable[[str], T]
+"""Reads a message from a line; raises ``msgspec.MsgspecError``, ValueError or RecursionError if it is none."""
+
+_encoder = msgspec.json.Encoder()
+
 
 class Unreadable(Exception):
     """The bytes received are not a message, or are longer than any message."""
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+def encode(message: Mapping[str, Any] | msgspec.Struct) -> bytes:
+    if isinstance(message, msgspec.Struct):
+        return as_json(message) + b"\n"
+    return json.dumps(message, separators=(",", ":"), default=msgspec.to_builtins).encode() + b"\n"
 
 
-class LineReader:
-    """Splits the bytes of a connection into messages, of at most ``longest`` bytes each.
+def as_json(content: Any) -> bytes:
+    """Return the JSON of what goes over the network."""
+    try:
+        return _encoder.encode(content)
+    except UnicodeEncodeError:  # a text that is not Unicode, such as a stray byte in the name of a file
+        return _encoder.encode(all_escaped(msgspec.to_builtins(content)))
 
-    Args:
-        local: whether a process of this rank sends them, whose texts, such as file names, are kept as they are.
-    """
 
-    def __init__(self, longest: int = LONGEST_LINE, *, local: bool = False) -> None:
-        self.longest = longest
-        self._decode = json.loads if local else decode
+def reader_of(type: Any) -> Read[Any]:
+    """Return what reads JSON of this type that the network brought, with every text in it made safe to show: see
+    ``escaped``. A part of it that is signed is left as it is, until ``Seal.open`` reads it."""
+    decoder = msgspec.json.Decoder(type)
+
+    def read(text: str) -> Any:
+        found = decoder.decode(text)
+        # Nearly all messages: they have no character that JSON escapes, and none beyond ASCII.
+        if (text.isascii() and text.isprintable() and "\\" not in text) or hasattr(found, "signature"):
+            return found
+        return msgspec.convert(all_escaped(msgspec.json.decode(text)), type)
+
+    return read
+
+
+decode = reader_of(Any)
+"""Reads any JSON that the network brought."""
+
+
+def read_local(text: str) -> dict[str, Any]:
+    """Read what a process of this rank has sent, whose texts, such as file names, are kept as they are."""
+    message = json.loads(text)
+    if not isinstance(message, dict):
+        raise ValueError("it is no JSON object")
+    return message
+
+
+class LineReader(Generic[T]):
+    """Splits the bytes of a connection into messages, of at most ``longest`` bytes each."""
+
+    def __init__(self, read: Read[T], longest: int = LONGEST_LINE) -> None:
+        self.read, self.longest = read, longest
         self._received = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+    def feed(self, data: bytes) -> Iterator[T]:
         """Yield the messages that ``data`` completes; each is read when it is asked for, so that the first bad message
         costs no more than itself.
 
         Raises:
-            Unreadable: a line is too long, or is not a JSON object.
+            Unreadable: a line is too long, or is no message.
         """
         for number, piece in enumerate(data.split(b"\n")):
             if number:
@@ -51,21 +91,11 @@ class LineReader:
             if len(self._received) > self.longest:
                 raise Unreadable(f"a message of more than {self.longest} bytes")
 
-    def _read(self, line: bytearray) -> dict[str, Any]:
+    def _read(self, line: bytearray) -> T:
         try:
-            message = self._decode(line.decode())
-        except (ValueError, RecursionError) as error:
+            return self.read(line.decode())
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Unreadable(f"not a message: {error}") from None
-        if not isinstance(message, dict):
-            raise Unreadable("not a message")
-        return message
-
-
-def decode(text: str) -> Any:
-    """Read JSON that the network brought, with every text in it made safe to show: see ``escaped``."""
-    value = json.loads(text)
-    # Nearly all messages: they have no character that JSON escapes, and none beyond ASCII.
-    return value if text.isascii() and text.isprintable() and "\\" not in text else all_escaped(value)
 
 
 def all_escaped(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import gzip
+import logging
 import math
 import os
 import random
@@ -180,6 +181,12 @@ def age_of(process: psutil.Process) -> tuple[float, int]:
     """The key that sorts processes, the oldest first: their pids begin anew after a while, and where two started within
     the same hundredth of a second they tell."""
     return process.create_time(), process.pid
+
+
+def log_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this package's log lines reach pytest once, whatever tests before have done to its logger."""
+    monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("ddp_manual"), "handlers", [])
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ddp_manual.messages import Message
+from ddp_manual.wire import encode
+
 # Seconds that one of many strangers stays; rank 0 has long closed its connection then.
 STAYS = 8.0
 PIECE = 1 << 16
@@ -34,8 +37,8 @@ class Stranger:
     def __exit__(self, *exception: object) -> None:
         self.connection.close()
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
+    def say(self, message: Mapping[str, Any] | Message) -> None:
+        self.connection.sendall(encode(message))
 
     def hears(self, kind: str, timeout: float = 5) -> Any:
         """Return the content of the next message of a kind.
@@ -46,8 +49,8 @@ class Stranger:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             message = self._line()
-            if kind in message:
-                return message[kind]
+            if message["type"] == kind:
+                return message.get("content", message)
         raise ConnectionError(f"no {kind} within {timeout} s")
 
     def rest(self, timeout: float = 2) -> bytes:
@@ -80,7 +83,7 @@ def bytes_without_pause(drawn: random.Random, hello: bytes) -> Pieces:
 
 
 def one_line_without_an_end(drawn: random.Random, hello: bytes) -> Pieces:
-    yield b'{"hello": {"host": "'
+    yield b'{"type":"hello","content":{"host":"'
     while True:
         yield b"x" * PIECE
 
@@ -103,12 +106,12 @@ def a_hello_again_and_again(drawn: random.Random, hello: bytes) -> Pieces:
 def a_hello_and_then_messages(drawn: random.Random, hello: bytes) -> Pieces:
     yield hello
     while True:
-        yield b'{"a":1}\n' * (PIECE // 8)
+        yield b'{"type":"alive"}\n' * (PIECE // 17)
 
 
 def looks_without_pause(drawn: random.Random, hello: bytes) -> Pieces:
     while True:
-        yield b'{"look":{"nonce":"x","stacks":true}}\n' * 1000
+        yield b'{"type":"look","content":{"nonce":"x","stacks":true}}\n' * 1000
 
 
 def a_damaged_hello(drawn: random.Random, hello: bytes) -> Pieces:
@@ -123,7 +126,7 @@ def a_damaged_hello(drawn: random.Random, hello: bytes) -> Pieces:
 
 def nested_arrays(drawn: random.Random, hello: bytes) -> Pieces:
     yield b"[" * drawn.choice((900, 9_000, 60_000)) + b"\n"
-    yield b'{"hello":' * 5_000 + b"\n"
+    yield b'{"type":' * 5_000 + b"\n"
 
 
 def half_a_hello(drawn: random.Random, hello: bytes) -> Pieces:

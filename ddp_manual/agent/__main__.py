@@ -18,7 +18,7 @@ from ddp_manual.agent.join import Task
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import ScriptWorker
 from ddp_manual.program import without_secrets
-from ddp_manual.wire import LineReader
+from ddp_manual.wire import LineReader, read_local
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -29,7 +29,7 @@ def main(channel: int, faults: int) -> None:
         signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
     connection = socket.socket(fileno=channel)
-    reader = LineReader(local=True)
+    reader = LineReader(read_local)
     while not (messages := [*reader.feed(data := connection.recv(1))]):  # byte by byte: the event loop reads the rest
         if not data:
             return  # the script has ended already

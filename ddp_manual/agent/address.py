@@ -33,6 +33,7 @@ from ddp_manual.errors import (
     PortInUse,
     RankMissing,
 )
+from ddp_manual.messages import News
 from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_spec import WorldSpec
@@ -152,7 +153,8 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
     try:
         seen = await look_at(there, at(address, port), launchers.token(spec.token_file))
         named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
-        run = f"it is run {seen['run']['run_id']}, {situation({**seen, 'named': named}, seen['run']['world_size'])}"
+        news = News(seen["here"], named=named, missing=seen["missing"], loading=seen["loading"])
+        run = f"it is run {seen['run']['run_id']}, {situation(news, seen['run']['world_size'])}"
     except DdpManualError as error:
         run = f"of its run nothing is known: {error.what}"
     finally:

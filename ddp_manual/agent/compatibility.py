@@ -22,12 +22,11 @@ from ddp_manual.errors import (
     VersionMismatch,
     WorldSizeMismatch,
 )
-from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.messages import Option, Place, RankInfo, Ready, RunInfo
 from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.terminal import counted
 
-Options = Mapping[str, Sequence[Any]]
-"""Option -> [value, source]."""
+Options = Mapping[str, Option]
 Versions = Mapping[str, str | None]
 """Part of the program -> its version or digest."""
 

@@ -1,4 +1,4 @@
-"""One TCP connection between an agent and the coordinator: messages as JSON lines, and the proof of the token.
+"""One connection of an agent, to the coordinator or to its worker: messages as JSON lines, and the proof of the token.
 
 When a process ends, however it ends, the kernel closes its connections, and the other side knows at once.
 
@@ -13,13 +13,15 @@ import asyncio
 import fcntl
 import hashlib
 import hmac
-import json
 import sys
 import termios
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from ddp_manual.wire import LONGEST_LINE, LineReader, Unreadable, decode, encode
+import msgspec
+
+from ddp_manual.messages import Message, Signed
+from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, as_json, encode, reader_of
 
 # How a connection has ended if nothing has broken it.
 CLOSED = "closed by the other side"
@@ -33,47 +35,53 @@ COSTS_AT_LEAST = 1 << 8
 # Messages that may wait until ``receive`` or ``handle`` takes them.
 MOST_UNREAD = 256
 
-Message = Mapping[str, Any]
+M = TypeVar("M")
+S = TypeVar("S", bound=Signed)
+T = TypeVar("T")
 
 # All connections are read into this buffer and handled in the same turn of the event loop. asyncio's own reading
 # allocates 256 KiB for each message, which is a third of what a heartbeat costs.
 _buffer = memoryview(bytearray(LONGEST_READ))
 
 
-class Connection(asyncio.BufferedProtocol):
-    """One end of a connection; it never blocks.
+class Connection(asyncio.BufferedProtocol, Generic[M]):
+    """One end of a connection, over which messages of type M come; it never blocks.
 
     Args:
+        read: reads a message.
         on_open: called with the connection when it is open.
         longest: bytes that a message may have.
         stranger: whether nothing is known of the other side, which may then send as many bytes in all as one message.
-        local: see ``LineReader``.
     """
 
     def __init__(
         self,
-        on_open: Callable[[Connection], None] | None = None,
+        read: Read[M],
+        on_open: Callable[[Connection[M]], None] | None = None,
         longest: int = LONGEST_LINE,
         *,
         stranger: bool = False,
-        local: bool = False,
     ) -> None:
-        self.reader = LineReader(longest, local=local)
+        self.reader = LineReader(read, longest)
         self._may_send = longest if stranger else None
         self.first_bytes = b""
         """What came first; if that is no message, it shows what kind of program is at the other end."""
         self.closed = False
         self._longest_sent = 0
         self._on_open = on_open
-        self._take: Callable[[dict[str, Any]], None] | None = None
+        self._take: Callable[[M], None] | None = None
         self._gone: Callable[[str], None] | None = None
-        self._inbox: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[M | None] = asyncio.Queue()
         self._transport: asyncio.Transport | None = None
         self.ended = ""
         """How the connection ended, unless this side has closed it."""
 
-    def handle(self, take: Callable[[dict[str, Any]], None], gone: Callable[[str], None]) -> None:
-        """From now on call ``take`` with each message, and ``gone`` once with how the connection ended."""
+    def handle(self, take: Callable[[M], None], gone: Callable[[str], None]) -> None:
+        """From now on call ``take`` with each message, and ``gone`` once with how the connection ended.
+
+        ``take`` may raise Unreadable, which ends the connection: the other side must not say this now. It handles its
+        own mistakes, of which asyncio would close the connection.
+        """
         self._take, self._gone = take, gone
         while not self._inbox.empty():
             message = self._inbox.get_nowait()
@@ -82,7 +90,7 @@ class Connection(asyncio.BufferedProtocol):
             elif self.ended or not self.closed:  # without what came while this side closed it
                 take(message)
 
-    async def receive(self) -> dict[str, Any] | None:
+    async def receive(self) -> M | None:
         """Return the next message, before ``handle`` is called; None: the connection has ended."""
         return await self._inbox.get()
 
@@ -103,9 +111,10 @@ class Connection(asyncio.BufferedProtocol):
                 return
         self.data_received(bytes(_buffer[:nbytes]))
 
-    def let_send(self, longest: int, *, stranger: bool = False) -> None:
-        """Let the other side send from now on: messages of ``longest`` bytes each, or as a stranger so much in all."""
-        self.reader.longest = longest
+    def let_send(self, longest: int, read: Read[M] | None = None, *, stranger: bool = False) -> None:
+        """Let the other side send from now on: messages of ``longest`` bytes each, or as a stranger so much in all, and
+        other messages if something else is given that reads them."""
+        self.reader.longest, self.reader.read = longest, read or self.reader.read
         self._may_send = longest if stranger else None
 
     def data_received(self, data: bytes) -> None:
@@ -120,8 +129,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._inbox.put_nowait(message)
                 else:
                     raise Unreadable("more messages than this process takes")
-        except Exception as error:  # what the other side sends can end only its own connection
-            self.abort(str(error) or type(error).__name__)
+        except Unreadable as error:  # what the other side sends can end only its own connection
+            self.abort(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.closed:
@@ -134,7 +143,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._gone(self.ended)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Mapping[str, Any]) -> None:
         self.write(encode(message))
 
     def write(self, line: bytes) -> None:
@@ -191,37 +200,40 @@ class Seal:
     def __bool__(self) -> bool:
         return self._token is not None
 
-    def close(self, purpose: str, content: Message) -> Message:
-        """Return the message to send; ``open`` needs the same ``purpose``."""
-        if self._token is None:
-            return content
-        text = json.dumps(content)
-        return {"sealed": text, "signature": self._sign(purpose, text)}
+    def close(self, kind: type[S], nonce: str, content: Any) -> S:
+        """Return the message to send; ``open`` needs the same kind and nonce."""
+        raw = as_json(content)
+        return kind(content=msgspec.Raw(raw), signature=self._sign(kind, nonce, raw) if self._token else "")
 
-    def open(self, purpose: str, message: Message) -> Any:
-        """Return what was sent.
+    def open(self, message: Signed, nonce: str, read: Read[T]) -> T:
+        """Return the content.
 
         Raises:
-            Unsealed: there is a token, and the message is not signed with it for this purpose.
+            Unsealed: it is not signed with this run's token for this purpose, or with one where the run has none.
+            msgspec.MsgspecError: ``read`` cannot read it.
         """
-        if self._token is None:
-            if "sealed" in message:
-                raise Unsealed("it is signed with a token, and this process has none")
-            return message
-        text, signature = message.get("sealed"), message.get("signature")
-        if not isinstance(text, str) or not isinstance(signature, str):
+        raw = bytes(message.content)
+        if not self._token and message.signature:
+            raise Unsealed("it is signed with a token, and this process has none")
+        if self._token and not message.signature:
             raise Unsealed("it is not signed with a token")
-        if not hmac.compare_digest(signature.encode(), self._sign(purpose, text).encode()):
+        expected = self._sign(type(message), nonce, raw) if self._token else ""
+        if not hmac.compare_digest(message.signature.encode(), expected.encode()):
             raise Unsealed("it is signed with another token, or was recorded elsewhere")
-        return decode(text)
+        return read(raw.decode())
 
-    def _sign(self, purpose: str, text: str) -> str:
+    def _sign(self, kind: type[Signed], nonce: str, content: bytes) -> str:
         assert self._token is not None
-        return hmac.new(self._token, json.dumps([purpose, text]).encode(), hashlib.sha256).hexdigest()
+        purpose = f"{kind.__name__} {nonce}\n".encode()
+        return hmac.new(self._token, purpose + content, hashlib.sha256).hexdigest()
 
 
-def claimed(message: Message) -> Message:
+_read_anything: Read[dict[str, Any]] = reader_of(dict[str, Any])
+
+
+def claimed(message: Signed) -> dict[str, Any]:
     """Return what a message says, without a look at its signature: a stranger is named as it names itself."""
-    text = message.get("sealed")
-    found = decode(text) if isinstance(text, str) else message
-    return found if isinstance(found, dict) else {}
+    try:
+        return _read_anything(bytes(message.content).decode())
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {}

@@ -13,10 +13,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from msgspec.structs import asdict, replace
+
+from ddp_manual import messages
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.compatibility import unlike
 from ddp_manual.agent.connection import CLOSED, Connection, Seal
@@ -26,8 +28,8 @@ from ddp_manual.agent.reachability import Pair, Probes, unreachable
 from ddp_manual.agent.roll_call import RollCall, missing_ranks_error, wait_within
 from ddp_manual.agent.seats import Seats
 from ddp_manual.agent.watch import BROKEN, NEWCOMER, OWN_CODE, SILENT, STACKS, Loss, Watch
-from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, from_dict, traceback_of
-from ddp_manual.messages import Beat, RankInfo, Ready, RunInfo, RunSoFar, Verdict, last_words, named_from_outside
+from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, traceback_of
+from ddp_manual.messages import LastWords, RankInfo, RunInfo, Verdict, named_from_outside, read_from_stranger
 from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.terminal import Waiting, as_ranges, in_words
@@ -52,7 +54,7 @@ MANY_RANKS = 256
 GATHER = 0.05
 # How a connection ends with its process: with a reset, if the process had not read everything.
 PROCESS_ENDED = (CLOSED, os.strerror(errno.ECONNRESET))
-BEAT = encode({"beat": True})
+ALIVE = encode(messages.Alive())
 RUN_IS_OVER = MasterLost(
     "the run is over",
     why="its other ranks have finished their work while this rank came back",
@@ -110,7 +112,9 @@ class Coordinator:
     async def serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._accept, LONGEST_HELLO, stranger=True), sock=listener, backlog=ACCEPTED_AT_ONCE
+            lambda: Connection(read_from_stranger, self._accept, LONGEST_HELLO, stranger=True),
+            sock=listener,
+            backlog=ACCEPTED_AT_ONCE,
         )
         listener.listen(MOST_WAITING)  # which asyncio would also accept in one turn
         self._tick()
@@ -155,7 +159,7 @@ class Coordinator:
         self._over = True
         if error is None and self._watch.failure is None:
             for rank in self.others_still_here:
-                self._peers[rank].connection.send({"over": True})
+                self._peers[rank].connection.send(messages.Rank0Leaves())
             for peer in [peer for rank, peer in self._peers.items() if rank not in self._placed]:
                 self._handshakes.refuse(peer, RUN_IS_OVER)
 
@@ -167,33 +171,46 @@ class Coordinator:
         for peer in [*self._peers.values(), *self._handshakes.strangers]:
             if peer.rank is None and peer.nonce and peer not in self._handshakes.claims:
                 # An observer, which may look again too late to learn how the run has ended.
-                self._handshakes.send_sealed(peer, "seen", {**self._describe_run(), "ended": how_it_ended})
+                self._handshakes.show(peer, {**self._describe_run(), "ended": how_it_ended})
             peer.connection.close()
 
     # -- connections --------------------------------------------------------------------------------------------
 
-    def _accept(self, connection: Connection) -> None:
+    def _accept(self, connection: Connection[Any]) -> None:
         peer = self._handshakes.greet(connection)
         if peer is not None:
             connection.handle(partial(self._take, peer), partial(self._closed, peer))
 
-    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
-        if peer.rank is not None:
-            if self._peers.get(peer.rank) is peer:  # not if it has left, and another process has its rank now
-                self._take_from_rank(peer, peer.rank, message)
+    def _take(self, peer: Peer, message: messages.FromRank | messages.FromStranger) -> None:
+        try:
+            if isinstance(message, messages.Hello | messages.Look):
+                self._take_from_stranger(peer, message)
+            elif (rank := self._rank_of(peer)) is not None:
+                self._take_from_rank(peer, rank, message)
                 self._give_up_lost()
-        elif peer.was_rank:
-            return  # its last words
-        elif peer.awaits_answer or peer in self._handshakes.claims:
-            raise Unreadable("it says more before it is answered")
-        elif "look" in message:
-            self._take_look(peer, message["look"])
-        else:
-            self._take_hello(peer, message["hello"])
+        except Unreadable:
+            raise
+        except Exception as error:
+            if peer.rank is None:  # what a stranger has found ends its own connection, and nothing else
+                raise Unreadable(str(error) or type(error).__name__) from error
+            self._break(error)
 
-    def _take_hello(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
+    def _rank_of(self, peer: Peer) -> int | None:
+        """Return the rank that has this connection, if it is here: it may have left, or have lost its seat."""
+        rank = peer.rank
+        return rank if rank in self.roll_call.members and self._peers.get(rank) is peer else None
+
+    def _take_from_stranger(self, peer: Peer, message: messages.FromStranger) -> None:
+        if peer.awaits_answer or peer in self._handshakes.claims:
+            raise Unreadable("it says more before it is answered")
+        if isinstance(message, messages.Look):
+            self._take_look(peer, message)
+        else:
+            self._take_hello(peer, message)
+
+    def _take_hello(self, peer: Peer, hello: messages.Hello) -> None:
         if not (self._over or self._stopping) and self._watch.failure is None:
-            info = self._handshakes.read_hello(peer, sealed)
+            info = self._handshakes.read_hello(peer, hello)
             if info is None:
                 return
             # One that does not belong here is refused below, and changes nothing.
@@ -209,7 +226,7 @@ class Coordinator:
                 self._handshakes.claims[peer] = info
                 self._admit(peer)
                 return
-        peer.connection.send({"over": True})  # the process comes too early for the next run, and asks again
+        peer.connection.send(messages.Later())
 
     def _closed(self, peer: Peer, reason: str) -> None:
         rank = peer.rank
@@ -274,7 +291,8 @@ class Coordinator:
 
     def _go_on_with(self, peer: Peer, info: RankInfo) -> bool:
         """Take the run that a rank was in before it has lost rank 0; return False if that is another run."""
-        so_far, run = RunSoFar.from_message(info.goes_on), self.run
+        so_far, run = info.goes_on, self.run
+        assert so_far is not None
         if not self.seats.began:
             self.seats.adopt(so_far, time.monotonic())
             run_dir = own_run_dir(so_far.run_dir, self.seats.run_dir) or run.run_dir
@@ -303,10 +321,10 @@ class Coordinator:
         for rank, peer in self._handshakes.admit_claims(only).items():
             self._peers[rank] = peer
             so_far = self.roll_call.info(rank).goes_on
-            held = so_far.get("held", []) if so_far else []
-            self.seats.take_held(rank, held, max(held[1:], default=0))
+            held = so_far.held if so_far is not None else None
+            self.seats.take_held(rank, held, held[1] if held is not None else 0)
         if self._line_for_rank_0 and 0 in self._peers:  # whose own hello may come later than that of another rank
-            self._peers[0].connection.send({"line": self._line_for_rank_0})
+            self._peers[0].connection.send(messages.Line(self._line_for_rank_0))
             self._line_for_rank_0 = ""
 
     def _give_up_lost(self) -> None:
@@ -329,17 +347,18 @@ class Coordinator:
             if lost[rank].kind == SILENT:
                 self._take_seat(peer)
             else:
-                peer.rank, peer.was_rank = None, True
-                look = lost[rank].verdict["next"].removesuffix(f"\nthen {self.run.start_again}")
+                peer.rank = None
+                look = lost[rank].verdict.next.removesuffix(f"\nthen {self.run.start_again}")
                 others = "go on without it until then" if rank in self.roll_call.left_out else "wait for it"
                 seat = f"then give this rank back, on any host: the others {others}\n{self.run.command_for(rank)}"
-                peer.connection.send({"verdict": {**lost[rank].verdict, "next": "\n".join(filter(None, (look, seat)))}})
+                next = "\n".join(filter(None, (look, seat)))
+                peer.connection.send(messages.RunEnds(replace(lost[rank].verdict, next=next)))
 
     @staticmethod
     def _take_seat(peer: Peer) -> None:
         """Let a silent process know, if it is back one day, that it has to ask for its seat again."""
-        peer.rank, peer.was_rank = None, True
-        peer.connection.send({"seat": "lost"})
+        peer.rank = None
+        peer.connection.send(messages.SeatLost())
         peer.connection.close()
 
     def _goes_on(self, rank: int, loss: Loss) -> bool:
@@ -359,10 +378,15 @@ class Coordinator:
         self._join_timeout, self._waits_since = self.run.rejoin_timeout, now
         self._all_were_here, self._missing_for = False, 0.0
         for rank in at_work:
-            self._peers[rank].begins_again = True
-            self._peers[rank].connection.send({"again": True})
+            self._replace_worker(self._peers[rank])
         self._shrink_if_due()
         self._hear_held()
+
+    @staticmethod
+    def _replace_worker(peer: Peer) -> None:
+        """Have the agent of a rank start another worker: what it says of this one does not count any more."""
+        peer.worker += 1
+        peer.connection.send(messages.Replace(peer.worker))
 
     def _shrink_if_due(self, waited: float = 0.0) -> None:
         """Go on without the ranks that are missing, if the run is to; or if it stops, so that all can stop in order.
@@ -397,12 +421,12 @@ class Coordinator:
         if (refusal := self.seats.refusal(restarted, self._own_code, here)) is not None:
             self._watch.end_the_run(refusal)
         elif (line := self.seats.kept(self.run, here, self.roll_call.missing, self.roll_call.left_out)) is not None:
-            self._watch.send_to_all({"line": line})
+            self._watch.send_to_all(messages.Line(line))
 
     def _refuse_all(self, error: DdpManualError) -> None:
         """End the wait of every rank."""
-        members = self.roll_call.infos()
-        self._watch.failure = verdicts.verdict_about(members[0], last_words(error)) if members else {}
+        about = next(iter(self.roll_call.infos()), self.roll_call.rank_0)
+        self._watch.failure = verdicts.verdict_about(about, LastWords.of(error))
         for peer in [*self._peers.values(), *self._handshakes.claims]:
             self._handshakes.refuse(peer, error)
         self._over = True
@@ -467,20 +491,13 @@ class Coordinator:
             self._send_news()
         self.roll_call.complete = True
         ready = self.roll_call.members[0].ready
-        assert ready is not None
+        assert ready is not None and ready.store is not None
         now = time.monotonic()
         gone_on = self.seats.complete(self.run, {info.rank: info for info in self.roll_call.infos()}, now)
         if gone_on is not None:
             line, self.record = gone_on
-            self._watch.send_to_all({"line": line})
+            self._watch.send_to_all(messages.Line(line))
         _, source = self.seats.newest(places)
-        again = {
-            "generation": self.seats.generation,
-            "holds": self.run.on_loss != LEAVE,
-            "state_from": places[source].rank if source is not None else None,
-            "losses": {"count": self.seats.count, "seconds": round(self.seats.seconds, 3)},
-            "of_run": {name: getattr(self.run, name) for name in ("run_id", "run_dir", "on_loss", "rejoin_timeout")},
-        }
         self._watch.health.async_collectives = ready.backend == "nccl"
         self._watch.health.restart(now)
         for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
@@ -491,10 +508,18 @@ class Coordinator:
             self._watch.newcomers = places.keys() & self._newcomers
         self._placed = {*places}
         for rank, place in places.items():
-            peer = self._peers[rank]
-            roster = {"roster": self.roll_call.roster()} if rank == 0 else {}
-            placed = {"place": vars(place), "store": list(ready.store), "rank_0_pid": ready.pid}
-            peer.connection.send({**placed, **roster, **again, "on_cpu": on_cpu})
+            placed = messages.Placed(
+                place=place,
+                store=ready.store,
+                generation=self.seats.generation,
+                holds=self.run.on_loss != LEAVE,
+                state_from=places[source].rank if source is not None else None,
+                losses=messages.Losses(self.seats.count, round(self.seats.seconds, 3)),
+                run=self.run,
+                on_cpu=on_cpu,
+                roster=self.roll_call.roster() if rank == 0 else (),
+            )
+            self._peers[rank].connection.send(placed)
 
     def _give_up_silent(self, now: float) -> None:
         """Make the ranks missing again that have been silent for too long; in a run that has begun, the newcomers."""
@@ -536,10 +561,10 @@ class Coordinator:
         if never_taken is None:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited))
         elif self._expired or self.run.script or self.seats.newest(self.roll_call.members)[0] is None:
-            self._refuse_all(from_dict(never_taken, never_taken["exit_code"]))
+            self._refuse_all(never_taken.error())
         else:
             self._expired = True
-            self._watch.send_to_all({"expired": never_taken})
+            self._watch.send_to_all(messages.Expired(never_taken))
             self._stopping.update(self.roll_call.members)
             self._shrink_if_due()
 
@@ -549,57 +574,67 @@ class Coordinator:
 
     def _send_news(self) -> None:
         self.roll_call.changed = False
-        clock = {
-            "waited": time.monotonic() - self._waits_since,
-            "timeout": self._wait_within,
-            "again": self.seats.began and not self.seats.adopted,
-        }
-        self._watch.send_to_all({"news": {**self.roll_call.news(), **clock}})
+        waited, for_lost = time.monotonic() - self._waits_since, self.seats.began and not self.seats.adopted
+        news = replace(self.roll_call.news(), waited=waited, timeout=self._wait_within, for_lost=for_lost)
+        self._watch.send_to_all(news)
 
     # -- what ranks say -----------------------------------------------------------------------------------------
 
-    def _take_from_rank(self, peer: Peer, rank: int, message: dict[str, Any]) -> None:
-        if peer.begins_again and not message.keys() & {"bye", "held", "probed", "stopping"}:
-            # What it says of the worker that its agent replaces does not count any more.
-            self.roll_call.hear(rank, time.monotonic())
-        elif "held" in message:
-            peer.begins_again = False  # the worker of which it speaks from now on is the new one
-            self.seats.take_held(rank, message["held"], int(message["steps_done"]))
-            self._hear_held()
-        elif "beat" in message:
-            now = time.monotonic()
-            beat = None if message["beat"] is None else Beat.from_message(message["beat"])
-            self._watch.hear(rank, beat, now)
-            if self.roll_call.complete and self.run.world_size >= MANY_RANKS and not self._gathering:
-                self._gathering = True
-                asyncio.get_running_loop().call_soon(self._gather)
-        elif "ready" in message:
-            for other, error in self.roll_call.get_ready(rank, Ready.from_message(message["ready"])):
-                self._dismiss(other, error, "has left: it was refused")
-            self._advance()
-        elif "probed" in message:
-            if self._probes is not None:
-                self._probes.take(message["for"], message["probed"])
+    def _take_from_rank(self, peer: Peer, rank: int, message: messages.FromRank) -> None:
+        now = time.monotonic()
+        if isinstance(message, messages.OfWorker) and message.worker != peer.worker:
+            self.roll_call.hear(rank, now)  # what it says of the worker that its agent replaces does not count any more
+            return
+        match message:
+            case messages.Heartbeat():
+                self._watch.hear(rank, message.beat, now)
+                if self.roll_call.complete and self.run.world_size >= MANY_RANKS and not self._gathering:
+                    self._gathering = True
+                    asyncio.get_running_loop().call_soon(self._gather)
+            case messages.WorkerReady():
+                for other, error in self.roll_call.get_ready(rank, message.ready):
+                    self._dismiss(other, error, "has left: it was refused")
                 self._advance()
-        elif "finished" in message:
-            self._watch.finish(rank, time.monotonic())
-        elif "stopping" in message:  # a pod may be replaced while it saves: the new one must not be refused
-            self._stopping.update({rank} if self.roll_call.complete or self.seats.began else ())
-        elif "failed" in message:
-            self._take_failure(peer, rank, message)
-        elif "stacks" in message:
-            self._watch.take_reply(rank, STACKS, str(message["stacks"]), time.monotonic())
-        elif "records" in message:
-            self._watch.take_reply(rank, int(message["of"]), message["records"], time.monotonic())
-        elif "bye" in message:
-            peer.left = True
-            why = printable(str(message["bye"]))
-            if self.roll_call.complete and rank not in self.roll_call.left_out:
-                self._lose_or_let_go(rank, why)
-            elif why or not self.seats.lost:
-                self._miss_again(rank, f"left again: {why}")
-            else:
-                self._end_without(rank)
+            case messages.Held():
+                self.seats.take_held(rank, message.moment, message.steps_done)
+                self._hear_held()
+            case messages.Finished():
+                self._watch.finish(rank, now)
+            case messages.Failed():
+                self._take_failure(peer, rank, message)
+            case messages.LostRank0(words):  # which was stopped for long, and goes on
+                about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
+                if self.roll_call.complete and rank not in self.roll_call.left_out:
+                    verdict = verdicts.verdict_about(self.roll_call.rank_0, about_rank_0)
+                    self._watch.take_failure(verdict, None, now, in_a_collective=False)
+            case messages.StacksReply():
+                self._watch.take_reply(rank, STACKS, message.text, now)
+            case messages.RecordsReply():
+                self._watch.take_reply(rank, message.number, message.reply, now)
+            case messages.Probed():
+                if self._probes is not None:
+                    self._probes.take(message.key, message.failures)
+                    self._advance()
+            case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
+                self._stopping.update({rank} if self.roll_call.complete or self.seats.began else ())
+            case messages.Leaves(words, at_work):
+                if at_work and self.roll_call.complete and rank not in self.roll_call.left_out:
+                    verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged=False)
+                    self._watch.take_failure(verdict, None, now, in_a_collective=False)
+                else:
+                    self._take_goodbye(peer, rank, printable(words.what))
+            case messages.Goodbye():
+                self._take_goodbye(peer, rank, "")
+
+    def _take_goodbye(self, peer: Peer, rank: int, why: str) -> None:
+        """Take that a rank leaves: its work is done, or ``why`` says why it is not."""
+        peer.left = True
+        if self.roll_call.complete and rank not in self.roll_call.left_out:
+            self._lose_or_let_go(rank, why)
+        elif why or not self.seats.lost:
+            self._miss_again(rank, f"left again: {why}")
+        else:
+            self._end_without(rank)
 
     def _lose_or_let_go(self, rank: int, why: str) -> None:
         """Take that a rank has said goodbye while the ranks work: its work is done, or ``why`` says why it left."""
@@ -613,37 +648,31 @@ class Coordinator:
         """End the run: a rank has done its work and has left, while the others were to begin anew with it."""
         lost = next(iter(self.seats.lost.values()))
         left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
-        self._watch.end_the_run({**lost, "why": f"{lost['why']}\n{left}", "next": self.run.start_again})
+        self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
     def _gather(self) -> None:
         """Let heartbeats pile up, after everything that has come so far was read."""
         self._gathering = False
         time.sleep(GATHER)
 
-    def _take_failure(self, peer: Peer, rank: int, message: Mapping[str, Any]) -> None:
-        """Take what has ended a worker: its own last words or, if it is ``lost``, what its agent says about it."""
-        words = message["failed"]
-        verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged="lost" in message)
-        if rank and message.get("rank_0") is True:  # which was stopped for long, and goes on
-            why = named_from_outside(str(words["why"]), rank)
-            verdict = verdicts.verdict_about(self.roll_call.rank_0, {**words, "why": why})
+    def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
+        """Take what has ended a worker: its own last words or what its agent says about it."""
+        verdict = verdicts.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
         if self.roll_call.complete and rank not in self.roll_call.left_out:
-            broken_at = printable(str(message["place"])) if message.get("broken") else None
-            crashed = "lost" in message and verdict["exit_code"] - 128 in verdicts.CRASHES
-            in_a_collective = crashed or message.get("in_a_collective") is True
+            broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
+            crashed = failed.judged and verdict.exit_code - 128 in verdicts.CRASHES
+            in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, time.monotonic(), in_a_collective=in_a_collective)
             return
-        tries_again = "bye" not in message and self.roll_call.info(rank).starts_again
-        if tries_again and self.seats.may_try_again(rank):
+        if self.roll_call.info(rank).starts_again and self.seats.may_try_again(rank):
             self.roll_call.forget_workers([rank])
             self.seats.held.pop(rank, None)
-            peer.begins_again = True
-            peer.connection.send({"again": True})
+            self._replace_worker(peer)
             return
-        peer.connection.send({"verdict": verdict})
-        what = printable(verdict["what"])
+        peer.connection.send(messages.RunEnds(verdict))
+        what = printable(verdict.what)
         _, is_gone, reason = what.partition(" is gone: ")
-        how = f"is gone: {reason}" if is_gone and "lost" in message else f"left again: {what}"
+        how = f"is gone: {reason}" if is_gone and failed.judged else f"left again: {what}"
         self._miss_again(rank, how)
 
     # -- as time goes by ----------------------------------------------------------------------------------------
@@ -653,13 +682,16 @@ class Coordinator:
         try:
             self._look_around(time.monotonic())
         except Exception as error:
-            if self._watch.failure is None:
-                broke = MasterLost(
-                    "rank 0's coordinator broke",
-                    why=traceback_of(error),
-                    next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
-                )
-                self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, last_words(broke)))
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """End the run because of a mistake of this package: no rank is to blame."""
+        broke = MasterLost(
+            "rank 0's coordinator broke",
+            why=traceback_of(error),
+            next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
+        )
+        self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
@@ -670,7 +702,7 @@ class Coordinator:
         if now >= self._next_beat:
             self._next_beat = now + heartbeat_period(self.run)
             for peer in self._peers.values():
-                peer.connection.write(BEAT)
+                peer.connection.write(ALIVE)
             if self._watch.failure is None:
                 self._watch.check_health(now)
         # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
@@ -686,16 +718,16 @@ class Coordinator:
 
     # -- observers ---------------------------------------------------------------------------------------------
 
-    def _take_look(self, peer: Peer, sealed: Mapping[str, Any]) -> None:
+    def _take_look(self, peer: Peer, look: messages.Look) -> None:
         """Show the run to an observer, which joins nothing."""
-        look = self._handshakes.open_sealed(peer, "look", sealed)
-        if look is not None:
+        question = self._handshakes.read_look(peer, look)
+        if question is not None:
             if peer.connection.unsent:
                 raise Unreadable("it has not read the last answer")
             peer.awaits_answer = True
-            done = {"shrunk": self.shrink()} if look.get("shrink") else {}
-            everybody = self._placed if look.get("stacks") and self.roll_call.complete else ()
-            show = partial(self._show_soon, peer, done, bool(look.get("stacks")))
+            done = {"shrunk": self.shrink()} if question.shrink else {}
+            everybody = self._placed if question.stacks and self.roll_call.complete else ()
+            show = partial(self._show_soon, peer, done, question.stacks)
             self._watch.ask_for_stacks(peer, everybody, show, time.monotonic())
 
     def _show_soon(self, peer: Peer, done: Mapping[str, Any], wants: bool, stacks: Mapping[int, str], _: float) -> None:
@@ -714,14 +746,15 @@ class Coordinator:
 
     def _describe_run(self) -> dict[str, Any]:
         """Return the answer to ``status``: the run, its ranks and what each does, who is missing, refused or gone."""
-        news = self.roll_call.news()
-        del news["named"]
+        news = asdict(self.roll_call.news())
+        for name in ("named", "waited", "timeout", "for_lost"):
+            del news[name]
         return {
             "run": asdict(self.run),
             **news,
             "missing": as_ranges(self.roll_call.missing),
             "ranks": self.roll_call.roster(),
             "progress": self._watch.health.progress(time.monotonic()) if self.roll_call.complete else None,
-            "failure": self._watch.failure,
+            "failure": asdict(self._watch.failure) if self._watch.failure is not None else None,
             "ended": None,
         }

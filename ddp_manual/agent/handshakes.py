@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from ddp_manual import messages
 from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed
 from ddp_manual.agent.roll_call import RollCall
 from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
-from ddp_manual.messages import RankInfo
-from ddp_manual.wire import LONGEST_LINE, printable
+from ddp_manual.messages import LastWords, RankInfo, Signed, read_from_rank
+from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
 PROTOCOL = 1
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
@@ -26,22 +28,24 @@ HELLO_EACH = 0.005
 MOST_STRANGERS = 64
 LONGEST_HELLO = 1 << 16
 
+T = TypeVar("T")
+_read_claim: Read[messages.Claim] = reader_of(messages.Claim)
+_read_question: Read[messages.Question] = reader_of(messages.Question)
+
 
 @dataclass(eq=False)
 class Peer:
     """A connection to rank 0. ``rank`` is None until it belongs to a rank."""
 
-    connection: Connection
+    connection: Connection[Any]
     challenge: str
     since: float
     rank: int | None = None
     nonce: str = ""
     left: bool = False
     """Whether this rank has said goodbye."""
-    was_rank: bool = False
-    """Whether this was a rank that has lost its seat."""
-    begins_again: bool = False
-    """Whether its agent replaces its worker, and has not said yet that the new one is ready."""
+    worker: int = 0
+    """How often its agent was asked for another worker."""
     awaits_answer: bool = False
     """Whether it has asked to see the run, and has not been shown it yet; until then it may say nothing more."""
 
@@ -62,7 +66,7 @@ class Handshakes:
         self.claims: dict[Peer, RankInfo] = {}
         """Strangers that have said which rank they want to be; ``admit_claims`` decides."""
 
-    def greet(self, connection: Connection) -> Peer | None:
+    def greet(self, connection: Connection[Any]) -> Peer | None:
         """Take a new connection, and send it the challenge; None: there are too many."""
         if len(self.strangers) >= self._roll_call.run.world_size + MOST_STRANGERS:
             # The stranger that has been silent for longest makes room: a rank says at once who it is.
@@ -75,51 +79,46 @@ class Handshakes:
         peer = Peer(connection, secrets.token_hex(16), time.monotonic())
         self.strangers[peer] = None
         run = self._roll_call.run
-        rank_0 = {"host": run.host, "pid": run.pid, "token": bool(self._seal)}
-        connection.send({"ddp_manual": PROTOCOL, "challenge": peer.challenge, **rank_0})
+        connection.send(messages.Greeting(PROTOCOL, peer.challenge, run.host, run.pid, bool(self._seal)))
         return peer
 
-    def open_sealed(self, peer: Peer, kind: str, sealed: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what a connection asks for, its ``hello`` or its ``look``; None: it was refused."""
-        says = claimed(sealed)
-        peer.nonce = printable(str(says.get("nonce", "")))
+    def read_look(self, peer: Peer, look: messages.Look) -> messages.Question | None:
+        """Return what an observer asks for; None: it was refused."""
+        return self._open(peer, look, _read_question, "this process")
+
+    def read_hello(self, peer: Peer, hello: messages.Hello) -> RankInfo | None:
+        """Return which rank a connection wants to be; None: it was refused."""
+        says = claimed(hello).get("info")
+        says = says if isinstance(says, dict) else {}
+        who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
+        claim = self._open(peer, hello, _read_claim, who)
+        return claim.info if claim is not None else None
+
+    def _open(self, peer: Peer, message: Signed, read: Read[T], who: str) -> T | None:
+        """Return the content of the message with which a connection asks for something; None: it was refused."""
+        run = self._roll_call.run
+        peer.nonce = printable(str(claimed(message).get("nonce", "")))
         try:
-            return dict(self._seal.open(f"{kind} {peer.challenge}", sealed))
+            return self._seal.open(message, peer.challenge, read)
         except Unsealed as reason:
-            who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
-            run = self._roll_call.run
-            error = TokenMismatch(
-                f"{who if kind == 'hello' else 'this process'} does not have rank 0's token",
+            error: DdpManualError = TokenMismatch(
+                f"{who} does not have rank 0's token",
                 why=f"rank 0 on {run.host} (pid {run.pid}) says of its request: {reason}",
                 next="give every rank, and status, the same DDP_MANUAL_TOKEN or --token_file",
             )
-            if kind == "hello":
-                self._roll_call.refuse(who, error, time.monotonic())
-            # A process without a token reads the refusal unsealed; a process with another token sees that it is signed.
-            self.refuse(peer, error, sealed="sealed" in sealed)
-            return None
-
-    def send_sealed(self, peer: Peer, kind: str, content: Mapping[str, Any]) -> None:
-        peer.connection.send({kind: self._seal.close(f"{kind} {peer.nonce}", content)})
-
-    def read_hello(self, peer: Peer, sealed: Mapping[str, Any]) -> RankInfo | None:
-        """Return which rank a connection wants to be; None: it was refused."""
-        hello = self.open_sealed(peer, "hello", sealed)
-        if hello is None:
-            return None
-        del hello["nonce"]
-        try:
-            return RankInfo.from_message(hello)
-        except (TypeError, ValueError) as reason:
-            who = f"a process on {hello.get('host')!r:.60}"
-            other_version = VersionMismatch(
+            # A process without a token reads the refusal unsigned; a process with another token sees that it is signed.
+            seal = self._seal if message.signature else Seal(None)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as reason:
+            error = VersionMismatch(
                 f"{who} was started with another version of ddp_manual than rank 0",
-                why=f"rank 0 on {self._roll_call.run.host} cannot read what it says of itself: {reason}",
+                why=f"rank 0 on {run.host} cannot read what it says of itself: {reason}",
                 next="install the same version on every host",
             )
-            self._roll_call.refuse(who, other_version, time.monotonic())
-            self.refuse(peer, other_version)
-            return None
+            seal = self._seal
+        if isinstance(message, messages.Hello):
+            self._roll_call.refuse(who, error, time.monotonic())
+        self.refuse(peer, error, seal)
+        return None
 
     def admit_claims(self, only: Peer | None = None) -> dict[int, Peer]:
         """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait.
@@ -137,26 +136,28 @@ class Handshakes:
             elif decision:
                 self.forget(peer)
                 peer.rank = info.rank
-                peer.connection.let_send(LONGEST_LINE)
-                self.send_sealed(peer, "welcome", {"run": vars(self._roll_call.run)})
+                peer.connection.let_send(LONGEST_LINE, read_from_rank)
+                peer.connection.send(self._seal.close(messages.Welcome, peer.nonce, self._roll_call.run))
                 admitted[info.rank] = peer
         return admitted
 
-    def answer_look(self, peer: Peer, content: Mapping[str, Any]) -> None:
+    def show(self, peer: Peer, content: Any) -> None:
+        """Show the run to an observer."""
+        peer.connection.send(self._seal.close(messages.Seen, peer.nonce, content))
+
+    def answer_look(self, peer: Peer, content: Any) -> None:
         """Show the run to an observer, which may then look again."""
-        self.send_sealed(peer, "seen", content)
+        self.show(peer, content)
         peer.awaits_answer = False
         if peer in self.strangers:  # it is the last to make room for others
             self.strangers[peer] = self.strangers.pop(peer)
             peer.since = time.monotonic()
             peer.connection.let_send(LONGEST_HELLO, stranger=True)
 
-    def refuse(self, peer: Peer, error: DdpManualError, *, sealed: bool = True) -> None:
+    def refuse(self, peer: Peer, error: DdpManualError, seal: Seal | None = None) -> None:
         """Send the reason; close the connection, unless it belongs to a rank, which closes it itself."""
-        if sealed:
-            self.send_sealed(peer, "refused", error.as_dict())
-        else:
-            peer.connection.send({"refused": error.as_dict()})
+        seal = self._seal if seal is None else seal
+        peer.connection.send(seal.close(messages.Refused, peer.nonce, LastWords.of(error)))
         self.forget(peer)
         if peer.rank is None:
             peer.connection.close()

@@ -28,7 +28,7 @@ from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.messages import last_words
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode, read_local
 from ddp_manual.world_spec import WorldSpec
 
 MARK = b"\x1eddp-manual "
@@ -110,7 +110,7 @@ class _Served:
             launch.tidy_up()
 
     async def _read(self, stdin: asyncio.StreamReader) -> None:
-        reader = LineReader(LONGEST_ANSWER, local=True)  # arguments and variables of the user's own
+        reader = LineReader(read_local, LONGEST_ANSWER)  # arguments and variables of the user's own
         try:
             while data := await stdin.read(1 << 16):
                 self._heard = time.monotonic()

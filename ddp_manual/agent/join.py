@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, run_folder
+import msgspec
+from msgspec.structs import replace
+
+from ddp_manual import launchers, messages, run_folder
 from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
 from ddp_manual.agent.collective_variables import collective_variables
@@ -27,12 +30,12 @@ from ddp_manual.agent.program_arguments import named_arguments
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.agent.seats import Seats
-from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch, from_dict
-from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Step, Steps
+from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch
+from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Step, Steps
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import POLL_EVERY, Waiting, counted
-from ddp_manual.wire import LONGEST_ANSWER, printable
+from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
@@ -41,6 +44,9 @@ REPLY_WITHIN = 1.0
 LONGEST_COMMAND = 8000
 # Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
 RANK_0_FIRST = 1.0
+
+_read_run: Read[RunInfo] = reader_of(RunInfo)
+_read_words: Read[LastWords] = reader_of(LastWords)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +112,13 @@ class Join:
             host=launchers.host_name(),
             pid=os.getpid(),
             starts_again=spec.rank == 0 or task.launched is not None or spec.started_by is not None,
-            goes_on=dataclasses.asdict(so_far) if so_far is not None else {},
+            goes_on=so_far,
         )
         """What this rank knows of itself so far, and says in its hello."""
         self.coordinator: Coordinator | None = None
         self.probe_server: asyncio.Server | None = None
         """Answers the other hosts' probes."""
-        self.connection: Connection | None = None
+        self.connection: Connection[messages.FromRank0] | None = None
         """The connection to the coordinator, once it has admitted this rank."""
         self.own_address: OwnAddress
         self.seal = Seal(launchers.token(spec.token_file))
@@ -124,12 +130,12 @@ class Join:
         self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
         self._run: RunInfo
         self._roll_call: Step | None = None
-        self._news: Mapping[str, Any] | None = None
+        self._news: messages.News | None = None
         self._logged: set[str] = set()
         self._unacknowledged = 0
         """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
-    async def join(self) -> tuple[RunInfo, Connection]:
+    async def join(self) -> tuple[RunInfo, Connection[messages.FromRank0]]:
         """Find rank 0 and be admitted as a rank of its run.
 
         Raises:
@@ -140,13 +146,14 @@ class Join:
             name = "listen_addr" if spec.rank == 0 and spec.listen_addr else "master_addr"
             refuse_malformed(spec.master_addr)  # which rank 0 itself may not need
             # A rank that may find rank 0 elsewhere does not wait for a name.
-            again = spec.rank != 0 and not (self.info.goes_on and spec.standby)
+            so_far = self.info.goes_on
+            again = spec.rank != 0 and not (so_far and spec.standby)
             try:
                 found = await look_up(getattr(spec, name), self._waiting, self._log, again=again, option=name)
             except DdpManualError:
-                if again or spec.rank == 0:
+                if again or so_far is None:
                     raise
-                found = [self.info.goes_on["address"]]
+                found = [so_far.address]
             step.detail = f"{spec.named(name)} is {', '.join(found)}"
             refuse_loopback(spec, found)
         if spec.rank == 0:
@@ -216,11 +223,11 @@ class Join:
     @property
     def here(self) -> int:
         """How many ranks are here, as far as this rank knows."""
-        return int(self._news["here"]) if self._news else 1
+        return self._news.here if self._news else 1
 
-    def refusal(self, message: Mapping[str, Any]) -> DdpManualError:
+    def refusal(self, message: messages.Refused) -> DdpManualError:
         """Return the error with which rank 0 refuses this rank."""
-        return from_dict(self.seal.open(f"refused {self.nonce}", message["refused"]))
+        return self.seal.open(message, self.nonce, _read_words).error()
 
     def close(self, how_it_ended: Mapping[str, Any]) -> None:
         for one in (self.probe_server, self.connection):
@@ -231,15 +238,15 @@ class Join:
 
     # -- the wait for the other ranks ---------------------------------------------------------------------------------
 
-    def take_news(self, news: Mapping[str, Any]) -> None:
+    def take_news(self, news: messages.News) -> None:
         """Take rank 0's news of which ranks are here and which are missing, and how long rank 0 has waited for them."""
-        if self._news is None or bool(self._news["missing"]) != bool(news["missing"]):
+        if self._news is None or bool(self._news.missing) != bool(news.missing):
             # Rank 0's time counts for all ranks, but no rank waits longer than its own time for the missing ones.
-            is_own = bool(news["missing"]) and not news.get("again")
-            own = self._spec.join_timeout + news["waited"] if is_own else news["timeout"]
-            self._waiting = Waiting(min(own, news["timeout"]), self._log_waiting, news["waited"])
+            is_own = bool(news.missing) and not news.for_lost
+            own = self._spec.join_timeout + news.waited if is_own else news.timeout
+            self._waiting = Waiting(min(own, news.timeout), self._log_waiting, news.waited)
         self._news = news
-        for warning in news["warnings"]:
+        for warning in news.warnings:
             if warning not in self._logged:
                 self._logged.add(warning)
                 self._log(warning)
@@ -254,16 +261,16 @@ class Join:
         if self._news is None:
             return
         news, run = self._news, self._run
-        not_logged = [words for words in (*news["gone"], *news["refused"]) if words not in self._logged]
-        missing = bool(news["missing"])
+        not_logged = [words for words in (*news.gone, *news.refused) if words not in self._logged]
+        missing = bool(news.missing)
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)
-        if missing and not news.get("again"):  # otherwise rank 0 has said so, once
-            self._waiting.advise(advice_for(news["missing"], run))
+        if missing and not news.for_lost:  # otherwise rank 0 has said so, once
+            self._waiting.advise(advice_for(news.missing, run))
             if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
                 raise missing_ranks_error(news, run, self._waiting.timeout)
 
-    async def probe_hosts(self, wanted: list[tuple[int, str, int]], key: list[int]) -> None:
+    async def probe_hosts(self, wanted: Sequence[tuple[int, str, int]], key: tuple[int, int]) -> None:
         """Try to connect to the other hosts, and tell rank 0 which cannot be reached."""
         with self._steps.step("reachability") as step:
             failures = await reachability.try_all(wanted)
@@ -271,7 +278,7 @@ class Join:
             if failures:
                 step.outcome = "failed"
         if self.connection is not None:
-            self.connection.send({"probed": failures, "for": key})
+            self.connection.send(messages.Probed(key, failures))
 
     def complete(self, nodes: int, *, forever: bool) -> None:
         """End the steps of joining: all ranks have joined, on so many hosts.
@@ -362,7 +369,7 @@ class Join:
             task = self._task
             program = task.program or (Program(kind=SCRIPT, name=str(task.script)) if task.script else None)
             source = source_once(program) if program else ProgramSource()
-            self.info = dataclasses.replace(
+            self.info = replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
                 host_id=launchers.host_id(),
@@ -377,24 +384,21 @@ class Join:
                 arguments=named_arguments(task.program.arguments) if task.program else {},
                 may_differ=list(task.may_differ),
                 allow_mismatch=spec.allow_mismatch,
-                # Lists, because rank 0 compares them with what it reads from JSON.
-                options={
-                    **{name: list(option) for name, option in task.options.items()},
-                    "address_family": [self.own_address.family, self.own_address.source],
-                },
+                options={**task.options, "address_family": (self.own_address.family, self.own_address.source)},
             )
         return self.info
 
-    async def _say_hello(self, there: Probe, connection: Connection, where: str) -> RunInfo | None:
+    async def _say_hello(self, there: Probe, connection: Connection[messages.FromRank0], where: str) -> RunInfo | None:
         """Ask to be a rank, and wait for the reply; None: that run is over."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
+        assert greeting is not None
         self._unacknowledged = 0
         try:
-            if self.seal and not greeting.get("token"):
-                raise Unsealed(f"rank 0 ({greeting.get('host')}, pid {greeting.get('pid')}) has no token at all")
-            goes_on = {**info.goes_on, "seconds": time.monotonic() - self._since} if info.goes_on else {}
-            hello = {**dataclasses.asdict(info), "goes_on": goes_on, "nonce": self.nonce}
-            connection.send({"hello": self.seal.close(f"hello {greeting['challenge']}", hello)})
+            if self.seal and not greeting.token:
+                raise Unsealed(f"rank 0 ({greeting.host}, pid {greeting.pid}) has no token at all")
+            if (so_far := info.goes_on) is not None:
+                info = replace(info, goes_on=replace(so_far, seconds=time.monotonic() - self._since))
+            connection.send(self.seal.close(messages.Hello, greeting.challenge, messages.Claim(info, self.nonce)))
             while True:
                 try:
                     reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
@@ -402,13 +406,13 @@ class Join:
                     self._unacknowledged = connection.unacknowledged
                     self._say_that_rank_0_is_silent(where)
                     continue
-                if reply is None or "over" in reply:
+                if reply is None or isinstance(reply, messages.Later):
                     return None
-                if "refused" in reply:
+                if isinstance(reply, messages.Refused):
                     raise self.refusal(reply)
-                if "welcome" in reply:
+                if isinstance(reply, messages.Welcome):
                     connection.let_send(LONGEST_ANSWER)  # rank 0's own agent reads the roster of all ranks
-                    return RunInfo.from_message(self.seal.open(f"welcome {self.nonce}", reply["welcome"])["run"])
+                    return self.seal.open(reply, self.nonce, _read_run)
         except Unsealed as reason:
             raise TokenMismatch(
                 f"rank 0 at {where} does not have this rank's token",
@@ -416,7 +420,7 @@ class Join:
                 next="give every rank the same DDP_MANUAL_TOKEN or --token_file; "
                 "if they have, something else poses as rank 0",
             ) from None
-        except (TypeError, ValueError, LookupError) as reason:
+        except (msgspec.MsgspecError, ValueError) as reason:
             raise VersionMismatch(
                 f"rank 0 at {where} was started with another version of ddp_manual than this rank",
                 why=f"{self.info.who} cannot read its answer: {printable(str(reason))}",

@@ -14,13 +14,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import orphans, run_folder, signals
+import msgspec
+from msgspec.structs import replace
+
+from ddp_manual import messages, orphans, run_folder, signals
 from ddp_manual.agent import ending, states, verdicts
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
@@ -39,7 +42,7 @@ from ddp_manual.errors import (
     from_dict,
 )
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import SAVING, Place, RunInfo, RunSoFar, Step, Steps, Verdict, last_words, more_seconds
+from ddp_manual.messages import SAVING, LastWords, Place, Ready, RunInfo, RunSoFar, Step, Steps, Verdict, more_seconds
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
@@ -105,6 +108,8 @@ class Agent:
         self._run_id = self._orphaned = ""
         self._heard = self._ticked = time.monotonic()
         self._next_beat = 0.0
+        self._worker_number = 0
+        """Of the worker that this agent speaks of, as rank 0 counts them on this connection."""
         self.state: states.State = states.Searching()
         self.has_trained = False
         """Whether any worker of this rank has taken a step."""
@@ -168,7 +173,7 @@ class Agent:
                     self._worker_gone()
 
         await worker.attach(self._ending.guarded(take), gone)
-        self._join.info = dataclasses.replace(self._join.info, pid=worker.pid)
+        self._join.info = replace(self._join.info, pid=worker.pid)
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
@@ -188,14 +193,14 @@ class Agent:
         if self.spec.rank != 0:
             self._begin()
         run, connection = await self._join.join()
-        self._heard = time.monotonic()
+        self._heard, self._worker_number = time.monotonic(), 0
         self._enter(states.Waiting(lost_at=self._lost_rank_0_at))
         self._take_run(run)
         self._begin()
         if self._lost_rank_0_at is not None and self.worker.is_gone:
             self._begin_anew()
         if self._work.ready.done():
-            self._send({"ready": self._work.ready.result()})
+            self._send(messages.WorkerReady(self._work.ready.result()))
         connection.handle(self._ending.guarded(self._take), self._coordinator_gone)
 
     def _take_run(self, run: RunInfo) -> None:
@@ -204,7 +209,7 @@ class Agent:
         if self._join.coordinator is not None:  # what it says has been on the network
             run, self._is_own_folder = self._join.coordinator.run, True
         elif (own := run_folder.own_run_dir(run.run_dir, self.task.run_dir)) is not None:
-            run, self._is_own_folder = dataclasses.replace(run, run_dir=own), True
+            run, self._is_own_folder = replace(run, run_dir=own), True
         self._run, self._run_dir, self._run_id = run, run.run_dir, run.run_id
 
     def _begin(self) -> None:
@@ -219,58 +224,58 @@ class Agent:
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: messages.FromRank0) -> None:
         self._heard = time.monotonic()
-        if "stacks" in message:
-            self._ending.in_background(self._send_stacks())
-        elif "records" in message:
-            self._send({"records": self.worker.records.answer(message["records"]), "of": message["of"]})
-        elif isinstance(self.state, states.Ended):
-            return  # it has told the others why, or has learnt that from them
-        elif "news" in message:
-            if isinstance(self.state, states.Waiting):
-                self._join.take_news(message["news"])
-        elif "probe" in message:
-            self._ending.in_background(self._join.probe_hosts(message["probe"], message["for"]))
-        elif "refused" in message:
-            raise self._join.refusal(message)
-        elif "place" in message:
-            self._take_place(message)
-        elif "line" in message:
-            self.log(str(message["line"]))
-        elif "verdict" in message:
-            self._take_verdict(message["verdict"])
-        elif "again" in message and not isinstance(self.state, states.Left):
-            self._join.begin_again()
-            self._begin_anew()
-        elif "seat" in message and not isinstance(self.state, states.Looking):
-            self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
-        elif "expired" in message:
-            self._expired = verdicts.error_for(self.spec.rank, message["expired"])
-            self._signals.asked = self._signals.asked or signal.SIGTERM
-            self.log(
-                f"{self._expired.why.splitlines()[-1]}: all that are here go on for a step, save a checkpoint, and stop"
-            )
-        elif "close" in message:
-            if isinstance(self.state, states.Working):
-                self._enter(states.Closing())
-            self.worker.send({"close": True})
-        elif "over" in message and isinstance(self.state, (states.Working, states.Closing)):
-            self._enter(states.Alone())
-            self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-            self.worker.send({"close": True})
+        match message:
+            case messages.AskStacks():
+                self._ending.in_background(self._send_stacks())
+            case messages.AskRecords():
+                self._send(messages.RecordsReply(self.worker.records.answer(message.request), message.number))
+            case _ if isinstance(self.state, states.Ended):
+                pass  # it has told the others why, or has learnt that from them
+            case messages.News():
+                if isinstance(self.state, states.Waiting):
+                    self._join.take_news(message)
+            case messages.Probe():
+                self._ending.in_background(self._join.probe_hosts(message.hosts, message.key))
+            case messages.Refused():
+                raise self._join.refusal(message)
+            case messages.Placed():
+                self._take_place(message)
+            case messages.Line():
+                self.log(message.text)
+            case messages.RunEnds():
+                self._take_verdict(message.verdict)
+            case messages.Replace() if not isinstance(self.state, states.Left):
+                self._join.begin_again()
+                self._begin_anew(message.worker)
+            case messages.SeatLost() if not isinstance(self.state, states.Looking):
+                self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
+            case messages.Expired():
+                self._expired = verdicts.error_for(self.spec.rank, message.verdict)
+                self._signals.asked = self._signals.asked or signal.SIGTERM
+                why = self._expired.why.splitlines()[-1]
+                self.log(f"{why}: all that are here go on for a step, save a checkpoint, and stop")
+            case messages.Close():
+                if isinstance(self.state, states.Working):
+                    self._enter(states.Closing())
+                self.worker.send({"close": True})
+            case messages.Rank0Leaves() if isinstance(self.state, (states.Working, states.Closing)):
+                self._enter(states.Alone())
+                self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
+                self.worker.send({"close": True})
 
     async def _send_stacks(self) -> None:
-        self._send({"stacks": await self.worker.stack()})
+        self._send(messages.StacksReply(await self.worker.stack()))
 
-    def _take_place(self, message: Mapping[str, Any]) -> None:
+    def _take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place, with which it begins to work: all ranks have joined."""
-        assert self._run is not None
         self._enter(states.Working())
-        self._take_run(dataclasses.replace(self._run, **message["of_run"], pid=message["rank_0_pid"]))
-        self._join.complete(nodes=message["place"]["nodes"], forever=self._run.on_loss == LEAVE)
+        self._take_run(placed.run)
+        assert self._run is not None
+        self._join.complete(nodes=placed.place.nodes, forever=self._run.on_loss == LEAVE)
         if self._run.on_loss != LEAVE:
-            self._remember(message)
+            self._remember(placed)
         run = {name: getattr(self._run, name) for name in ("run_id", "run_dir", "stall_timeout")}
         own = self._join.own_address
         here = {"interfaces": own.variables, "wrong_for_nccl": own.wrong_for_nccl}
@@ -278,23 +283,24 @@ class Agent:
             seconds, name = f"{time.monotonic() - self._work.started:.1f} s", self.task.program.name
             who = f"rank {self.spec.rank} of {self.spec.world_size} on {self._join.info.host}"
             self.log(f"all ranks are here after {seconds}: starting {name} as {who}")
-        self.worker.send({"roster": [], **message, "run": {**run, "own": self._is_own_folder}, **here})
+        run |= {"own": self._is_own_folder}
+        self.worker.send({"roster": [], **msgspec.to_builtins(placed), "run": run, **here})
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
-        ours, own = verdict["rank"] == self.spec.rank, self._work.own_words
-        if verdict.get("judged"):
+        ours, own = verdict.rank == self.spec.rank, self._work.own_words
+        if verdict.judged:
             if ours and self.worker.status is None and not isinstance(error, CollectiveMismatch):
                 keeps_seat = self._run is not None and self._run.on_loss != LEAVE
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"
                 error.why = f"that is this rank; {others}\n{error.why}"
         elif own is not None:
-            own.next = str(verdict["next"]) if ours else own.next  # which says whether its seat is kept
-            error = own if ours or own.identifier == verdict["identifier"] else error
-            if not ours and verdict["identifier"] == Stopped.identifier:
+            own.next = verdict.next if ours else own.next  # which says whether its seat is kept
+            error = own if ours or own.identifier == verdict.identifier else error
+            if not ours and verdict.identifier == Stopped.identifier:
                 error = self._signals.stopped_by(own.exit_code, self._again, because_of=own) or error
         elif not ours:
-            self._work.words_of_another = str(verdict["identifier"])
+            self._work.words_of_another = verdict.identifier
             self._work.call_later(SAME_WITHIN, self._lose_peer, error)
             return
         self._ending.fail(error)
@@ -334,9 +340,10 @@ class Agent:
             self._say_what_a_loss_repeats()
         elif "ready" in message:
             self.steps += [Step(**step) for step in message.get("steps", [])]
+            ready = msgspec.convert(message["ready"], Ready)
             if not self._work.ready.done():
-                self._work.ready.set_result(message["ready"])
-            self._send({"ready": message["ready"]})
+                self._work.ready.set_result(ready)
+            self._send(messages.WorkerReady(ready))
         elif "not_compared" in message:
             self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
         elif "notes" in message:
@@ -357,7 +364,7 @@ class Agent:
                 self.worker.send({"close": True})
             else:
                 self._send_beat()
-                self._send({"finished": True})
+                self._send(messages.Finished())
         elif "failed" in message:
             self._take_failure(message)
         elif "left" in message:
@@ -384,21 +391,22 @@ class Agent:
         if isinstance(self.state, states.Looking):  # before it has worked: another one is started once rank 0 is found
             self._ending.in_background(self.worker.end(None, own=True))
             return
-        words, work = message["failed"], self._work
-        own, broken = from_dict(words, int(words["exit_code"])), message.get("broken") is True
+        words, work = msgspec.convert(message["failed"], LastWords), self._work
+        own, broken_at = words.error(), str(message["place"]) if message.get("broken") else None
         # Not an exception of another kind, which the signal is no reason for.
-        by_itself = message.get("exit") or words["identifier"] == Stopped.identifier
-        follows = broken and work.words_of_another == Stopped.identifier
+        by_itself = message.get("exit") or words.identifier == Stopped.identifier
+        follows = broken_at is not None and work.words_of_another == Stopped.identifier
         if self.task.program is not None and (by_itself or follows):
             stopped = self._signals.stopped_by(own.exit_code, self._again, because_of=None if by_itself else own)
-            if stopped is not None:  # such as by sys.exit(143), after it has tidied up
-                own, message = stopped, {**message, "failed": last_words(stopped)}
-        work.own_words, work.has_broken = own, broken
+            own = stopped or own  # such as by sys.exit(143), after it has tidied up
+        work.own_words, work.has_broken = own, broken_at is not None
         if own.identifier == work.words_of_another:
             self._ending.fail(own)
-        elif not broken or work.words_of_another is None:  # otherwise the rank that has failed is known
+        elif broken_at is None or work.words_of_another is None:  # otherwise the rank that has failed is known
             self._send_beat()
-            self._ask_for_verdict(message, own)
+            in_a_collective = message.get("in_a_collective") is True
+            failed = messages.Failed(LastWords.of(own), broken_at=broken_at, in_a_collective=in_a_collective)
+            self._ask_for_verdict(failed, own)
 
     def _worker_gone(self) -> None:
         if self._work.result is not None or self._work.own_words is not None:
@@ -411,20 +419,20 @@ class Agent:
             return
         if isinstance(self.state, states.Placed) and self._program_ended(worker.status):
             return
-        info = dataclasses.replace(self._join.info, pid=worker.pid)
+        info = replace(self._join.info, pid=worker.pid)
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
         verdict = verdicts.lost(info, self.worker.beat, self._again, status=worker.status, oom=oom, stack=stack)
         error = verdicts.error_for(self.spec.rank, verdict)
         if self._work.words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
             self._ending.fail(error)
         else:
-            self._ask_for_verdict({"failed": verdict, "lost": True}, error)
+            self._ask_for_verdict(messages.Failed(verdict.words, judged=True), error)
 
     def _program_ended(self, status: int | None) -> bool:
         """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
         if status == 0 and self.task.program is not None:
             if "finished" not in self.worker.said:  # it has ended its process without Python's way out
-                self._send({"finished": True})
+                self._send(messages.Finished())
                 if self.spec.rank == 0 and self.spec.world_size > 1:
                     self.log("rank 0's process has ended, and torch's store with it: other ranks may still need that")
             self._work.result = {}
@@ -433,21 +441,21 @@ class Agent:
         code = 1 if status is None else 128 - status if status < 0 else status
         stopped = self._signals.stopped_by(code, self._again)
         if stopped is not None:
-            self._ask_for_verdict({"failed": last_words(stopped)}, stopped)
+            self._ask_for_verdict(messages.Failed(LastWords.of(stopped)), stopped)
         return stopped is not None
 
-    def _ask_for_verdict(self, message: Mapping[str, Any], error: DdpManualError) -> None:
+    def _ask_for_verdict(self, failed: messages.Failed, error: DdpManualError) -> None:
         """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
         connection = self._join.connection
         if connection is None or connection.closed or isinstance(self.state, (states.Alone, states.Left)):
             self._ending.fail(error)
             return
         assert self._run is not None
-        self._send(message)
+        self._send(failed)
         within = VERDICT_WITHIN + more_seconds(self._run.world_size)
-        if message.get("broken") and self._may_look_for_rank_0:
+        if failed.broken_at is not None and self._may_look_for_rank_0:
             return  # rank 0 says how all go on; if it is silent for too long, this rank keeps its state
-        if message.get("broken"):  # only the other ranks can explain a broken collective
+        if failed.broken_at is not None:  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             error = verdicts.rank_0_lost(self._run, self.worker.beat, what, why)
@@ -457,59 +465,62 @@ class Agent:
 
     def _give_rank_0_up(self, lost: DdpManualError) -> None:
         """End because rank 0 is lost; it reads why if it was only stopped, and goes on."""
-        self._send({"failed": last_words(lost), "rank_0": True})
+        self._send(messages.LostRank0(LastWords.of(lost)))
         self._ending.fail(lost)
 
     # -- another worker, or another rank 0 ----------------------------------------------------------------------------
 
-    def _begin_anew(self) -> None:
-        """Replace the worker, while rank 0 waits for that."""
-        self._enter(states.Replacing(lost_at=self._lost_rank_0_at, replacement=self._forget_worker()))
+    def _begin_anew(self, number: int = 0) -> None:
+        """Replace the worker by one of this number, while rank 0 waits for that."""
+        replacement = self._forget_worker(number)
+        self._enter(states.Replacing(lost_at=self._lost_rank_0_at, replacement=replacement))
 
-    def _forget_worker(self) -> asyncio.Task[None]:
+    def _forget_worker(self, number: int = 0) -> asyncio.Task[None]:
         """Let nothing count any more that the worker has said; return what ends it, and starts another one."""
         if isinstance(self.state, states.Leaving):  # its work was done, and is begun anew
             self.state.goodbyes.cancel()
         self._work.drop()
         self._work = states.Work(started=time.monotonic())
         self._signals.noted = False
-        return self._ending.in_background(self._replace_worker())
+        return self._ending.in_background(self._replace_worker(number))
 
-    async def _replace_worker(self) -> None:
+    async def _replace_worker(self, number: int) -> None:
         """End the worker and start another one, which goes on from a state that this rank or another one holds."""
         if self.task.program is not None:
             await self.worker.silence()
         self.worker.children.look_at_all(self.worker.pid)
         saves = self.worker.beat.phase == SAVING  # a checkpoint, which is finished first
         await self.worker.end(Stopped(signal.SIGTERM) if saves else None, own=False)
-        self._send({"held": self._moment(), "steps_done": self.held.steps_done})
+        self._worker_number = number
+        self._send(messages.Held(self._moment(), self.held.steps_done))
         try:
             self.worker = self._start_worker(self.held)
         except OSError as error:  # such as EMFILE
             what = f"cannot start another worker: {error.strerror}"
             next = f"look at the limits of {self._join.info.host}: ulimit -a, free\nthen {self._again}"
             verdict = verdicts.lost_rank(self._join.info, what, why="its worker was to be replaced", next=next)
-            self._ask_for_verdict({"failed": verdict, "lost": True}, verdicts.error_for(self.spec.rank, verdict))
+            failed = messages.Failed(verdict.words, judged=True)
+            self._ask_for_verdict(failed, verdicts.error_for(self.spec.rank, verdict))
             return
         await self._attach()
         self._begin()
         if isinstance(self.state, states.Replacing):
             self._enter(states.Waiting(lost_at=self.state.lost_at))
 
-    def _moment(self) -> Sequence[int]:
-        """Return the ``Moment`` of the newest state that is whole; [] if there is none."""
+    def _moment(self) -> messages.Moment | None:
+        """Return the moment of the newest state that is whole, if there is one."""
         newest = self.held.newest()
-        return [*newest.moment] if newest is not None else []
+        return (newest.moment.generation, newest.moment.step) if newest is not None else None
 
-    def _remember(self, placed: Mapping[str, Any]) -> None:
+    def _remember(self, placed: messages.Placed) -> None:
         """Remember the run, for a new rank 0; rank 0 itself writes down what was lost."""
         assert self._run is not None
         self._so_far = RunSoFar(
             run_id=self._run.run_id,
             run_dir=self._run.run_dir,
-            generation=placed["generation"],
-            losses=placed["losses"]["count"],
-            lost_seconds=placed["losses"]["seconds"],
+            generation=placed.generation,
+            losses=placed.losses.count,
+            lost_seconds=placed.losses.seconds,
             host=self._run.host,
             pid=self._run.pid,
             address=self._run.address,
@@ -534,7 +545,7 @@ class Agent:
         assert self._run is not None and self._so_far is not None and self._join.connection is not None
         losses = self._so_far.losses + (self._lost_rank_0_at is not None)  # once more before the ranks could go on
         lost_at = self._lost_rank_0_at or time.monotonic()
-        self._so_far = dataclasses.replace(self._so_far, lost=printable(why), losses=losses)
+        self._so_far = replace(self._so_far, lost=printable(why), losses=losses)
         self.log(f"{why}; this rank keeps its state, and looks for rank 0 for {self._run.rejoin_timeout:.0f} s")
         self._join.connection.close()
         replacement = self.state.replacement if isinstance(self.state, states.Replacing) else self._forget_worker()
@@ -546,9 +557,9 @@ class Agent:
         await asyncio.wait([replacement])
         self._join.close({})
         spec = dataclasses.replace(self.spec, join_timeout=self._run.rejoin_timeout)
-        so_far = dataclasses.replace(self._so_far, held=self._moment())
+        so_far = replace(self._so_far, held=self._moment())
         self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=since)
-        self._join.info = dataclasses.replace(self._join.info, pid=self.worker.pid)
+        self._join.info = replace(self._join.info, pid=self.worker.pid)
         await self._work_with_others()
 
     def _begin_leaving(self) -> None:
@@ -568,7 +579,7 @@ class Agent:
         self._enter(states.Left())
         if coordinator is not None:
             coordinator.end()
-        self._send({"bye": ""})
+        self._send(messages.Goodbye())
         self.worker.send({"over": True})
         if self._work.result is not None:
             self._ending.finish(self._work.result)
@@ -638,7 +649,7 @@ class Agent:
         if isinstance(self.state, states.Placed):
             self.worker.send({"save": True} if number == signals.SAVE else {"stop": number})
         if number != signals.SAVE:
-            self._send({"stopping": True})
+            self._send(messages.Stopping())
 
     def _pass_on(self, number: int) -> None:
         """Let the program handle a signal. One that asks it to stop is its first SIGTERM, or the same as ours."""
@@ -683,7 +694,7 @@ class Agent:
 
     def _send_beat(self) -> None:
         beat = self.worker.heartbeat()
-        self._send({"beat": vars(beat) if beat != self._work.sent_beat else None})
+        self._send(messages.Heartbeat(beat if beat != self._work.sent_beat else None))
         self._work.sent_beat = beat
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -717,9 +728,9 @@ class Agent:
         if self._join.coordinator is not None and not isinstance(last, states.Left):
             self._join.coordinator.end(error)
         if not isinstance(last, states.Placed):
-            self._send({"bye": error.what})
+            self._send(messages.Leaves(LastWords.of(error)))
         elif not isinstance(error, PeerGone) and self._work.own_words is None and not isinstance(last, states.Left):
-            self._send({"failed": last_words(error), "bye": error.what})
+            self._send(messages.Leaves(LastWords.of(error), at_work=True))
         failed = self._work.own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self._begin()
@@ -754,6 +765,7 @@ class Agent:
         if not isinstance(self.state, states.Placed) and self._so_far is None:
             self._ending.fail(error)
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: messages.FromRank) -> None:
         if self._join.connection is not None:
-            self._join.connection.send(message)
+            is_of_another = isinstance(message, messages.OfWorker) and message.worker != self._worker_number
+            self._join.connection.send(replace(message, worker=self._worker_number) if is_of_another else message)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ddp_manual import launchers
+import msgspec
+
+from ddp_manual import launchers, messages
 from ddp_manual.agent.connection import Connection, Seal, Unsealed
 from ddp_manual.agent.name_lookup import resolve_in_thread
 from ddp_manual.agent.network_interface import at, is_loopback
@@ -26,11 +27,10 @@ from ddp_manual.errors import (
     MasterRefused,
     MasterUnreachable,
     TokenMismatch,
-    from_dict,
 )
-from ddp_manual.messages import more_seconds
+from ddp_manual.messages import LastWords, more_seconds, read_from_rank_0
 from ddp_manual.terminal import POLL_EVERY, Waiting
-from ddp_manual.wire import LONGEST_ANSWER
+from ddp_manual.wire import LONGEST_ANSWER, Read, reader_of
 from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
@@ -47,6 +47,10 @@ REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
 # A name that has addresses may get others while a rank waits, such as when Kubernetes puts rank 0 on another host.
 REFRESH_EVERY = 10.0
+
+_read_run: Read[dict[str, Any]] = reader_of(dict[str, Any])
+_read_words: Read[LastWords] = reader_of(LastWords)
+
 PROXY = "a proxy or a port forward whose other side is not up"
 
 
@@ -73,8 +77,8 @@ class Probe:
     address: str
     answer: Answer
     detail: str = ""
-    connection: Connection | None = None
-    greeting: Mapping[str, Any] = field(default_factory=dict)
+    connection: Connection[messages.FromRank0] | None = None
+    greeting: messages.Greeting | None = None
     nonces: list[str] = field(default_factory=list)
     """Of the last two questions to rank 0, which binds what it shows of its run to the last one that it has read."""
 
@@ -88,7 +92,7 @@ async def probe(address: str, port: int, greeted_within: float | None = None, *,
     """
     loop = asyncio.get_running_loop()
     try:
-        opening = loop.create_connection(Connection, address, port)
+        opening = loop.create_connection(lambda: Connection(read_from_rank_0), address, port)
         _, connection = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
     except ConnectionRefusedError:
         return Probe(address, Answer.REFUSED)
@@ -104,7 +108,7 @@ async def probe(address: str, port: int, greeted_within: float | None = None, *,
         # Its greeting came on a connection on which it has been asked something that it cannot read.
         is_first = found.answer is Answer.BUSY and greeted_within is None
         return await probe(address, port, BUSY_AGENT_GREETS_WITHIN, more=more) if is_first else found
-    if greeting is not None and "challenge" in greeting:
+    if isinstance(greeting, messages.Greeting):
         return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
     connection.close()
     if connection.first_bytes:
@@ -134,7 +138,7 @@ async def _ask(address: str, port: int) -> Probe:
             writer.close()
     if reply == nonce:
         return Probe(address, Answer.STORE)
-    if reply.startswith(b'{"ddp_manual"'):
+    if reply.startswith(b'{"type":"greeting"'):
         return Probe(address, Answer.BUSY)
     return Probe(address, Answer.STRANGER, _shown(reply) if reply else "it closed the connection when it was asked")
 
@@ -272,30 +276,30 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
         MasterLost: the run has ended, or its coordinator does not answer.
         TokenMismatch: one side has a token, and the other side does not have this token.
     """
-    assert there.connection is not None
+    assert there.connection is not None and there.greeting is not None
     there.connection.let_send(LONGEST_ANSWER)
     seal = Seal(token)
     there.nonces[:] = [there.nonces[-1] if there.nonces else "", secrets.token_hex(8)]
-    look = seal.close(f"look {there.greeting['challenge']}", {**asked, "nonce": there.nonces[-1]})
-    there.connection.send({"look": look})
+    question = messages.Question(there.nonces[-1], **asked)
+    there.connection.send(seal.close(messages.Look, there.greeting.challenge, question))
     reason = "it closed the connection"
     try:
         answer = await asyncio.wait_for(there.connection.receive(), SHOWN_WITHIN)
-        if answer is not None and "refused" in answer:
-            raise from_dict(seal.open(f"refused {there.nonces[-1]}", answer["refused"]))
-        if answer is not None:
+        if isinstance(answer, messages.Refused):
+            raise seal.open(answer, there.nonces[-1], _read_words).error()
+        if isinstance(answer, messages.Seen):
             with suppress(Unsealed):  # of a run that has ended before rank 0 read this question
-                return dict(seal.open(f"seen {there.nonces[-2]}", answer["seen"]))
-            return dict(seal.open(f"seen {there.nonces[-1]}", answer["seen"]))
+                return seal.open(answer, there.nonces[-2], _read_run)
+            return seal.open(answer, there.nonces[-1], _read_run)
     except (TimeoutError, asyncio.TimeoutError):
         raise MasterLost(
             f"rank 0's agent at {where} does not answer",
             why=f"it was asked for the run, and said nothing for {SHOWN_WITHIN:.0f} s",
             next="look whether rank 0 is stopped or frozen",
         ) from None
-    except Unsealed as unsealed:
+    except (Unsealed, msgspec.MsgspecError) as unsealed:
         reason = str(unsealed)
-    if answer is None and there.greeting["token"] == bool(seal):
+    if answer is None and there.greeting.token == bool(seal):
         raise MasterLost(
             f"the run at {where} has ended", why="its rank 0 closed the connection", next="look at rank 0's last lines"
         )

@@ -12,11 +12,10 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ddp_manual.agent.network_interface import at, family
 from ddp_manual.errors import PeerUnreachable
-from ddp_manual.messages import Place, RankInfo
+from ddp_manual.messages import Place, Probe, RankInfo
 from ddp_manual.wire import printable
 
 # Up to this many hosts all pairs are tried. Beyond it each host tries those that are 1, 2, 4, 8, ... further on in rank
@@ -94,10 +93,10 @@ async def try_to_reach(address: str, port: int) -> str | None:
     return None if received == expected else "something else answers there"
 
 
-async def try_all(wanted: Sequence[tuple[int, str, int]]) -> list[list[Any]]:
+async def try_all(wanted: Sequence[tuple[int, str, int]]) -> list[tuple[int, str]]:
     """Return the hosts, of (number, address, port), that cannot be reached, each with how the network responded."""
     outcomes = await asyncio.gather(*(try_to_reach(address, port) for _, address, port in wanted))
-    return [[number, outcome] for (number, _, _), outcome in zip(wanted, outcomes, strict=True) if outcome]
+    return [(number, outcome) for (number, _, _), outcome in zip(wanted, outcomes, strict=True) if outcome]
 
 
 def targets(node: int, nodes: int) -> list[int]:
@@ -130,18 +129,18 @@ class Probes:
         self._until = now + REPORT_TIMEOUT
         self._round = next(_rounds)
 
-    def requests(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def requests(self) -> Iterator[tuple[int, Probe]]:
         """Yield a rank and the request that tells it which hosts to try."""
         for node in sorted(self._silent):
             others = [(other, self._hosts[other]) for other in targets(node, len(self._hosts))]
-            wanted = [[other, info.address, info.answer_port] for other, info in others]
-            yield self._hosts[node].rank, {"probe": wanted, "for": [self._round, node]}
+            wanted = [(other, info.address, info.answer_port) for other, info in others]
+            yield self._hosts[node].rank, Probe((self._round, node), wanted)
 
-    def take(self, key: Sequence[int], failures: Sequence[Sequence[Any]]) -> None:
+    def take(self, key: tuple[int, int], failures: Sequence[tuple[int, str]]) -> None:
         """Take the report of a host: the hosts that it could not reach, each with how the network responded.
 
         Args:
-            key: the "for" of the request.
+            key: of the request.
         """
         round_, node = key
         if round_ != self._round or node not in self._silent:
@@ -149,9 +148,7 @@ class Probes:
         self._silent.discard(node)
         hosts = self._hosts
         self._failing += [
-            (hosts[node], hosts[other], printable(str(answer)))
-            for other, answer in failures
-            if other in range(len(hosts))
+            (hosts[node], hosts[other], printable(answer)) for other, answer in failures if other in range(len(hosts))
         ]
 
     def failing(self, now: float) -> list[Pair] | None:

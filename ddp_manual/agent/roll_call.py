@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+
+from msgspec.structs import replace
 
 from ddp_manual.agent.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
-from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 
@@ -271,24 +273,24 @@ class RollCall:
         members = [self.members[rank] for rank in sorted(self.members.keys() - self.left_out)]
         return [(member.info, member.ready) for member in members if member.ready is not None]
 
-    def news(self) -> dict[str, Any]:
+    def news(self) -> News:
         """What all waiting ranks are told; short even if every second of thousands is missing.
 
         All ranges would be N / 2 of them for each of N ranks, 4.7 KB each for 1,024 ranks. The last one is not shown,
         and says that there are more: see ``in_words``.
         """
         shown = sorted(self.members)[:MOST_NAMED]
-        return {
-            "here": len(self.members),
-            "left_out": as_ranges(sorted(self.left_out))[: MOST_RANGES + 1],
-            "named": [f"{rank} ({self.members[rank].info.host})" for rank in shown],
-            "missing": as_ranges(self.missing)[: MOST_RANGES + 1],
-            "loading": as_ranges(sorted(self._loading))[: MOST_RANGES + 1],
-            "refused": list(self.refused),
-            "gone": list(self.gone),
-            "warnings": list(self.warnings),
-            "complete": self.complete,
-        }
+        return News(
+            here=len(self.members),
+            left_out=as_ranges(sorted(self.left_out))[: MOST_RANGES + 1],
+            named=[f"{rank} ({self.members[rank].info.host})" for rank in shown],
+            missing=as_ranges(self.missing)[: MOST_RANGES + 1],
+            loading=as_ranges(sorted(self._loading))[: MOST_RANGES + 1],
+            refused=list(self.refused),
+            gone=list(self.gone),
+            warnings=list(self.warnings),
+            complete=self.complete,
+        )
 
     def roster(self) -> list[dict[str, Any]]:
         """What a person wants to know of each rank that is here."""
@@ -363,13 +365,13 @@ def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] |
     }
 
 
-def situation(news: Mapping[str, Any], world_size: int) -> str:
+def situation(news: News, world_size: int) -> str:
     """Say in one line which ranks are here, which are missing, and which still load torch."""
-    if not news["missing"] and news["loading"]:
-        return f"{all_here(world_size)}; loading torch: {in_words(news['loading'])}"
-    state = f"waiting for {in_words(news['missing'])}" if news["missing"] else "all ranks are here"
-    named = ", ".join(news["named"]) + (", ..." if news["here"] > len(news["named"]) else "")
-    return f"{state}; {news['here']} of {world_size} here: {named}"
+    if not news.missing and news.loading:
+        return f"{all_here(world_size)}; loading torch: {in_words(news.loading)}"
+    state = f"waiting for {in_words(news.missing)}" if news.missing else "all ranks are here"
+    named = ", ".join(news.named) + (", ..." if news.here > len(news.named) else "")
+    return f"{state}; {news.here} of {world_size} here: {named}"
 
 
 def all_here(world_size: int) -> str:
@@ -398,28 +400,26 @@ def wait_within(join_timeout: float, *, all_here: bool) -> float:
     return max(join_timeout, LOAD_WITHIN) if all_here else join_timeout
 
 
-def missing_ranks_error(news: Mapping[str, Any], run: RunInfo, waited: float) -> RankMissing:
-    one = news["here"] == 1
-    here = f"{'rank' if one else 'ranks'} {', '.join(news['named'])} {'is' if one else 'are'} here"
-    tried = [*news["refused"], *news["gone"]]
-    if not news["missing"]:
-        slow = in_words(news["loading"])
+def missing_ranks_error(news: News, run: RunInfo, waited: float) -> RankMissing:
+    one = news.here == 1
+    here = f"{'rank' if one else 'ranks'} {', '.join(news.named)} {'is' if one else 'are'} here"
+    tried = [*news.refused, *news.gone]
+    if not news.missing:
+        slow = in_words(news.loading)
         return RankMissing(
             f"all {run.world_size} ranks joined, but within {waited:.0f} s not all could load torch: {slow}",
             why="\n".join([here, f"still loading torch: {slow}", *tried]),
             next="look at what they say, and whether their disk or file server is slow; then start all ranks again, "
             "with a larger --join_timeout",
         )
-    missing = run.world_size - news["here"]
+    missing = run.world_size - news.here
     return RankMissing(
-        f"{missing} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(news['missing'])}",
-        why="\n".join(
-            [here, *tried] if tried else [f"{here}; nothing has tried to join as {in_words(news['missing'])}"]
-        ),
+        f"{missing} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(news.missing)}",
+        why="\n".join([here, *tried] if tried else [f"{here}; nothing has tried to join as {in_words(news.missing)}"]),
         next="\n".join(
             [
-                *(["mend what the refused rank was told in its own terminal, then:"] if news["refused"] else []),
-                *advice_for(news["missing"], run),
+                *(["mend what the refused rank was told in its own terminal, then:"] if news.refused else []),
+                *advice_for(news.missing, run),
                 "and start the others again: they have left too",
             ]
         ),

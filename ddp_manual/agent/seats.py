@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ddp_manual.errors import PeerLost
+from msgspec.structs import asdict, replace
+
+from ddp_manual.agent.verdicts import verdict_about
+from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_memory import Moment
-from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Verdict, last_words
+from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
@@ -76,17 +79,15 @@ class Seats:
         self.count += len(lost)
         self._has_said, self._has_judged, self._steps_done = False, False, 0
 
-    def take_held(self, rank: int, held: Sequence[int], steps_done: int) -> None:
+    def take_held(self, rank: int, held: tuple[int, int] | None, steps_done: int) -> None:
         """Take which state a rank holds, and how many steps it has done."""
-        if held and (len(held) != 2 or not all(type(number) is int and number >= 0 for number in held)):
-            raise TypeError("a moment is not a generation and a step")
-        self.held[rank] = Moment(*held) if held else None
+        self.held[rank] = Moment(*held) if held is not None else None
         self._steps_done = max(self._steps_done, steps_done)
 
     def lose_too(self, info: RankInfo, how: str) -> None:
         """Take that one more rank is lost, while the others begin anew."""
         error = PeerLost(f"{info.who} {how}", why="it was lost while the others began anew", next="")
-        self.lost[info.rank] = {**last_words(error), "rank": info.rank, "host": info.host, "pid": info.pid}
+        self.lost[info.rank] = verdict_about(info, LastWords.of(error))
         self.held.pop(info.rank, None)
         self.count += 1
         self._has_said = False
@@ -98,7 +99,8 @@ class Seats:
 
     def adopt(self, so_far: RunSoFar, now: float) -> None:
         """Go on with a run that another process has begun as rank 0."""
-        lost = {"rank": 0, "host": so_far.host, "pid": so_far.pid, "what": so_far.lost}
+        words = LastWords.of(MasterLost(so_far.lost, why="", next=""))
+        lost = Verdict(**asdict(words), rank=0, host=so_far.host, pid=so_far.pid)
         self.begin({0: lost}, now - so_far.seconds)
         self.began, self.generation = True, so_far.generation
         self.count, self.seconds = so_far.losses + 1, so_far.lost_seconds
@@ -139,7 +141,7 @@ class Seats:
                 how = f"lost {counted(before + 1, 'time')} {after}: no step was done in between"
                 if not before:
                     how = f"ranks were lost by their own code more than {counted(self._max_restarts, 'time')}"
-                return {**verdict, "why": f"{verdict['why']}\n{how}"}
+                return replace(verdict, why=f"{verdict.why}\n{how}")
         self._agreed = moment
         return None
 
@@ -171,7 +173,8 @@ class Seats:
         record = {
             "generation": self.generation,
             "lost": [
-                {name: verdict[name] for name in ("rank", "host", "pid", "what")} for verdict in self.lost.values()
+                {name: getattr(verdict, name) for name in ("rank", "host", "pid", "what")}
+                for verdict in self.lost.values()
             ],
             "ranks": sorted(here),
             "after_step": _step(moment),
@@ -201,7 +204,7 @@ class Seats:
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
         seats = missing or sorted(self.lost.keys() & set(left_out))
-        whats = "; ".join(verdict["what"] for rank, verdict in self.lost.items() if rank in seats or not seats)
+        whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
         if not seats:
             return f"{whats}. It is started again; {state}"
         commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in seats))
@@ -218,7 +221,7 @@ class Seats:
         if verdict is None:
             return None
         nobody = f"nobody has taken the seat of {in_words(as_ranges(missing))} within {waited:.0f} s (--rejoin_timeout)"
-        return {**verdict, "why": f"{verdict['why']}\n{nobody}", "next": run.start_again}
+        return replace(verdict, why=f"{verdict.why}\n{nobody}", next=run.start_again)
 
 
 def _step(moment: Moment | None) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_manual.errors import DdpManualError
-from ddp_manual.messages import Beat
+from ddp_manual.messages import Beat, Ready
 
 
 @dataclass(eq=False, kw_only=True)
@@ -18,7 +18,7 @@ class Work:
     started: float
     is_begun: bool = False
     """Whether the worker was told what to load."""
-    ready: asyncio.Future[Mapping[str, Any]] = field(default_factory=asyncio.Future)
+    ready: asyncio.Future[Ready] = field(default_factory=asyncio.Future)
     sent_beat: Beat = field(default_factory=Beat)
     """What rank 0 was told last that it does."""
     result: Any = None

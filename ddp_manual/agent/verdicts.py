@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from ddp_manual.agent.collectives import rank_words
 from ddp_manual.agent.health import Stall
@@ -20,10 +21,9 @@ from ddp_manual.errors import (
     PeerLost,
     PeerStalled,
     ReplicasDiffer,
-    from_dict,
     signal_name,
 )
-from ddp_manual.messages import LONGEST_TEXT, Beat, RankInfo, RunInfo, Verdict, last_words, shortened
+from ddp_manual.messages import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # All ranks find these at the same moment, with the same words.
@@ -31,39 +31,35 @@ FOUND_ALIKE = (ConfigMismatch.identifier, ReplicasDiffer.identifier)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-def verdict_about(info: RankInfo, words: Mapping[str, Any], *, judged: bool = True) -> Verdict:
-    """Make a verdict of ``last_words`` about a rank.
+def verdict_about(info: RankInfo, words: LastWords, *, judged: bool = True) -> Verdict:
+    """Make a verdict of the last words of a rank, or about it.
 
     Args:
         judged: whether the coordinator or the rank's agent says them, not its worker.
-
-    Raises:
-        KeyError, TypeError, ValueError: they are not an error.
     """
-    about = {"rank": info.rank, "host": info.host, "pid": info.pid, "exit_code": int(words["exit_code"])}
-    return {**shortened(words), **about, **({"judged": True} if judged else {})}
+    return Verdict(**asdict(words), rank=info.rank, host=info.host, pid=info.pid, judged=judged)
 
 
-def error_for(rank: int, verdict: Mapping[str, Any]) -> DdpManualError:
+def error_for(rank: int, verdict: Verdict) -> DdpManualError:
     """Return the error that ends ``rank``: its own, the coordinator's, or that another rank has failed."""
-    if verdict["rank"] == rank:
-        return from_dict(shortened(verdict), int(verdict["exit_code"]))
-    if verdict.get("judged") or verdict["identifier"] in FOUND_ALIKE:
-        error = from_dict(shortened(verdict))
+    error = verdict.error()
+    if verdict.rank == rank:
+        return error
+    if verdict.judged or verdict.identifier in FOUND_ALIKE:
+        error.exit_code = type(error).exit_code
     else:
-        who = f"rank {verdict['rank']} ({verdict['host']}, pid {verdict['pid']})"
         error = PeerFailed(
-            f"{who} left with error[{verdict['identifier']}]",
-            why="\n".join(filter(None, (str(verdict["what"]), str(verdict["why"])))),
-            next=str(verdict["next"]),
+            f"rank {verdict.rank} ({verdict.host}, pid {verdict.pid}) left with error[{verdict.identifier}]",
+            why="\n".join(filter(None, (verdict.what, verdict.why))),
+            next=verdict.next,
         )
-    error.on_its_rank = str(verdict["identifier"]), int(verdict["exit_code"])
+    error.on_its_rank = verdict.identifier, verdict.exit_code
     return error
 
 
 def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
-    error = (PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next)
-    return verdict_about(info, {**last_words(error), "exit_code": exit_code or error.exit_code})
+    words = LastWords.of((PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next))
+    return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code))
 
 
 def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:
@@ -159,7 +155,7 @@ def stalled(
                 "look at their lines: a collective is for all ranks, so no collective, and no call that contains one "
                 f"(a step, train()), may be below a line such as `if rank == 0`\nor {next}"
             )
-    return verdict_about(info, last_words(PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}")))
+    return verdict_about(info, LastWords.of(PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}")))
 
 
 def with_last_collectives(verdict: Verdict, last: Mapping[int, str]) -> Verdict:
@@ -169,7 +165,7 @@ def with_last_collectives(verdict: Verdict, last: Mapping[int, str]) -> Verdict:
     for rank, words in last.items():
         together.setdefault(words, []).append(rank)
     lines = [f"{rank_words(ranks)} began last {words}" for words, ranks in [*together.items()][:MOST_NAMED]]
-    return {**verdict, "why": "\n".join([verdict["why"], *lines, *["..."] * (len(together) > MOST_NAMED)])}
+    return replace(verdict, why="\n".join([verdict.why, *lines, *["..."] * (len(together) > MOST_NAMED)]))
 
 
 def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:

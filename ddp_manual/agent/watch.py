@@ -6,20 +6,21 @@ Nothing here waits: what is heard, a tick and the time come in; an ``Inquiry`` s
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ddp_manual import messages
 from ddp_manual.agent.collectives import Comparison, Look, Seen
 from ddp_manual.agent.handshakes import Peer
 from ddp_manual.agent.health import Health, Stall
 from ddp_manual.agent.roll_call import MOST_NAMED, RollCall
 from ddp_manual.agent.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
-from ddp_manual.messages import Beat, RankInfo, Verdict, last_words, more_seconds
+from ddp_manual.messages import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import encode
@@ -50,7 +51,7 @@ GONE, SILENT, OWN_CODE, BROKEN, NEWCOMER, AWAITED = "gone", "silent", "own code"
 DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Loss:
     """A rank that is lost, and how."""
 
@@ -60,7 +61,7 @@ class Loss:
     """The ranks that have done their work, and leave in order if this ends the run."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Broken:
     """A collective of a rank that has broken, at this place. Later it is judged which rank is to blame."""
 
@@ -73,7 +74,7 @@ Then = Callable[[Mapping[int, Any], float], None]
 """Takes the replies by rank, and the time."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Inquiry:
     """Agents have been asked something; what follows is decided once none of them can be awaited any longer."""
 
@@ -82,7 +83,7 @@ class Inquiry:
     """The ranks that have not replied yet."""
     until: float
     then: Then
-    replies: dict[int, Any] = field(default_factory=dict)
+    replies: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class Watch:
@@ -134,7 +135,7 @@ class Watch:
 
     def _judge(self, broken: Broken, now: float) -> None:
         """Blame ranks that finished early, a stopped or a silent rank, or the rank itself whose collective broke."""
-        rank = int(broken.verdict["rank"])
+        rank = broken.verdict.rank
         if self._end_because_of_finished(rank, broken.place, now) or self._end_because_of_stopped(now, 0):
             pass
         elif (late := self.health.late(now)) is not None:
@@ -149,7 +150,7 @@ class Watch:
         for rank in self._first_of(stopped, "stopped"):
             info = self._info(rank)
             go_on = f"on {info.host}, kill -CONT {info.pid} lets it go on"
-            self.send_to_all({"line": f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"})
+            self.send_to_all(messages.Line(f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"))
         if not self._roll_call.complete:
             return
         if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._roll_call.run.peer_timeout):
@@ -157,13 +158,13 @@ class Watch:
         for rank in self._first_of(health.newly("debugging"), "in a debugger"):
             where = health.beat(rank).place or "a line of its own"
             line = f"{self._info(rank).who} is in a debugger, on {where}: the other ranks wait for it"
-            self.send_to_all({"line": line}, without=[rank])
+            self.send_to_all(messages.Line(line), without=[rank])
         slow = {rank: (seconds, median) for rank, seconds, median in health.newly_slow(now)}
         for rank in self._first_of([*slow], "slow", only=0):
             seconds, median = slow[rank]
             takes = f"its own part of a step takes {1e3 * seconds:.1f} ms, {seconds / median:.1f} times the median"
             line = f"{self._info(rank).who} is slow: {takes} of all ranks, and all wait for it (named once)"
-            self._peers[0].connection.send({"line": line})
+            self._peers[0].connection.send(messages.Line(line))
         if DO_CALLS_DIFFER not in self._inquiries and (lagging := self._comparison.lagging(now)) is not None:
             self._look_at_records(now, lagging)
         if vain := health.waiting_in_vain(now, IN_VAIN):
@@ -183,7 +184,7 @@ class Watch:
             only: the rank that prints that line; all do without it.
         """
         if others := ranks[MOST_LINES:]:
-            line = {"line": f"{in_words(as_ranges(others))} are {state}, as are others"}
+            line = messages.Line(f"{in_words(as_ranges(others))} are {state}, as are others")
             self.send_to_all(line, without=() if only is None else {*self._peers} - {only})
         return ranks[:MOST_LINES]
 
@@ -193,7 +194,7 @@ class Watch:
             busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
             line = f"{in_words(as_ranges(sorted(stall.waiting)))} wait for {busy}, for {STALL_LINE:.0f} s so far"
             limit = f"the run ends after {stall.longest.seconds:.0f} s ({stall.longest.reason})"
-            self.send_to_all({"line": f"{line}; {limit}"})
+            self.send_to_all(messages.Line(f"{line}; {limit}"))
         self._said_stall = stall
 
     def take_failure(self, verdict: Verdict, broken_at: str | None, now: float, *, in_a_collective: bool) -> None:
@@ -203,7 +204,7 @@ class Watch:
             broken_at: the line of the collective if that broke; which rank is to blame will be known in a moment.
             in_a_collective: whether torch itself failed, maybe because other ranks called something else.
         """
-        loss = Loss(verdict, GONE if verdict.get("judged") else OWN_CODE)
+        loss = Loss(verdict, GONE if verdict.judged else OWN_CODE)
         if broken_at is not None:
             self._broken.append(Broken(now + BLAME_WITHIN, verdict, broken_at))
         elif in_a_collective:
@@ -214,7 +215,7 @@ class Watch:
     def _lose(self, loss: Loss) -> None:
         """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
         verdict, run = loss.verdict, self._roll_call.run
-        rank = int(verdict["rank"])
+        rank = verdict.rank
         if loss.kind is AWAITED:
             self.end_the_run(verdict, loss.spared)
             return
@@ -222,15 +223,15 @@ class Watch:
             self.health.leave(rank)  # its work is done, and that of all others
             if rank in self._peers:
                 self._peers[rank].left = True
-                self._peers[rank].connection.send({"verdict": verdict})
+                self._peers[rank].connection.send(messages.RunEnds(verdict))
             return
         keeps_seat = run.on_loss != LEAVE and not self._closing and self.failure is None
         # Nobody can begin anew with a rank that has left with its work done.
         keeps_seat = keeps_seat and not self.health.has_finished(and_left=True)
         if keeps_seat and rank in self.newcomers and not self._has_worked(rank):
-            loss = replace(loss, kind=NEWCOMER)  # such as on a host without the data
+            loss = dataclasses.replace(loss, kind=NEWCOMER)  # such as on a host without the data
         elif keeps_seat and loss.kind is OWN_CODE:
-            keeps_seat = run.on_loss_of_own_code and verdict["identifier"] in MAY_NOT_RECUR
+            keeps_seat = run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
         if not keeps_seat:
             self.end_the_run(verdict)
         else:
@@ -328,7 +329,7 @@ class Watch:
                 "less\nand call no collective, nor what contains one (a step, train()), on one rank alone, as below "
                 "`if rank == 0`",
             )
-            verdict = verdict_about(self._info(rank), last_words(error))
+            verdict = verdict_about(self._info(rank), LastWords.of(error))
             self._lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)
         return bool(early)
 
@@ -347,12 +348,12 @@ class Watch:
         """Tell all ranks why, except those ``spared``, which have done their work and leave in order."""
         if self.failure is None:
             self.failure = verdict
-            self.send_to_all({"verdict": verdict}, without=spared)
+            self.send_to_all(messages.RunEnds(verdict), without=spared)
             if spared:
                 self._close_at = -math.inf
                 self._close_process_groups(self._close_at)
 
-    def send_to_all(self, message: Mapping[str, Any], without: Collection[int] = ()) -> None:
+    def send_to_all(self, message: messages.Message, without: Collection[int] = ()) -> None:
         line, without = encode(message), frozenset(without)
         for rank, peer in self._peers.items():
             if rank not in without:
@@ -362,7 +363,7 @@ class Watch:
 
     def _lose_unless_mismatch(self, loss: Loss, now: float) -> None:
         """Lose a rank, unless the ranks called different collectives: that explains it better, and ends the run."""
-        self.waiting.setdefault(int(loss.verdict["rank"]), loss)
+        self.waiting.setdefault(loss.verdict.rank, loss)
         if self._comparison:
             self._look_at_records(now)
         if DO_CALLS_DIFFER not in self._inquiries:
@@ -372,7 +373,7 @@ class Watch:
         """Lose the ranks that wait for an inquiry; ``last`` are the collectives that all ranks have begun last."""
         waiting, self.waiting = self.waiting, {}
         for loss in waiting.values():
-            self._lose(replace(loss, verdict=with_last_collectives(loss.verdict, last or {})))
+            self._lose(dataclasses.replace(loss, verdict=with_last_collectives(loss.verdict, last or {})))
 
     def _look_at_records(self, now: float, some: Sequence[int] = ()) -> None:
         """Look at the records of all ranks; if only ``some`` give reason to, first at theirs."""
@@ -384,13 +385,13 @@ class Watch:
         if isinstance(look, Look):
             (ranks, records), number = look.question, next(self._numbers)
             within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
-            request, go_on = {"records": records, "of": number}, partial(self._look_on, look)
+            request, go_on = messages.AskRecords(records, number), partial(self._look_on, look)
             self._ask(DO_CALLS_DIFFER, number, ranks, request, within, go_on, now)
         elif len(look.ranks) < len(self._all_ranks) and (look.difference is not None or self.waiting):
             self._look(Look(self._all_ranks, look.difference), now)
         elif (mismatch := look.difference) is not None:
             mismatch.error.next += f"\nthen {self._roll_call.run.start_again}"
-            self.end_the_run(verdict_about(self._info(mismatch.rank), last_words(mismatch.error)))
+            self.end_the_run(verdict_about(self._info(mismatch.rank), LastWords.of(mismatch.error)))
         else:
             self._lose_waiting(look.last)
 
@@ -413,16 +414,23 @@ class Watch:
         for rank in self.health.finished if now >= self._close_at else ():
             if rank in self._peers and rank not in self._closing:
                 self._closing.add(rank)
-                self._peers[rank].connection.send({"close": True})
+                self._peers[rank].connection.send(messages.Close())
 
     # -- inquiries ---------------------------------------------------------------------------------------------------
 
     def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
         """Ask for the stacks of those of these ranks whose agents reply in time."""
-        self._ask(answers, STACKS, ranks, {"stacks": True}, STACKS_WITHIN, then, now)
+        self._ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)
 
     def _ask(
-        self, answers: object, number: int, ranks: Iterable[int], request: Any, within: float, then: Then, now: float
+        self,
+        answers: object,
+        number: int,
+        ranks: Iterable[int],
+        request: messages.Message,
+        within: float,
+        then: Then,
+        now: float,
     ) -> None:
         asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
         inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)

@@ -15,10 +15,12 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ddp_manual import orphans, signals
 from ddp_manual.agent.collectives import Records
@@ -30,7 +32,7 @@ from ddp_manual.launchers import start_python
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
 from ddp_manual.messages import Beat, last_words
 from ddp_manual.program import EXECUTABLE, Program
-from ddp_manual.wire import LONGEST_ANSWER
+from ddp_manual.wire import LONGEST_ANSWER, read_local
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
 # a collective.
@@ -90,7 +92,7 @@ class Worker:
         self.until: float | None = None
         """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
         self._channel, self._faults, self._process = channel, faults, process
-        self._connection: Connection | None = None
+        self._connection: Connection[dict[str, Any]] | None = None
         self.children = orphans.Children()
         if process is not None:
             orphans.is_own(process)
@@ -107,7 +109,7 @@ class Worker:
     async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
         loop = asyncio.get_running_loop()
-        connection = self._connection = Connection(longest=LONGEST_ANSWER, local=True)
+        connection = self._connection = Connection(read_local, longest=LONGEST_ANSWER)
         connection.handle(lambda message: self._take(message, take), lambda reason: None)
         os.set_blocking(self._faults, False)
         loop.add_reader(self._faults, self._read_faults)
@@ -136,7 +138,7 @@ class Worker:
     def take_beat(self, beat: Mapping[str, Any] | None) -> bool:
         """Take what the worker does now, None if that is unchanged; returns whether its phase is another one."""
         before = self.beat.phase
-        self.beat = self.beat if beat is None else Beat.from_message(beat)
+        self.beat = self.beat if beat is None else msgspec.convert(beat, Beat)
         return self.beat.phase != before
 
     def heartbeat(self) -> Beat:

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from ddp_manual import launchers
 from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.network_interface import at
 from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.agent.verdicts import error_for
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
+from ddp_manual.messages import Verdict
 from ddp_manual.terminal import Waiting, columns, say, stdout_width
 from ddp_manual.world_spec import WorldSpec
 
@@ -109,7 +112,9 @@ def _failure(seen: Mapping[str, Any], where: str) -> DdpManualError | None:
     if "exit_code" not in ended or in_order:
         return None
     # As a rank without a part in it would say it.
-    return error_for(-1, seen["failure"]) if seen["complete"] and seen["failure"] else from_dict(ended)
+    if seen["complete"] and seen["failure"]:
+        return error_for(-1, msgspec.convert(seen["failure"], Verdict))
+    return from_dict(ended)
 
 
 def last_line(seen: Mapping[str, Any]) -> str:

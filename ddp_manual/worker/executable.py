@@ -15,7 +15,7 @@ from ddp_manual import launchers, signals
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import RUNNING, Beat, Place, Progress, Ready, last_words
 from ddp_manual.program import Program
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode, read_local
 
 
 def main(channel: int, ignored: Iterable[int]) -> None:
@@ -45,15 +45,15 @@ def main(channel: int, ignored: Iterable[int]) -> None:
         gpus=[],
         versions={},
         options={},
-        store=[address, reserved.getsockname()[1]] if address else [],
+        store=(address, reserved.getsockname()[1]) if address else None,
         chooses_device=True,
     )
-    send({"ready": vars(ready)})
+    send({"ready": ready})
     placed = next(message for message in messages if "place" in message)
     place = Place(**placed["place"])
     launchers.become_rank(place, placed, restarts=start["restarts"], hosted=False)
     beat = Beat.of(Progress(RUNNING), {}, inside=False, place="", debugging=False)
-    send({"beat": vars(beat)})
+    send({"beat": beat})
     send({"notes": True, "heeds": True})
     signals.handle_as_any_program(ignored)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would
@@ -72,7 +72,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
 
 def _messages(agent: socket.socket) -> Iterator[dict[str, Any]]:
     """Return what the agent says, one message after the other; end this process when the agent is gone."""
-    reader = LineReader(LONGEST_ANSWER, local=True)
+    reader = LineReader(read_local, LONGEST_ANSWER)
     while data := agent.recv(1 << 16):
         yield from reader.feed(data)
     raise SystemExit(1)

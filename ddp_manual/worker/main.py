@@ -94,26 +94,25 @@ class Rank:
         with self.steps.step("shared memory") as step:
             devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         process_group.check_none_open()
-        store, where = None, []
+        store, where = None, None
         if address := self._start.get("store_address"):
             store = process_group.open_store(address)
-            where = [address, store.port]
+            where = address, store.port
         ready = Ready(
             pid=os.getpid(),
             device=device,
             backend=backend,
             gpus=devices.gpu_uuids() if device == "cuda" else [],
             versions=devices.versions(),
-            # Lists, since other agents compare them with what JSON brought.
             options={
-                "device": [device, self.spec.source("device")],
-                "backend": [backend, self.spec.source("backend")],
-                **{name: list(option) for name, option in own_code.items()},
+                "device": (device, self.spec.source("device")),
+                "backend": (backend, self.spec.source("backend")),
+                **own_code,
             },
             store=where,
             may_use_cpu=devices.may_use_cpu(self.spec),
         )
-        self.reporter.send({"ready": vars(ready), "steps": self.steps.as_dicts()})
+        self.reporter.send({"ready": ready, "steps": self.steps.as_dicts()})
         self.steps.clear()
         return device, backend, store
 

@@ -32,7 +32,7 @@ from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.messages import Beat, Progress
 from ddp_manual.signals import SAVE, Requests
 from ddp_manual.terminal import counted
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode, read_local
 from ddp_manual.worker.process_group import (
     collectives_begun,
     collectives_unfinished,
@@ -101,7 +101,7 @@ class Reporter:
         self.own_process = own_process
         self._channel = channel
         _open.add(channel)
-        self._reader = LineReader(LONGEST_ANSWER, local=True)
+        self._reader = LineReader(read_local, LONGEST_ANSWER)
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._said: dict[str, dict[str, Any]] = {}
@@ -141,7 +141,7 @@ class Reporter:
             debugging=where.debugging,
         )
         # With NCCL a rank may be inside a collective while its program runs Python, such as a handler of SIGTERM.
-        self.send({"beat": vars(beat) if beat != self._sent_beat else None, "blocked": where.inside})
+        self.send({"beat": beat if beat != self._sent_beat else None, "blocked": where.inside})
         self._sent_beat = beat
 
     @property

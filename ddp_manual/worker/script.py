@@ -84,10 +84,10 @@ def _get_ready(rank: Rank, start: Mapping[str, Any]) -> TCPStore | None:
     """Tell the agent what there is, without beginning to use a GPU; rank 0 hosts torch's store."""
     gpus = process_group.gpus_without_cuda()
     backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
-    store, where = None, []
+    store, where = None, None
     if address := start.get("store_address"):
         store = process_group.open_store(address)
-        where = [address, store.port]
+        where = address, store.port
     kind = "cuda" if gpus else "cpu"
     ready = Ready(
         pid=os.getpid(),
@@ -95,11 +95,11 @@ def _get_ready(rank: Rank, start: Mapping[str, Any]) -> TCPStore | None:
         backend=backend,
         gpus=gpus,
         versions=device.versions(),
-        options={"device": [kind, "default"], "backend": [backend, "default"]},
+        options={"device": (kind, "default"), "backend": (backend, "default")},
         store=where,
         chooses_device=True,
     )
-    rank.reporter.send({"ready": vars(ready)})
+    rank.reporter.send({"ready": ready})
     return store
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 from ddp_manual.agent.coordinator import LEAVE_TIMEOUT, Coordinator
 from ddp_manual.agent.handshakes import Peer
 from ddp_manual.agent.health import silent_after
+from ddp_manual.messages import OfWorker
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -178,14 +179,16 @@ def decided(coordinator: Coordinator) -> tuple[Any, ...]:
 
 def believed(agent: Any) -> tuple[Any, ...]:
     """Return what an agent has taken from its worker."""
-    of_worker = agent._own_words, agent._result, agent._leaving, agent._ready.done(), agent._signals.noted
-    return *of_worker, agent._placed, agent._left, agent._over, agent._ending.has_come
+    work = agent._work
+    return work.own_words, work.result, work.ready.done(), agent._signals.noted, type(agent.state)
 
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
     """Check of each message that changes nothing whether it does."""
     take, hear = Coordinator._take, SimulatedWorker.hear
+    works: dict[SimulatedWorker, Any] = {}
+    """Worker -> the record that its agent has of it."""
 
     def unchanged(number: int, what: str, now: Callable[[], Any], act: Callable[[], None]) -> None:
         before = now()
@@ -200,24 +203,16 @@ def watched(run: Run) -> Iterator[None]:
         sender = _sender(peer)
         if peer.rank is None and sender is not None and not sender.has_token:
             unchanged(18, f"a message of {sender.who} without the token", lambda: decided(coordinator), act)
-        elif peer.begins_again or peer.was_rank:
-            probes, before = coordinator._probes, decided(coordinator)
-            act()
-            # What it says of itself, and of the network, counts.
-            of_now = (
-                peer.left
-                or coordinator._probes is not probes
-                or (probes and coordinator._over)
-                or coordinator._stopping != before[3]
-            )
-            if (peer.begins_again or peer.was_rank) and not of_now and decided(coordinator) != before:
-                run.break_invariant(14, f"a message of rank {peer.rank}'s old worker changes something: {message}")
+        elif isinstance(message, OfWorker) and (peer.rank is None or message.worker != peer.worker):
+            what = f"a message of rank {peer.rank}'s old worker, {message},"
+            unchanged(14, what, lambda: decided(coordinator), act)
         else:
             act()
 
     def hear_watched(worker: SimulatedWorker, message: Any) -> None:
         agent = worker._program.rank.agent
-        if agent is not None and not worker.closed and (agent.worker is not worker or agent._replacing):
+        work = agent._work if agent is not None and not worker.closed else None
+        if work is not works.setdefault(worker, work):
             what = f"what an old worker of {worker._program.rank.who} says"
             unchanged(14, what, lambda: believed(agent), lambda: hear(worker, message))
         else:

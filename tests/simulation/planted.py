@@ -43,9 +43,7 @@ FAULTS = (
         "        return None\n",
     ),
     Planted("who left counts as finished", "health.py", "if known.finished]", "if known.finished or known.left]"),
-    Planted(
-        "a goodbye is not noted", "coordinator.py", "            peer.left = True\n            why", "            why"
-    ),
+    Planted("a goodbye is not noted", "coordinator.py", "        peer.left = True\n        if", "        if"),
     Planted(
         "a closed connection is no loss",
         "coordinator.py",
@@ -55,7 +53,7 @@ FAULTS = (
     Planted(
         "words of a replaced worker count",
         "coordinator.py",
-        'if peer.begins_again and not message.keys() & {"bye", "held", "probed", "stopping"}:',
+        "if isinstance(message, messages.OfWorker) and message.worker != peer.worker:",
         "if False:",
     ),
     Planted(
@@ -97,8 +95,8 @@ FAULTS = (
     Planted(
         "lines after the last error",
         "main.py",
-        "        elif isinstance(self.state, states.Ended):\n            return  # it has told",
-        "        elif False:\n            return  # it has told",
+        "case _ if isinstance(self.state, states.Ended):",
+        "case _ if False:",
     ),
     Planted(
         "a rank that is done looks for rank 0",
@@ -164,14 +162,14 @@ FAULTS = (
     Planted(
         "an old worker is heard",
         "main.py",
-        "if worker is self.worker and not self._replacing:\n                self._take_from",
+        "if work is self._work:\n                self._take_from",
         "if True:\n                self._take_from",
     ),
     Planted(
         "no token is needed",
         "connection.py",
-        'if self._token is None:\n            if "sealed"',
-        'if self._token is None or "sealed" not in message:\n            if "sealed"',
+        'raise Unsealed("it is not signed with a token")',
+        "return read(raw.decode())",
     ),
     Planted("any token will do", "connection.py", "if not hmac.compare_digest(", "if None is hmac.compare_digest("),
 )

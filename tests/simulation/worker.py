@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
@@ -190,9 +191,9 @@ class Program:
             gpus=[],
             versions={"torch": "2.15"},
             options={},
-            store=[store, self.pid] if store is not None else [],
+            store=(store, self.pid) if store is not None else None,
         )
-        self.send({"ready": dict(vars(ready)), "steps": []})
+        self.send({"ready": asdict(ready), "steps": []})
 
     def _begin(self, placed: Mapping[str, Any]) -> None:
         self.place, self.generation = placed["place"], placed["generation"]

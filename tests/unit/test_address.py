@@ -34,12 +34,15 @@ from ddp_manual.errors import (
     MasterUnresolvable,
     PortInUse,
 )
-from ddp_manual.messages import RankInfo, RunInfo, Steps
+from ddp_manual.messages import Greeting, RankInfo, RunInfo, Steps, read_from_stranger
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import Waiting
+from ddp_manual.wire import encode
 from ddp_manual.world_spec import WorldSpec
 from tests.conftest import REPOSITORY, free_port
 from tests.runs import run_info
+
+GREETING = Greeting(1, "00", "a", 1, token=False)
 
 
 def test_two_lines_that_alternate_are_said_every_10_s_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +107,14 @@ def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
 
 def test_rank_0s_agent_speaks_first_and_the_connection_is_kept() -> None:
     async def look() -> Probe:
-        open_ones: list[Connection] = []
+        open_ones: list[Connection[Any]] = []
 
-        def greet(connection: Connection) -> None:
+        def greet(connection: Connection[Any]) -> None:
             open_ones.append(connection)
-            connection.send({"ddp_manual": 1, "challenge": "00", "host": "a", "pid": 1, "token": False})
+            connection.send(GREETING)
 
         loop = asyncio.get_running_loop()
-        agent = await loop.create_server(lambda: Connection(greet), "127.0.0.1", 0)
+        agent = await loop.create_server(lambda: Connection(read_from_stranger, greet), "127.0.0.1", 0)
         try:
             found = await probe_at("127.0.0.1", agent.sockets[0].getsockname()[1])
             assert found.connection is not None
@@ -125,7 +128,7 @@ def test_rank_0s_agent_speaks_first_and_the_connection_is_kept() -> None:
 
     found = asyncio.run(look())
     assert found.answer is Answer.GREETED
-    assert found.greeting["challenge"] == "00"
+    assert found.greeting == GREETING
 
 
 def test_a_rank_0_that_takes_long_to_greet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,7 @@ def test_a_rank_0_that_takes_long_to_greet_is_waited_for(monkeypatch: pytest.Mon
     def greet(connection: socket.socket) -> None:
         time.sleep(0.6)
         with suppress(OSError):
-            connection.sendall(b'{"ddp_manual":1,"challenge":"00"}\n')
+            connection.sendall(encode(GREETING))
 
     with server(greet) as busy:
         assert probe("127.0.0.1", busy).answer is Answer.GREETED
@@ -147,7 +150,7 @@ def test_a_rank_0_that_does_not_greet_in_time_is_named_as_busy(monkeypatch: pyte
     def greet(connection: socket.socket) -> None:
         time.sleep(0.6)
         with suppress(OSError):
-            connection.sendall(b'{"ddp_manual":1,"challenge":"00"}\n')
+            connection.sendall(encode(GREETING))
 
     with server(greet) as busy:
         spec = WorldSpec(world_size=2, rank=1, master_port=busy)

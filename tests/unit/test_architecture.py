@@ -67,8 +67,8 @@ MAY_NAME = {
     "training": {"worker"},
 }
 WITHOUT_TORCH = {"agent", "cli", "__init__", "__main__", *BOTTOM}
-# Of code, without docstrings, comments and blank lines.
-MOST_LINES_OF_AGENT_AND_WORKER = 8500
+# Of code, without docstrings, comments and blank lines. Each message and each state is a type of its own.
+MOST_LINES_OF_AGENT_AND_WORKER = 8600
 
 
 def room(path: Path) -> str:

@@ -10,17 +10,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.testing._internal.distributed import fake_pg
 
-from ddp_manual import collectives
+from ddp_manual import collectives, messages
 from ddp_manual.agent.collectives import (
     LAST,
     LOOK_AGAIN_AFTER,
@@ -36,7 +37,7 @@ from ddp_manual.agent.collectives import (
 )
 from ddp_manual.agent.watch import RECORDS_WITHIN, STACKS, Watch
 from ddp_manual.agent.worker_process import Worker, wait_until
-from ddp_manual.messages import Beat, RankInfo
+from ddp_manual.messages import Beat, RankInfo, Verdict
 from ddp_manual.wire import encode
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo
@@ -114,7 +115,7 @@ def watched(**options: Any) -> Watched:
 
     def peer(rank: int) -> SimpleNamespace:
         connection = SimpleNamespace(send=lambda message: sent.append((message, rank)))
-        connection.write = lambda line: connection.send(json.loads(line))
+        connection.write = lambda line: connection.send(messages.read_from_rank_0(line.decode()))
         return SimpleNamespace(connection=connection, left=False)
 
     watch = Watch(roll_call, {rank: peer(rank) for rank in range(2)}, 0.0)  # type: ignore[arg-type,misc]
@@ -123,8 +124,12 @@ def watched(**options: Any) -> Watched:
     return watch, sent
 
 
+def verdict_of(rank: int, why: str, *, judged: bool = False) -> Verdict:
+    return Verdict("peer-lost", "what", why, "next", 14, rank=rank, host="h", pid=rank, judged=judged)
+
+
 def crash(watch: Watch, rank: int, now: float, **words: Any) -> None:
-    verdict = {"rank": rank, "identifier": "peer-lost", "why": f"reason {rank}", "judged": True, **words}
+    verdict = replace(verdict_of(rank, f"reason {rank}", judged=True), **words)
     watch.take_failure(verdict, None, now, in_a_collective=True)
 
 
@@ -141,8 +146,8 @@ def test_the_verdict_that_waits_for_a_comparison_ends_the_run_whatever_the_compa
     assert watch.failure is None
     with pytest.raises(ValueError, match="zip"):
         watch.check(1.1 + RECORDS_WITHIN)
-    assert watch.failure is not None and watch.failure["why"] == "reason 0"
-    assert [message["verdict"]["why"] for message, _ in sent if "verdict" in message] == ["reason 0"] * 2
+    assert watch.failure is not None and watch.failure.why == "reason 0"
+    assert [message.verdict.why for message, _ in sent if isinstance(message, messages.RunEnds)] == ["reason 0"] * 2
 
 
 def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_lost() -> None:
@@ -150,12 +155,12 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     for rank in range(2):
         crash(watch, rank, 1.0)
     assert not watch.take_lost() and watch.waiting
-    number = sent[-1][0]["of"]
+    number = sent[-1][0].number
     for rank in range(2):
         watch.take_reply(rank, number, reply(1, 5), 1.1)
     lost = watch.take_lost()
     last = "ranks 0 and 1 began last the 1st of the default group, barrier at a.py:1"
-    assert {rank: loss.verdict["why"] for rank, loss in lost.items()} == {
+    assert {rank: loss.verdict.why for rank, loss in lost.items()} == {
         rank: f"reason {rank}\n{last}" for rank in range(2)
     }
     assert not watch.waiting and not watch.take_lost()
@@ -171,23 +176,23 @@ def test_a_loss_that_waits_takes_effect_when_the_ranks_begin_anew_because_of_ano
 def test_nobody_waits_for_the_records_of_a_rank_that_is_gone() -> None:
     watch, sent = watched()
     crash(watch, 0, 1.0)
-    watch.take_reply(0, sent[-1][0]["of"], reply(1, 5), 1.1)
+    watch.take_reply(0, sent[-1][0].number, reply(1, 5), 1.1)
     watch.check(1.1)
     assert watch.failure is None
     watch.gone(1)
     watch.check(1.2)
-    assert watch.failure is not None and watch.failure["why"].startswith("reason 0")
+    assert watch.failure is not None and watch.failure.why.startswith("reason 0")
 
 
 def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() -> None:
     watch, sent = watched(on_loss="wait")
     for rank in range(2):
-        watch.take_failure({"rank": rank, "why": "reset"}, "a.py:1", 1.0, in_a_collective=True)
+        watch.take_failure(verdict_of(rank, "reset"), "a.py:1", 1.0, in_a_collective=True)
     for rank in range(2):
         watch.hear(rank, None, 2.5)
     watch.check(2.5)
     watch.check(2.6)
-    assert [{**message}.keys() for message, _ in sent] == [{"records", "of"}] * 2
+    assert [type(message) for message, _ in sent] == [messages.AskRecords] * 2
     watch.check(2.6 + RECORDS_WITHIN)
     assert [*watch.take_lost()] == [0]
     watch.check(4.0)
@@ -204,7 +209,7 @@ def test_an_observer_is_shown_the_stacks_that_are_here_when_the_time_is_over_or_
     assert not shown
     watch.check(3.0)
     assert shown == [{0: "main"}] * 2
-    assert [rank for message, rank in sent if message == {"stacks": True}] == [0, 1]  # once for both observers
+    assert [rank for message, rank in sent if message == messages.AskStacks()] == [0, 1]  # once for both observers
     watch.ask_for_stacks(2, [0, 1], lambda stacks, _: shown.append({**stacks}), 4.0)
     watch.stop(4.1)
     assert shown[2:] == [{}]
@@ -212,8 +217,8 @@ def test_an_observer_is_shown_the_stacks_that_are_here_when_the_time_is_over_or_
 
 @pytest.mark.parametrize("calls", [{"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000}])
 def test_a_heartbeat_whose_chains_are_not_pairs_of_numbers_is_refused(calls: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="chain"):
-        Beat.from_message({"calls": calls})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"calls": calls}, Beat)
 
 
 def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:

@@ -9,7 +9,9 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
+import msgspec
 import pytest
 
 from ddp_manual.agent.connection import (
@@ -22,19 +24,20 @@ from ddp_manual.agent.connection import (
     Unsealed,
     claimed,
 )
-from ddp_manual.wire import LONGEST_ANSWER, LONGEST_LINE, LineReader, encode
+from ddp_manual.messages import Heartbeat, Hello, Look, Signed, read_from_rank
+from ddp_manual.wire import LONGEST_ANSWER, LONGEST_LINE, LineReader, Unreadable, as_json, decode, encode, read_local
 
 WITHIN = 10.0
 
 
-def with_ends(test: Callable[[Connection, socket.socket], Awaitable[None]]) -> None:
+def with_ends(test: Callable[[Connection[Any], socket.socket], Awaitable[None]]) -> None:
     """Run ``test`` with a connection, and the other end of it as a plain socket."""
 
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             other = socket.create_connection(listener.getsockname())
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(Connection, sock=listener.accept()[0])
+            _, connection = await loop.create_connection(partial(Connection, decode), sock=listener.accept()[0])
             with other:
                 other.setblocking(False)
                 try:
@@ -45,7 +48,7 @@ def with_ends(test: Callable[[Connection, socket.socket], Awaitable[None]]) -> N
     asyncio.run(run())
 
 
-async def receive(connection: Connection) -> dict[str, object] | None:
+async def receive(connection: Connection[Any]) -> dict[str, object] | None:
     return await asyncio.wait_for(connection.receive(), WITHIN)
 
 
@@ -58,7 +61,7 @@ async def read_to_the_end(other: socket.socket) -> bytes:
 
 
 def test_messages_arrive_whole_however_their_bytes_were_split() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         other.sendall(b'{"a": 1}\n{"b"')
         assert await receive(connection) == {"a": 1}
         other.sendall(b": 2}\n")
@@ -68,7 +71,7 @@ def test_messages_arrive_whole_however_their_bytes_were_split() -> None:
 
 
 def test_a_message_of_many_reads_arrives_whole_and_so_does_the_message_after_it() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         long = "x" * (3 * LONGEST_READ)
         await asyncio.get_running_loop().sock_sendall(other, f'{{"long": "{long}"}}\n{{"next": 1}}\n'.encode())
         assert await receive(connection) == {"long": long}
@@ -78,9 +81,9 @@ def test_a_message_of_many_reads_arrives_whole_and_so_does_the_message_after_it(
 
 
 def test_bytes_of_two_connections_that_arrive_in_turn_are_not_mixed() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         ours, theirs = socket.socketpair()
-        _, second = await asyncio.get_running_loop().create_connection(Connection, sock=ours)
+        _, second = await asyncio.get_running_loop().create_connection(partial(Connection, decode), sock=ours)
         with theirs:
             for first_half, second_half in ((b'{"a": "aa', b'aa"}\n'), (b'{"a": "bb', b'bb"}\n')):
                 other.sendall(first_half)
@@ -96,7 +99,7 @@ def test_bytes_of_two_connections_that_arrive_in_turn_are_not_mixed() -> None:
 
 
 def test_messages_that_came_before_handle_are_handled_in_order_and_then_the_end() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         other.sendall(b'{"failed": "words"}\n{"bye": ""}\n')
         other.close()
         deadline = time.monotonic() + WITHIN
@@ -110,7 +113,7 @@ def test_messages_that_came_before_handle_are_handled_in_order_and_then_the_end(
 
 
 def test_messages_that_came_before_the_end_are_received_before_the_end() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         other.sendall(b'{"failed": "words"}\n')
         other.close()
         assert await receive(connection) == {"failed": "words"}
@@ -120,11 +123,9 @@ def test_messages_that_came_before_the_end_are_received_before_the_end() -> None
     with_ends(test)
 
 
-@pytest.mark.parametrize(
-    "content", [b"GET / HTTP/1.1\n", b"[1]\n", b"\xff\n", b"[" * 20_000 + b"\n", b"x" * LONGEST_LINE * 2]
-)
+@pytest.mark.parametrize("content", [b"GET / HTTP/1.1\n", b"\xff\n", b"[" * 20_000 + b"\n", b"x" * LONGEST_LINE * 2])
 def test_bytes_that_are_not_a_message_end_the_connection(content: bytes) -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(other, content))
         assert await receive(connection) is None
         assert "message" in connection.ended
@@ -135,7 +136,7 @@ def test_bytes_that_are_not_a_message_end_the_connection(content: bytes) -> None
 
 
 def test_a_rank_may_send_longer_messages_than_a_stranger() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         connection.reader.longest = 100
         other.sendall(b'{"a": "%s"}\n' % (b"x" * 50))
         assert await receive(connection) == {"a": "x" * 50}
@@ -146,13 +147,13 @@ def test_a_rank_may_send_longer_messages_than_a_stranger() -> None:
     with_ends(test)
 
 
-def with_a_stranger(test: Callable[[Connection, socket.socket], Awaitable[None]], longest: int) -> None:
+def with_a_stranger(test: Callable[[Connection[Any], socket.socket], Awaitable[None]], longest: int) -> None:
     """Like ``with_ends``, before anything is known of the other side."""
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        make = partial(Connection, longest=longest, stranger=True)
+        make = partial(Connection, decode, longest=longest, stranger=True)
         _, connection = await asyncio.get_running_loop().create_connection(make, sock=ours)
         with theirs:
             await asyncio.wait_for(test(connection, theirs), WITHIN)
@@ -163,7 +164,7 @@ def with_a_stranger(test: Callable[[Connection, socket.socket], Awaitable[None]]
 
 @pytest.mark.parametrize("content", [b"x" * 20_000, b"\n" * 20_000, b"{}\n" * 7_000, b'{"a": 1}\n' * 3_000])
 def test_of_a_stranger_that_sends_without_pause_only_so_many_bytes_are_read(content: bytes) -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         taken: list[object] = []
         gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         connection.handle(taken.append, gone.set_result)
@@ -177,7 +178,7 @@ def test_of_a_stranger_that_sends_without_pause_only_so_many_bytes_are_read(cont
 
 
 def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         sent = 0
         with suppress(ConnectionError):
             while not connection.ended:
@@ -191,7 +192,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:
 
 
 def test_a_stranger_that_has_become_a_rank_may_send_on() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         other.sendall(b'{"hello": 1}\n')
         assert await receive(connection) == {"hello": 1}
         connection.let_send(LONGEST_LINE)
@@ -203,7 +204,7 @@ def test_a_stranger_that_has_become_a_rank_may_send_on() -> None:
 
 
 def test_messages_that_nobody_takes_end_the_connection_instead_of_filling_the_memory() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         with suppress(ConnectionError):
             for _ in range(100 * MOST_UNREAD):
                 await asyncio.get_running_loop().sock_sendall(other, b'{"a": 1}\n')
@@ -215,7 +216,7 @@ def test_messages_that_nobody_takes_end_the_connection_instead_of_filling_the_me
 
 def test_a_long_message_is_read_in_time_that_grows_with_its_length_only() -> None:
     """64 MiB in pieces of 64 KiB: to look for its end anew in all of it at each piece took 12 s."""
-    reader, piece = LineReader(LONGEST_ANSWER), b"x" * LONGEST_READ
+    reader, piece = LineReader(decode, LONGEST_ANSWER), b"x" * LONGEST_READ
     began = time.process_time()
     assert [*reader.feed(b'{"long": "')] == []
     for _ in range(LONGEST_ANSWER // LONGEST_READ - 1):
@@ -225,22 +226,34 @@ def test_a_long_message_is_read_in_time_that_grows_with_its_length_only() -> Non
     assert time.process_time() - began < 4
 
 
-def test_a_message_that_a_handler_cannot_read_ends_the_connection() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+def test_a_message_that_must_not_come_now_ends_the_connection() -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def take(message: dict[str, object]) -> None:
-            raise KeyError("nonce")
+            raise Unreadable("it says more before it is answered")
 
         connection.handle(take, gone.set_result)
         other.sendall(b'{"hello": {}}\n')
-        assert await asyncio.wait_for(gone, WITHIN) == "'nonce'"
+        assert await asyncio.wait_for(gone, WITHIN) == "it says more before it is answered"
 
     with_ends(test)
 
 
+def test_a_message_of_another_type_than_the_other_side_may_send_is_unreadable() -> None:
+    assert [*LineReader(read_from_rank).feed(b'{"type":"heartbeat","worker":2}\n')] == [Heartbeat(worker=2)]
+    for line in (
+        b'{"type":"close"}\n',
+        b"[1]\n",
+        b'{"type":"heartbeat","worker":-1}\n',
+        b'{"type":"stopping","no":1}\n',
+    ):
+        with pytest.raises(Unreadable, match="not a message"):
+            list(LineReader(read_from_rank).feed(line))
+
+
 def test_a_connection_that_is_not_read_is_aborted_instead_of_filling_memory() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         for _ in range(1000):
             connection.send({"words": "x" * (MOST_UNSENT // 50)})
             assert connection.unsent < 2 * MOST_UNSENT
@@ -251,7 +264,7 @@ def test_a_connection_that_is_not_read_is_aborted_instead_of_filling_memory() ->
 
 
 def test_one_message_may_be_longer_than_the_bytes_that_may_wait() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         connection.send({"seen": "x" * (8 * MOST_UNSENT)})
         assert connection.unsent > MOST_UNSENT
         connection.close()
@@ -263,7 +276,7 @@ def test_one_message_may_be_longer_than_the_bytes_that_may_wait() -> None:
 def test_a_short_message_may_follow_one_that_is_longer_than_the_bytes_that_may_wait() -> None:
     """As heartbeats follow the roster of 16,384 ranks."""
 
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         for words in ("x" * (8 * MOST_UNSENT), "y", "z"):
             connection.send({"words": words})
         connection.close()
@@ -273,7 +286,7 @@ def test_a_short_message_may_follow_one_that_is_longer_than_the_bytes_that_may_w
 
 
 def test_bytes_sent_before_close_arrive_and_bytes_received_after_close_are_ignored() -> None:
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         told: list[object] = []
         connection.handle(told.append, told.append)
         connection.send({"over": True})
@@ -291,49 +304,49 @@ def test_bytes_sent_before_close_arrive_and_bytes_received_after_close_are_ignor
 HELLO = {"rank": 1, "host": "b", "nonce": "00"}
 
 
-def test_a_sealed_message_is_opened_by_the_same_token_for_the_same_purpose() -> None:
-    sealed = Seal(b"token").close("hello 1", HELLO)
-    assert Seal(b"token").open("hello 1", sealed) == HELLO
-    assert claimed(sealed) == HELLO
+def test_a_signed_message_is_opened_by_the_same_token_for_the_same_purpose() -> None:
+    signed = Seal(b"token").close(Hello, "1", HELLO)
+    assert Seal(b"token").open(signed, "1", decode) == HELLO
+    assert claimed(signed) == HELLO
 
 
 @pytest.mark.parametrize(
-    ("token", "purpose", "reason"),
+    ("token", "kind", "nonce", "reason"),
     [
-        (b"other", "hello 1", "another token, or was recorded elsewhere"),
-        (b"token", "hello 2", "another token, or was recorded elsewhere"),
-        (b"token", "look 1", "another token, or was recorded elsewhere"),
-        (None, "hello 1", "this process has none"),
+        (b"other", Hello, "1", "another token, or was recorded elsewhere"),
+        (b"token", Hello, "2", "another token, or was recorded elsewhere"),
+        (b"token", Look, "1", "another token, or was recorded elsewhere"),
+        (None, Hello, "1", "this process has none"),
     ],
 )
-def test_a_sealed_message_is_not_opened_by_another_token_or_for_another_purpose(
-    token: bytes | None, purpose: str, reason: str
+def test_a_signed_message_is_not_opened_by_another_token_or_for_another_purpose(
+    token: bytes | None, kind: type[Signed], nonce: str, reason: str
 ) -> None:
-    sealed = Seal(b"token").close("hello 1", HELLO)
+    signed = Seal(b"token").close(Hello, "1", HELLO)
     with pytest.raises(Unsealed, match=reason):
-        Seal(token).open(purpose, sealed)
+        Seal(token).open(kind(signed.content, signature=signed.signature), nonce, decode)
 
 
 def test_an_altered_message_is_not_opened() -> None:
-    sealed = dict(Seal(b"token").close("hello", HELLO))
-    sealed["sealed"] = sealed["sealed"].replace('"rank": 1', '"rank": 2')
+    signed = Seal(b"token").close(Hello, "1", HELLO)
+    altered = msgspec.Raw(bytes(signed.content).replace(b'"rank":1', b'"rank":2'))
     with pytest.raises(Unsealed):
-        Seal(b"token").open("hello", sealed)
+        Seal(b"token").open(Hello(altered, signature=signed.signature), "1", decode)
 
 
-@pytest.mark.parametrize("message", [HELLO, {"sealed": 5, "signature": "x"}, {"sealed": "{}"}])
-def test_with_a_token_a_message_without_a_signature_is_not_opened(message: dict[str, object]) -> None:
+def test_with_a_token_a_message_without_a_signature_is_not_opened() -> None:
     with pytest.raises(Unsealed, match="not signed with a token"):
-        Seal(b"token").open("hello", message)
+        Seal(b"token").open(Seal(None).close(Hello, "1", HELLO), "1", decode)
 
 
 def test_without_a_token_messages_travel_as_they_are() -> None:
-    assert Seal(None).close("hello", HELLO) is HELLO
-    assert Seal(None).open("hello", HELLO) is HELLO
+    message = Seal(None).close(Hello, "1", HELLO)
+    assert encode(message) == b'{"type":"hello","content":{"rank":1,"host":"b","nonce":"00"}}\n'
+    assert Seal(None).open(message, "1", decode) == HELLO
 
 
 def test_no_message_contains_the_token() -> None:
-    assert "token" not in str(Seal(b"token").close("hello", {"rank": 1}))
+    assert b"token" not in encode(Seal(b"token").close(Hello, "1", {"rank": 1}))
 
 
 CLEAR = "\x1b[2J"
@@ -341,17 +354,24 @@ CLEAR = "\x1b[2J"
 
 def test_text_from_the_network_arrives_with_control_characters_escaped_and_newlines_kept() -> None:
     """Also where it is signed, or where only an unsigned claim of it is read; a process of the rank itself keeps it."""
-    said = {"why": f"one\n{CLEAR}\r\x07\x9b\u202e\udcff\u2028", "list": [{f"na\tme{CLEAR}": "é 漢"}, 1, None, 1.5]}
+    said = {"why": f"one\n{CLEAR}\r\x07\x9b\u202e\u2028", "list": [{f"na\tme{CLEAR}": "é 漢"}, 1, None, 1.5]}
     shown = {
-        "why": "one\n\\x1b[2J\\r\\x07\\x9b\\u202e\\udcff\\u2028",
+        "why": "one\n\\x1b[2J\\r\\x07\\x9b\\u202e\\u2028",
         "list": [{"na\\tme\\x1b[2J": "é 漢"}, 1, None, 1.5],
     }
 
-    async def test(connection: Connection, other: socket.socket) -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
         other.sendall(encode(said))
         assert await receive(connection) == shown
 
     with_ends(test)
     seal = Seal(b"token")
-    assert seal.open("p", seal.close("p", said)) == claimed(seal.close("p", said)) == shown
-    assert list(LineReader(local=True).feed(encode(said))) == [said]
+    signed = seal.close(Hello, "1", said)
+    assert seal.open(signed, "1", decode) == claimed(signed) == shown
+    assert list(LineReader(read_local).feed(encode(said))) == [said]
+
+
+def test_a_text_that_is_not_unicode_is_escaped_by_its_sender_and_kept_within_a_rank() -> None:
+    said = {"why": "a stray byte: \udcff"}
+    assert decode(as_json(said).decode()) == {"why": "a stray byte: \\udcff"}
+    assert list(LineReader(read_local).feed(encode(said))) == [said]

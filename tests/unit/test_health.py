@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ddp_manual.agent import verdicts
 from ddp_manual.agent.health import SLOW_FOR, Health, Stall
 from ddp_manual.agent.watch import Watch
 from ddp_manual.messages import Beat, LongestWait, Progress, RankInfo
+from ddp_manual.wire import as_json, reader_of
 from tests.runs import run_info
 
 RUN = run_info()
@@ -174,9 +176,9 @@ def test_a_stall_on_gpus_shows_their_unfinished_collectives_and_that_one_may_han
     beats = {rank: replace(training(7, 9, inside=True), unfinished=2 - rank) for rank in range(2)}
     infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
     shown = verdicts.stalled(infos, Stall([0, 1], [], 300.0), beats, {}, "again")
-    assert "on train.py:1 in f, 2 collectives not completed by its GPU\n" in shown["why"]
-    assert "on train.py:1 in f, 1 collective not completed by its GPU\n" in shown["why"]
-    assert "nvidia-smi" in shown["next"]
+    assert "on train.py:1 in f, 2 collectives not completed by its GPU\n" in shown.why
+    assert "on train.py:1 in f, 1 collective not completed by its GPU\n" in shown.why
+    assert "nvidia-smi" in shown.next
 
 
 def test_ranks_that_compute_are_not_stalled_whatever_their_numbers_of_collectives() -> None:
@@ -389,7 +391,7 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
         watch.check_health(now)
     [line] = sent
     waits = "rank 0 wait for rank 1, for 300 s so far"
-    assert line == {"line": f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)"}
+    assert line["text"] == (f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)")
 
 
 def test_the_words_about_a_stall_say_which_limit_to_raise() -> None:
@@ -401,7 +403,7 @@ def test_the_words_about_a_stall_say_which_limit_to_raise() -> None:
             (LongestWait(7, 10), "a larger timeout in\ninit_process_group or new_group: it is 10 s"),
         ):
             stall = Stall([0] if behind else [0, 1], behind, 300.0, longest=longest)
-            assert words in verdicts.stalled(infos, stall, beats, {}, "again")["next"]
+            assert words in verdicts.stalled(infos, stall, beats, {}, "again").next
 
 
 class Odd:
@@ -414,13 +416,13 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
     beat = Beat.of(progress, {}, inside=False, place="\x1b[2J", debugging=False)
-    assert Beat.from_message(json.loads(json.dumps(vars(beat)))) == Beat(phase="a\\nb", place="\\x1b[2J")
+    assert reader_of(Beat)(as_json(beat).decode()) == Beat(phase="a\\nb", place="\\x1b[2J")
 
 
 def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_program_opens() -> None:
     timeouts = {**{str(group): 1800.0 for group in range(20_000)}, "long": 14400.0}
     beat = Beat.of(Progress(), {}, timeouts=timeouts, inside=False, place="", debugging=False)
-    assert beat.timeouts == {"": 1800.0, "long": 14400.0} == Beat.from_message(vars(beat)).timeouts
+    assert beat.timeouts == {"": 1800.0, "long": 14400.0} == reader_of(Beat)(as_json(beat).decode()).timeouts
 
 
 @pytest.mark.parametrize(
@@ -431,7 +433,7 @@ def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_progr
         {"unfinished": "many"},
         {"collectives": {"0": None}},
         {"place": "x" * 300},
-        {"place": "\x1b[2J"},
+        {"place": "a\nb"},
         {"step": True},
         {"stopped": 5},
         {"stopped": "SIG\nSTOP"},
@@ -444,14 +446,12 @@ def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_progr
     ],
 )
 def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        Beat.from_message(message)
+    with pytest.raises((msgspec.MsgspecError, ValueError)):
+        reader_of(Beat)(json.dumps(message))
 
 
-@pytest.mark.parametrize("number", [10**400, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["samples_per_second", "step_seconds"])
-def test_a_heartbeat_with_a_number_that_cannot_be_is_refused(name: str, number: float) -> None:
-    with pytest.raises(ValueError, match="no number of samples or seconds"):
-        Beat.from_message({name: number})
-    with pytest.raises(ValueError, match="an impossible time-out"):
-        Beat.from_message({"timeouts": {"": number}})
+@pytest.mark.parametrize("number", [10**400, 1e20, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["samples_per_second", "step_seconds", "timeouts"])
+def test_a_heartbeat_with_a_number_that_cannot_be_is_refused(field: str, number: float) -> None:
+    with pytest.raises((msgspec.MsgspecError, ValueError)):
+        reader_of(Beat)(json.dumps({field: {"": number} if field == "timeouts" else number}))

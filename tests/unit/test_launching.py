@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
 from ddp_manual.agent.ending import Ended
@@ -23,7 +24,7 @@ from ddp_manual.agent.main import Agent
 from ddp_manual.agent.verdicts import error_for, verdict_about
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
-from ddp_manual.messages import RankInfo, last_words
+from ddp_manual.messages import LastWords, RankInfo
 from ddp_manual.run_folder import RunPaths, own_run_dir
 from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
@@ -61,7 +62,7 @@ def test_after_a_failure_on_another_host_ranks_start_again_if_they_do_so_there(
 ) -> None:
     about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
     judged = isinstance(error, PeerLost)
-    verdict = verdict_about(about, {**last_words(error), "exit_code": exit_code}, judged=judged)
+    verdict = verdict_about(about, replace(LastWords.of(error), exit_code=exit_code), judged=judged)
     for rank in (0, 1):
         assert may_be_fixed(error_for(rank, verdict)) is again
 

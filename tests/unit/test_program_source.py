@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ddp_manual.agent.collective_variables import collective_variables, differing_variables
 from ddp_manual.agent.compatibility import _other_arguments
+from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.handshakes import LONGEST_HELLO
 from ddp_manual.agent.program_arguments import differing_arguments, may_differ_option, named_arguments, shown
 from ddp_manual.agent.program_source import MOST_FILES, MOST_PARTS, check_program, forkable_imports, source_of
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import RankInfo
+from ddp_manual.messages import Claim, Hello, RankInfo
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
+from ddp_manual.wire import as_json, encode, reader_of
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:
@@ -314,9 +314,8 @@ def test_any_number_of_arguments_of_any_length_fits_into_a_hello() -> None:
     arguments = named_arguments([*longest, "odd\x1b[2J\udcff"])
     code = dict.fromkeys([f"{number}{'c' * 200}" for number in range(MOST_PARTS)], "d" * 12)
     info = RankInfo(rank=0, world_size=1, host="a", pid=1, address="10.0.0.1", arguments=arguments, code=code)
-    message = json.loads(json.dumps(asdict(info)))
-    assert RankInfo.from_message(message) == info
-    assert len(json.dumps(message)) < LONGEST_HELLO
+    assert reader_of(RankInfo)(as_json(info).decode()) == info
+    assert len(encode(Seal(b"token").close(Hello, "n" * 32, Claim(info, "n" * 32)))) < LONGEST_HELLO
     longest[-1] += "changed"
     changed = named_arguments([*longest, "odd\x1b[2J\udcff"])
     assert differing_arguments(arguments, changed) == ["other arguments"]

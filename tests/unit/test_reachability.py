@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ddp_manual.agent import reachability
 from ddp_manual.agent.reachability import (
@@ -56,7 +56,7 @@ def test_an_agent_is_reached_until_it_stops_answering() -> None:
 
 
 def test_hosts_that_cannot_be_reached_are_returned_with_how_the_network_responded() -> None:
-    async def reach() -> list[list[object]]:
+    async def reach() -> list[tuple[int, str]]:
         answering = await answer_at("127.0.0.1")
         port = answering.sockets[0].getsockname()[1]
         with socket.socket() as nobody:
@@ -66,7 +66,7 @@ def test_hosts_that_cannot_be_reached_are_returned_with_how_the_network_responde
         await answering.wait_closed()
         return found
 
-    assert asyncio.run(reach()) == [[2, "connection refused"]]
+    assert asyncio.run(reach()) == [(2, "connection refused")]
 
 
 def test_both_sides_send_more_than_a_packet() -> None:
@@ -133,12 +133,12 @@ def test_failing_pairs_are_named_with_their_direction_and_so_is_a_host_that_did_
     ]
     infos = [replace(host, rank=rank) for host in hosts for rank in range(host.rank, host.rank + 8)]
     probes = Probes(infos, assign_places([replace(info, host_id=info.host) for info in infos]), now=100.0)
-    tried = {rank: [other for other, _, _ in request["probe"]] for rank, request in probes.requests()}
+    tried = {rank: [other for other, _, _ in request.hosts] for rank, request in probes.requests()}
     assert tried == {0: [1, 2], 8: [0, 2], 16: [0, 1]}
-    keys = {rank: request["for"] for rank, request in probes.requests()}
-    earlier = [keys[0][0] - 1, 0]
-    probes.take(keys[8], [[0, "no answer"], [7, "of no host"]])
-    probes.take(earlier, [[1, "connection refused"]])
+    keys = {rank: request.key for rank, request in probes.requests()}
+    earlier = keys[0][0] - 1, 0
+    probes.take(keys[8], [(0, "no answer"), (7, "of no host")])
+    probes.take(earlier, [(1, "connection refused")])
     assert probes.failing(108.0) is None
     probes.take(keys[0], [])
     failing = probes.failing(108.1)

@@ -8,10 +8,11 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
+from msgspec.structs import asdict, replace
 
 from ddp_manual.agent.compatibility import more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.agent.connection import Connection, Seal
@@ -38,9 +39,30 @@ from ddp_manual.errors import (
     VersionMismatch,
     WorldSizeMismatch,
 )
-from ddp_manual.messages import Place, RankInfo, Ready, RunInfo
+from ddp_manual.messages import (
+    Claim,
+    FromRank0,
+    Greeting,
+    Heartbeat,
+    Hello,
+    Look,
+    News,
+    Place,
+    Placed,
+    Question,
+    RankInfo,
+    Ready,
+    Refused,
+    RunEnds,
+    RunInfo,
+    Seen,
+    Signed,
+    Welcome,
+    WorkerReady,
+    read_from_rank_0,
+)
 from ddp_manual.terminal import as_ranges, in_words
-from ddp_manual.wire import LONGEST_ANSWER
+from ddp_manual.wire import LONGEST_ANSWER, as_json, decode, reader_of
 from tests.runs import run_info
 
 RUN = run_info(run_dir="d", command="train --rank {rank} --data '{x}'")
@@ -49,7 +71,7 @@ RUN = run_info(run_dir="d", command="train --rank {rank} --data '{x}'")
 def info(rank: int, host_id: str, local_rank: int | None = None, **other: Any) -> RankInfo:
     fields: dict[str, Any] = {
         "rank": rank,
-        "world_size": 3,
+        "world_size": max(3, rank + 1),
         "world_size_source": "flag",
         "host": host_id,
         "host_id": host_id,
@@ -61,7 +83,7 @@ def info(rank: int, host_id: str, local_rank: int | None = None, **other: Any) -
         "versions": {"torch": "2.15.0+cu132", "python": "3.11"},
         "code": {"ddp_manual/training": "aa"},
         "allow_mismatch": False,
-        "options": {"lr": [0.04, "default"]},
+        "options": {"lr": (0.04, "default")},
     }
     return RankInfo(**{**fields, **other})
 
@@ -73,15 +95,14 @@ def ready(**other: Any) -> Ready:
         "backend": "gloo",
         "gpus": [],
         "versions": {"torch": "2.15.0+cu132", "python": "3.11", "cuda": "13.2", "nccl": "2.30.7"},
-        "options": {"device": ["cpu", "default"], "backend": ["gloo", "default"]},
-        "store": [],
+        "options": {"device": ("cpu", "default"), "backend": ("gloo", "default")},
     }
     return Ready(**{**fields, **other})
 
 
 def ready_with(*gpus: str, **other: Any) -> Ready:
     """Ready for NCCL, which wants a GPU for each rank."""
-    nccl = {"device": ["cuda", "default"], "backend": ["nccl", "default"]}
+    nccl = {"device": ("cuda", "default"), "backend": ("nccl", "default")}
     return ready(**{"device": "cuda", "backend": "nccl", "gpus": list(gpus), "options": nccl, **other})
 
 
@@ -113,7 +134,7 @@ def test_many_missing_ranks_are_named_as_ranges() -> None:
 
 
 def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_braces_alone() -> None:
-    news = {"here": 1, "named": ["0 (a)"], "missing": [[1, 2]], "loading": [], "refused": [], "gone": []}
+    news = News(here=1, named=["0 (a)"], missing=[(1, 2)])
     error = missing_ranks_error(news, RUN, 15.0)
     assert error.what == "2 of 3 ranks never joined within 15 s: ranks 1-2"
     assert error.next.splitlines()[:2] == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
@@ -121,7 +142,7 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
 
 
 def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
-    news = {"here": 3, "named": ["0 (a)"], "missing": [], "loading": [[1, 2]], "refused": [], "gone": []}
+    news = News(here=3, named=["0 (a)"], loading=[(1, 2)])
     error = missing_ranks_error(news, RUN, 15.0)
     assert "not all could load torch: ranks 1-2" in error.what
     assert "never joined" not in error.what
@@ -151,14 +172,15 @@ def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
         {"local_rank": -1},
         {"unknown": 1},
         {"address": "no.address"},
-        {"host": "a\x1b[2J"},
+        {"host": "a\nb"},
         {"host_id": "a" * 300},
     ],
 )
 def test_a_hello_with_impossible_values_is_refused(wrong: dict[str, object]) -> None:
-    assert RankInfo.from_message(json.loads(json.dumps(asdict(info(0, "a"))))) == info(0, "a")
-    with pytest.raises((TypeError, ValueError)):
-        RankInfo.from_message({**asdict(info(0, "a")), **wrong})
+    read = reader_of(RankInfo)
+    assert read(as_json(info(0, "a")).decode()) == info(0, "a")
+    with pytest.raises(msgspec.MsgspecError):
+        read(json.dumps({**asdict(info(0, "a")), **wrong}))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +199,10 @@ def test_a_hello_with_impossible_values_is_refused(wrong: dict[str, object]) -> 
     ],
 )
 def test_a_device_report_with_impossible_values_is_refused(wrong: dict[str, object]) -> None:
-    assert Ready.from_message(json.loads(json.dumps(asdict(ready())))) == ready()
-    with pytest.raises((TypeError, ValueError)):
-        Ready.from_message({**asdict(ready()), **wrong})
+    read = reader_of(Ready)
+    assert read(as_json(ready()).decode()) == ready()
+    with pytest.raises(msgspec.MsgspecError):
+        read(json.dumps({**asdict(ready()), **wrong}))
 
 
 # -- who belongs together ---------------------------------------------------------------------------------------------
@@ -246,14 +269,14 @@ def test_a_host_without_a_gpu_is_named_whether_or_not_it_has_rank_0() -> None:
 
 
 def test_a_chosen_device_that_differs_is_a_different_option_and_not_a_missing_gpu() -> None:
-    chosen = ready(options={"device": ["cpu", "flag"], "backend": ["gloo", "default"]})
+    chosen = ready(options={"device": ("cpu", "flag"), "backend": ("gloo", "default")})
     error = refused_when_ready(chosen, ready_with("GPU-1"))
     assert isinstance(error, ConfigMismatch)
     assert "start every rank with the same --device and --backend" in error.next
 
 
 def test_a_different_address_family_is_refused() -> None:
-    families = [{"address_family": [family, "eth0, from GLOO_SOCKET_IFNAME"]} for family in ("IPv4", "IPv6")]
+    families = [{"address_family": (family, "eth0, from GLOO_SOCKET_IFNAME")} for family in ("IPv4", "IPv6")]
     error = refused(info(1, "b", options=families[1]), info(0, "a", options=families[0]))
     assert isinstance(error, ConfigMismatch)
     assert "address_family: rank 0 has IPv4 (eth0, from GLOO_SOCKET_IFNAME), rank 1 has IPv6" in error.why
@@ -382,7 +405,7 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b"))
     roll_call.get_ready(1, ready())
     assert not roll_call.all_here
-    assert (roll_call.news()["missing"], roll_call.news()["loading"]) == ([[2, 2]], [[0, 0]])
+    assert (roll_call.news().missing, roll_call.news().loading) == ([(2, 2)], [(0, 0)])
     assert roll_call.admit(info(2, "b"), 1.0, 1.0, 0.0) is True
     assert roll_call.all_here and not roll_call.all_ready
     for rank in (0, 2):
@@ -390,16 +413,16 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     assert roll_call.all_ready
     roll_call.leave(1, "is gone: its process has ended")
     assert not roll_call.all_ready
-    assert roll_call.news()["gone"] == ["rank 1 (b, pid 1) is gone: its process has ended"]
+    assert roll_call.news().gone == ["rank 1 (b, pid 1) is gone: its process has ended"]
     assert roll_call.admit(info(1, "b"), 2.0, 2.0, 0.0) is True
-    assert roll_call.news()["loading"] == [[1, 1]]
+    assert roll_call.news().loading == [(1, 1)]
 
 
 def test_the_news_are_as_short_where_every_second_of_many_ranks_is_missing() -> None:
     run = replace(RUN, world_size=4096)
-    roll_call = roll_call_of(*(replace(info(rank, "a"), world_size=4096) for rank in range(0, 4096, 2)), run=run)
+    roll_call = roll_call_of(*(info(rank, "a", world_size=4096) for rank in range(0, 4096, 2)), run=run)
     news = roll_call.news()
-    assert len(json.dumps(news)) < 1000
+    assert len(as_json(news)) < 1000
     assert "2048 of 4096 ranks never joined" in missing_ranks_error(news, run, 15.0).what
     assert situation(news, 4096).startswith("waiting for ranks 1, 3, 5,")
 
@@ -430,14 +453,14 @@ def test_a_process_that_replaces_a_rank_is_compared_with_rank_0_too() -> None:
         assert roll_call.get_ready(rank, ready()) == []
     roll_call.leave(1, "is gone: its process has ended")
     assert roll_call.admit(info(1, "a"), 1.0, 1.0, 0.0) is True
-    refused = roll_call.get_ready(1, ready(options={"device": ["cpu", "default"], "backend": ["nccl", "flag"]}))
+    refused = roll_call.get_ready(1, ready(options={"device": ("cpu", "default"), "backend": ("nccl", "flag")}))
     assert [(rank, type(error)) for rank, error in refused] == [(1, ConfigMismatch)]
 
 
 def test_ranks_that_are_ready_before_rank_0_are_compared_once_rank_0_is_ready() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "b"))
     assert roll_call.get_ready(1, ready()) == []
-    refused = roll_call.get_ready(0, ready(options={"device": ["cpu", "default"], "backend": ["nccl", "flag"]}))
+    refused = roll_call.get_ready(0, ready(options={"device": ("cpu", "default"), "backend": ("nccl", "flag")}))
     assert [(rank, type(error)) for rank, error in refused] == [(1, ConfigMismatch)]
 
 
@@ -451,7 +474,7 @@ def test_a_rank_is_taken_once_the_process_that_holds_it_was_heard_from() -> None
     assert error.what == "rank 1 is taken by b (pid 7)"
     assert "frozen" not in error.why
     assert error.next == "train --rank 2 --data '{x}'"
-    assert roll_call.news()["refused"][0].startswith("rank 1 (c, pid 8) was refused: rank-taken: ")
+    assert roll_call.news().refused[0].startswith("rank 1 (c, pid 8) was refused: rank-taken: ")
 
 
 def test_a_frozen_process_keeps_its_rank_and_is_named_with_the_command_that_ends_it() -> None:
@@ -492,7 +515,8 @@ def test_beyond_32_hosts_every_host_is_still_tried_in_both_directions() -> None:
 # -- told over real connections ---------------------------------------------------------------------------------------
 
 WITHIN = 20.0
-Connect = Callable[[], Awaitable[tuple[Connection, dict[str, Any]]]]
+Connect = Callable[[], Awaitable[tuple[Connection[FromRank0], Greeting]]]
+M = TypeVar("M")
 
 
 def with_a_coordinator(
@@ -507,15 +531,15 @@ def with_a_coordinator(
         )
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         await coordinator.serve(listener)
-        connections: list[Connection] = []
+        connections: list[Connection[FromRank0]] = []
 
-        async def connect() -> tuple[Connection, dict[str, Any]]:
+        async def connect() -> tuple[Connection[FromRank0], Greeting]:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(
-                lambda: Connection(longest=LONGEST_ANSWER), *listener.getsockname()
+                lambda: Connection(read_from_rank_0, longest=LONGEST_ANSWER), *listener.getsockname()
             )
             connections.append(connection)
-            return connection, await until(connection, "challenge")
+            return connection, await until(connection, Greeting)
 
         try:
             await asyncio.wait_for(test(coordinator, connect), 3 * WITHIN)
@@ -527,30 +551,34 @@ def with_a_coordinator(
     asyncio.run(run())
 
 
-async def until(connection: Connection, kind: str) -> dict[str, Any]:
+async def until(connection: Connection[FromRank0], kind: type[M]) -> M:
     """The next message of a kind; others, such as heartbeats and news, are skipped."""
     while True:
         message = await asyncio.wait_for(connection.receive(), WITHIN)
         assert message is not None, connection.ended
-        if kind in message:
+        if isinstance(message, kind):
             return message
 
 
-async def say_hello(connect: Connect, who: RankInfo, nonce: str = "") -> Connection:
+def content(message: Signed) -> Any:
+    return decode(bytes(message.content).decode())
+
+
+async def say_hello(connect: Connect, who: RankInfo, nonce: str = "") -> Connection[FromRank0]:
     connection, _ = await connect()
-    connection.send({"hello": {**asdict(who), "nonce": nonce or secrets.token_hex(8)}})
+    connection.send(Seal(None).close(Hello, "", Claim(who, nonce or secrets.token_hex(8))))
     return connection
 
 
 def test_a_process_that_waits_for_a_taken_rank_is_refused_when_rank_0_leaves() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         holder = await say_hello(connect, info(1, "b", pid=7))
-        await until(holder, "welcome")
+        await until(holder, Welcome)
         second = await say_hello(connect, info(1, "b", pid=8))
-        await until(await say_hello(connect, info(2, "b")), "welcome")  # so the claim has come too
+        await until(await say_hello(connect, info(2, "b")), Welcome)  # so the claim has come too
         coordinator.end(RankMissing("rank 0 left", why="-", next="-"))
         for connection in (holder, second):
-            refused = (await until(connection, "refused"))["refused"]
+            refused = content(await until(connection, Refused))
             assert refused["what"] == "rank 0 (a, pid 1) left before all ranks had joined"
 
     with_a_coordinator(test)
@@ -559,15 +587,15 @@ def test_a_process_that_waits_for_a_taken_rank_is_refused_when_rank_0_leaves() -
 def test_a_taken_rank_is_refused_at_the_holders_next_heartbeat_and_free_after_its_end() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         holder = await say_hello(connect, info(1, "b", pid=7))
-        await until(holder, "welcome")
+        await until(holder, Welcome)
         second = await say_hello(connect, info(1, "b", pid=8))
         while not coordinator.roll_call.refused:
-            holder.send({"beat": None})
+            holder.send(Heartbeat())
             await asyncio.sleep(0.01)
-        assert (await until(second, "refused"))["refused"]["identifier"] == "rank-taken"
+        assert content(await until(second, Refused))["identifier"] == "rank-taken"
         holder.close()
         third = await say_hello(connect, info(1, "b", pid=9))
-        await until(third, "welcome")
+        await until(third, Welcome)
         assert "rank 1 (b, pid 7) is gone: its process has ended" in coordinator.roll_call.gone
 
     with_a_coordinator(test)
@@ -576,8 +604,8 @@ def test_a_taken_rank_is_refused_at_the_holders_next_heartbeat_and_free_after_it
 def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         stranger = await say_hello(connect, info(0, "b"))
-        assert (await until(stranger, "refused"))["refused"]["identifier"] == "rank-taken"
-        await until(await say_hello(connect, info(0, "a"), "rank 0's"), "welcome")
+        assert content(await until(stranger, Refused))["identifier"] == "rank-taken"
+        await until(await say_hello(connect, info(0, "a"), "rank 0's"), Welcome)
 
     with_a_coordinator(test)
 
@@ -585,16 +613,45 @@ def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
 def test_an_observer_may_look_again_once_it_has_read_the_answer_and_not_before() -> None:
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         patient, _ = await connect()
-        for _ in range(200):  # more bytes than a stranger may send in all
-            patient.send({"look": {"nonce": "", "stacks": False, "padding": "x" * 1000}})
-            assert (await until(patient, "seen"))["seen"]["missing"] == [[0, 2]]
+        for _ in range(400):  # more bytes than a stranger may send in all
+            patient.send(Seal(None).close(Look, "", Question("n" * 250)))
+            assert content(await until(patient, Seen))["missing"] == [[0, 2]]
         hasty, _ = await connect()
         for _ in range(10):
-            hasty.send({"look": {"nonce": ""}})
+            hasty.send(Seal(None).close(Look, "", Question("")))
         answers = []
         while (answer := await asyncio.wait_for(hasty.receive(), WITHIN)) is not None:
             answers.append(answer)
         assert len(answers) <= 1
+
+    with_a_coordinator(test)
+
+
+def test_a_mistake_of_the_coordinator_ends_the_run_and_blames_nobody_whose_message_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        rank = await say_hello(connect, info(1, "b"))
+        await until(rank, Welcome)
+        monkeypatch.setattr(RollCall, "hear", lambda *_: {}["a mistake"])
+        rank.send(Heartbeat())
+        verdict = (await until(rank, RunEnds)).verdict
+        assert (verdict.rank, verdict.what) == (0, "rank 0's coordinator broke")
+        assert "KeyError: 'a mistake'" in verdict.why and not rank.closed
+        monkeypatch.undo()
+
+    with_a_coordinator(test)
+
+
+def test_a_mistake_about_a_stranger_ends_its_connection_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(coordinator: Coordinator, connect: Connect) -> None:
+        rank = await say_hello(connect, info(1, "b"))
+        await until(rank, Welcome)
+        monkeypatch.setattr(RollCall, "admit", lambda *_, **__: {}["a mistake"])
+        stranger = await say_hello(connect, info(2, "b"))
+        assert await asyncio.wait_for(stranger.receive(), WITHIN) is None
+        monkeypatch.undo()
+        await until(await say_hello(connect, info(2, "b")), Welcome)
 
     with_a_coordinator(test)
 
@@ -617,15 +674,15 @@ def test_rank_0_of_a_large_world_reads_the_roster_of_all_ranks() -> None:
 
     async def test(coordinator: Coordinator, connect: Connect) -> None:
         rank_0 = await say_hello(connect, info(0, "a", world_size=ranks), "rank 0's")
-        await until(rank_0, "welcome")
+        await until(rank_0, Welcome)
         for rank in range(1, ranks):
-            who = info(rank, "a", world_size=ranks, host="a" * 120)
+            who = info(rank, "a", world_size=ranks, host="a" * 150)
             assert coordinator.roll_call.admit(who, time.monotonic(), 0.0, 0.0) is True
             coordinator.roll_call.get_ready(rank, ready())
-        rank_0.send({"ready": asdict(ready(store=["10.0.0.1", 41000]))})
-        message = await until(rank_0, "place")
-        assert message["place"] == asdict(place)
-        assert len(message["roster"]) == ranks
-        assert len(json.dumps(message)) > 1 << 20
+        rank_0.send(WorkerReady(ready(store=("10.0.0.1", 41000))))
+        message = await until(rank_0, Placed)
+        assert message.place == place
+        assert len(message.roster) == ranks
+        assert len(as_json(message)) > 1 << 20
 
     with_a_coordinator(test, ranks)

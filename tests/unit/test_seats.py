@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ddp_manual import held_memory
 from ddp_manual.agent.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
-from ddp_manual.messages import RankInfo, RunSoFar
+from ddp_manual.messages import RankInfo, RunSoFar, Verdict
 from ddp_manual.on_loss import WAIT
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
 from ddp_manual.worker import holding
+from tests.conftest import log_to_root
 from tests.unit.test_roll_call import RUN, info
 
 KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
-GONE = {"rank": 2, "host": "b", "pid": 7, "identifier": "peer-lost", "exit_code": 14}
-GONE |= {"what": "rank 2 (b, pid 7) is gone: SIGKILL", "why": "why", "next": "next"}
+GONE = Verdict("peer-lost", "rank 2 (b, pid 7) is gone: SIGKILL", "why", "next", 14, rank=2, host="b", pid=7)
 
 SO_FAR: dict[str, Any] = {"run_id": "r", "run_dir": None, "generation": 1, "losses": 1, "lost_seconds": 1.0}
 SO_FAR |= {"host": "a", "pid": 7, "address": "10.0.0.1"}
@@ -45,9 +45,9 @@ def begun() -> Seats:
 def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_said_once() -> None:
     seats = begun()
     seats.begin({2: GONE}, 10.0)
-    seats.take_held(0, [0, 5], 5)
+    seats.take_held(0, (0, 5), 5)
     assert seats.kept(KEEPS, [0, 1], [2]) is None
-    seats.take_held(1, [0, 6], 6)
+    seats.take_held(1, (0, 6), 6)
     said = seats.kept(KEEPS, [0, 1], [2])
     assert said is not None
     assert said.startswith("rank 2 (b, pid 7) is gone: SIGKILL. Its seat is kept; state of step 6 is held by rank 1\n")
@@ -58,7 +58,7 @@ def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_
 def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_first_rank() -> None:
     seats = begun()
     seats.begin({2: GONE}, 10.0)
-    for rank, moment in enumerate(([0, 6], [0, 6], [])):
+    for rank, moment in enumerate(((0, 6), (0, 6), None)):
         seats.take_held(rank, moment, 8)
     assert seats.newest([0, 1, 2]) == (Moment(0, 6), 0)
     gone_on = seats.complete(KEEPS, here(0, 1, 2), 24.0)
@@ -66,8 +66,8 @@ def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_firs
     line, record = gone_on
     assert line == "rank 2 is back, on a: all 3 go on after step 6; the break took 14 s, and the ranks repeat 2 steps"
     assert (record["generation"], record["after_step"], record["state_from_rank"], record["seconds"]) == (1, 6, 0, 14.0)
-    seats.begin({1: GONE | {"rank": 1}}, 30.0)
-    for rank, moment in enumerate(([0, 9], [1, 7], [1, 7])):
+    seats.begin({1: replace(GONE, rank=1)}, 30.0)
+    for rank, moment in enumerate(((0, 9), (1, 7), (1, 7))):
         seats.take_held(rank, moment, 9)
     assert seats.newest([0, 1, 2]) == (Moment(1, 7), 1), (
         "a state that all have gone on from counts more than a later step"
@@ -92,21 +92,21 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
     seats = begun()
     for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
         seats.begin({2: GONE}, 10.0 * time)
-        seats.take_held(0, [time, 5], 5)
+        seats.take_held(0, (time, 5), 5)
         assert seats.refusal([2], [2] if own_code else [], [0]) is None
         seats.complete(KEEPS, here(0, 1, 2), 10.0 * time)
     seats.begin({2: GONE}, 100.0)
-    seats.take_held(0, [0, 5], 5)
+    seats.take_held(0, (0, 5), 5)
     refusal = seats.refusal([2], [2] if own_code else [], [0])
-    assert refusal is not None and "after step 5: no step was done in between" in refusal["why"]
+    assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
 
 def test_only_losses_after_the_same_step_count_together() -> None:
-    seats, rank_0 = begun(), GONE | {"rank": 0}
+    seats, rank_0 = begun(), replace(GONE, rank=0)
     for number in range(4 * MOST_WITHOUT_A_STEP):
         lost = {0: rank_0} if number % 4 == 0 else {2: GONE}
         seats.begin(lost, 0.0)
-        seats.take_held(1, [number, number // 2], number // 2)
+        seats.take_held(1, (number, number // 2), number // 2)
         assert seats.refusal([0] if number % 4 == 0 else [], [], [1]) is None
         seats.complete(KEEPS, here(0, 1, 2), 0.0)
 
@@ -115,7 +115,7 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
     seats, refused = begun(), []
     for step in range(10):
         seats.begin({2: GONE}, 0.0)
-        seats.take_held(0, [step, step], step)
+        seats.take_held(0, (step, step), step)
         refused.append(seats.refusal([2], [2] if step > 4 else [], [0]) is not None)
         seats.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
@@ -125,7 +125,7 @@ def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
     seats = Seats(max_restarts=2, shrink="")
     so_far = RunSoFar(**SO_FAR | {"generation": 4, "losses": 3, "lost_seconds": 9.0, "lost": "gone", "seconds": 2.0})
     seats.adopt(so_far, 50.0)
-    seats.take_held(1, [4, 70], 70)
+    seats.take_held(1, (4, 70), 70)
     gone_on = seats.complete(KEEPS, here(0, 1, 2), 51.0)
     assert (
         gone_on is not None
@@ -137,9 +137,9 @@ def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
 
 @pytest.mark.parametrize("wrong", [{"generation": -1}, {"held": [1]}, {"held": ["a", 1]}, {"lost_seconds": "x"}])
 def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
-    assert RunSoFar.from_message(SO_FAR).held == []
-    with pytest.raises((TypeError, ValueError)):
-        RunSoFar.from_message(SO_FAR | wrong)
+    assert msgspec.convert(SO_FAR, RunSoFar).held is None
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(SO_FAR | wrong, RunSoFar)
 
 
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
@@ -188,7 +188,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
 ) -> None:
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
     said: list[Any] = []
-    monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
+    log_to_root(monkeypatch)
     placed = {"holds": True, "state_from": None, "generation": 0, "place": {"rank": 0}}
     holding.begin(memory, placed, said.append)
     try:
@@ -209,7 +209,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
 def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a_loss_will_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
+    log_to_root(monkeypatch)
     for rank in (0, 1):
         placed = {"holds": True, "state_from": None, "generation": 0, "place": {"rank": rank}}
         holding.begin(HeldMemory.create(), placed, lambda message: None)

@@ -29,6 +29,7 @@ from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import Table, Tracker, Trackers, WeightsAndBiases, run_name, table_of
 from ddp_manual.world_spec import WorldSpec
+from tests.conftest import log_to_root
 
 SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
 
@@ -63,7 +64,7 @@ class Remembering(Tracker):
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
+    log_to_root(monkeypatch)
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 

@@ -204,14 +204,16 @@ def test_garbage_in_the_roll_call_does_not_disturb_the_run(start_rank: Start, po
     rank_0 = start_rank(0, 2)
     rank_0.wait_for("waiting for rank 1")
     for line in (
-        *(b"", b"no json", b"[]", b'"stop"', b"{}", b"\xff\xfe", b"[" * 100_000, b'{"hello": null}', b'{"hello": 1}'),
-        *(b'{"over": true}', b'{"bye": ""}', b'{"verdict": {}}', b'{"look": {}}', b'{"look": {"nonce": null}}'),
+        *(b"", b"no json", b"[]", b'"stop"', b"{}", b"\xff\xfe", b"[" * 100_000, b'{"type":"hello"}'),
+        *(b'{"type":"hello","content":null}', b'{"type":"hello","content":1}', b'{"type":"look","content":{}}'),
+        *(b'{"type":"later"}', b'{"type":"goodbye"}', b'{"type":"run_ends","verdict":{}}', b'{"hello":1}'),
+        *(b'{"type":"look","content":{"nonce":null}}', b'{"type":"look","content":"a\\u001b"}'),
     ):
         with Stranger(port) as stranger:
             stranger.connection.sendall(line + b"\n")
             assert b"welcome" not in stranger.rest()
     with Stranger(port) as stranger:
-        stranger.say({"hello": {"nonce": 1, "rank": "x"}})
+        stranger.say({"type": "hello", "content": {"nonce": 1, "info": {"rank": "x"}}})
         assert stranger.hears("refused")["identifier"] == "version-mismatch"
     rank_0.wait_for("was refused: version-mismatch")
     codes = [start_rank(1, 2).wait(), rank_0.wait()]

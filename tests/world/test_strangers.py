@@ -15,17 +15,18 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
 from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import asdict, replace
 
+from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.probe import look_at, probe
 from ddp_manual.agent.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
-from ddp_manual.messages import RankInfo
+from ddp_manual.messages import Claim, Greeting, Hello, Message, News, RankInfo, RunEnds, Seen, Verdict, Welcome
 from ddp_manual.wire import encode
 from tests.catalogue import record
 from tests.clock import left
@@ -165,15 +166,15 @@ def test_control_characters_of_a_stranger_are_escaped_in_the_terminals_of_all_ra
     ranks = [start_rank(rank, 3) for rank in (0, 1)]
     ranks[1].wait_for("waiting for rank 2; 2 of 3 here")
     with Stranger(port) as stranger:
-        stranger.say({"hello": {"nonce": "", "rank": 2, "host": f"a\n{CLEAR}"}})
+        stranger.say(Seal(None).close(Hello, "", {"nonce": "", "info": {"rank": 2, "host": f"a\n{CLEAR}"}}))
         assert stranger.hears("refused")["identifier"] == "version-mismatch"
     with Stranger(port) as stranger:
         hello = RankInfo(rank=2, world_size=7, host=f"b{CLEAR}", pid=1, address="127.0.0.1")
-        stranger.say({"hello": {**asdict(hello), "nonce": ""}})
+        stranger.say(Seal(None).close(Hello, "", Claim(hello, "")))
         assert stranger.hears("refused")["identifier"] == "world-size-mismatch"
     for rank in ranks:
         rank.wait_for(f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch")
-        rank.wait_for("a process on 'a")
+        rank.wait_for("a process that says it is rank 2 on 'a")
     seen = [start("ddp-manual", "status", "--master_port", port, *as_json) for as_json in ([], ["--json"])]
     assert [status.wait() for status in seen] == [0, 0]
     assert f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch" in seen[0].out
@@ -185,30 +186,27 @@ def test_control_characters_of_a_false_rank_0_are_escaped_and_its_folder_is_not_
 ) -> None:
     """On the terminal, in commands to type, in the failure file and in status; newlines are kept."""
     folder = tmp_path / "named by rank 0"
-    run = asdict(
-        run_info(world_size=2, run_dir=str(folder), command=f"rm {CLEAR}", host=f"h{CLEAR}", address="127.0.0.1")
-    )
-    error = {"identifier": "peer-lost", "what": f"a{CLEAR}", "why": f"two\nlines{CLEAR}", "next": f"rm {CLEAR}"}
-    verdict = {**error, "rank": 0, "host": f"h{CLEAR}", "pid": 1, "exit_code": 14, "judged": True}
-    news = {"here": 1, "named": [f"0 ({CLEAR})"], "missing": [[1, 1]], "loading": [], "refused": [], "gone": [CLEAR]}
-    news |= {"waited": 1.0, "timeout": 60.0}
+    run = run_info(world_size=2, run_dir=str(folder), command=f"rm {CLEAR}", host=f"h{CLEAR}", address="127.0.0.1")
+    words = "peer-lost", f"a{CLEAR}", f"two\nlines{CLEAR}", f"rm {CLEAR}", 14
+    verdict = Verdict(*words, rank=0, host=f"h{CLEAR}", pid=1, judged=True)
+    news = News(1, named=[f"0 ({CLEAR})"], missing=[(1, 1)], gone=[CLEAR], warnings=[CLEAR], waited=1.0, timeout=60.0)
+    unsigned = Seal(None)
     with socket.create_server(("127.0.0.1", 0)) as false:
         false_port = false.getsockname()[1]
         rank = start(*rank_command(1, 2, "--master_port", false_port))
-        with say_as_rank_0(false, {"welcome": {"run": run}}, {"news": {**news, "warnings": [CLEAR]}}):
+        with say_as_rank_0(false, unsigned.close(Welcome, "", run), news):
             rank.wait_for(f"1 of 2 here: 0 ({ESCAPED})")
             rank.wait_for(f"rm {ESCAPED}")
         assert rank.wait(20) == 14
         assert f"error[master-lost]: rank 0 (h{ESCAPED}, pid 1) is gone without a word\n" in rank.err
         own = start(*rank_command(1, 2, "--master_port", false_port, "--run_dir", folder.with_name("own")))
-        with say_as_rank_0(
-            false, {"welcome": {"run": {**run, "run_dir": str(folder.with_name("own"))}}}, {"verdict": verdict}
-        ):
+        welcome = unsigned.close(Welcome, "", replace(run, run_dir=str(folder.with_name("own"))))
+        with say_as_rank_0(false, welcome, RunEnds(verdict)):
             assert own.wait(20) == 14
         assert f"error[peer-lost]: a{ESCAPED}\n  why:  two\n        lines{ESCAPED}\n  next: rm {ESCAPED}\n" in own.err
         looking = start("ddp-manual", "status", "--master_port", false_port)
-        seen = {**news, "run": run, "complete": False, "warnings": [], "ranks": [], "progress": None, "failure": error}
-        with say_as_rank_0(false, {"seen": seen}):
+        seen = {**asdict(news), "run": asdict(run), "ranks": [], "progress": None, "failure": asdict(verdict)}
+        with say_as_rank_0(false, unsigned.close(Seen, "", seen)):
             assert looking.wait(20) == 0
         assert f"run r: rank 0 on h{ESCAPED} (pid 1)" in looking.out and f"lines{ESCAPED}" in looking.out
     assert not any(letter in one.err + one.out for one in (rank, own, looking) for letter in "\x1b\r\x9b")
@@ -218,11 +216,10 @@ def test_control_characters_of_a_false_rank_0_are_escaped_and_its_folder_is_not_
 
 
 @contextmanager
-def say_as_rank_0(listener: socket.socket, *messages: dict[str, object]) -> Iterator[None]:
+def say_as_rank_0(listener: socket.socket, *messages: Message) -> Iterator[None]:
     """Greet the next process that connects, say this once it has spoken, and close the connection after the body."""
     with listener.accept()[0] as connection:
-        greeting = {"ddp_manual": 1, "challenge": "-", "host": CLEAR, "pid": 1, "token": False}
-        connection.sendall(encode(greeting))
+        connection.sendall(encode(Greeting(1, "-", CLEAR, 1, token=False)))
         connection.makefile().readline()
         connection.sendall(b"".join(map(encode, messages)))
         yield
@@ -273,8 +270,7 @@ def test_an_hours_worth_of_strangers_in_a_minute_changes_neither_heartbeats_nor_
 def hello_of(rank: RankProcess, listener: socket.socket, token: str) -> str:
     """The hello of a rank whose rank 0 is this listener, and which then ends."""
     with listener, listener.accept()[0] as connection:
-        greeting = {"ddp_manual": 1, "challenge": "-", "host": "-", "pid": 1, "token": bool(token)}
-        connection.sendall(json.dumps(greeting).encode() + b"\n")
+        connection.sendall(encode(Greeting(1, "-", "-", 1, token=bool(token))))
         hello = connection.makefile().readline()
     rank.kill()
     return hello.strip()
@@ -309,4 +305,4 @@ def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:
     for number in range(200):
         connection = held.enter_context(socket.create_connection(address, 5))
         with suppress(ConnectionError):  # some have to make room for others
-            connection.sendall((HALF_A_REQUEST, b'{"hello": {"rank": 1')[number % 2])
+            connection.sendall((HALF_A_REQUEST, b'{"type":"hello","content":{"rank": 1')[number % 2])

@@ -13,8 +13,27 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
+from ddp_manual.agent.connection import Seal
+from ddp_manual.messages import (
+    Failed,
+    Finished,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LastWords,
+    Leaves,
+    Look,
+    LostRank0,
+    Question,
+    Rank0Leaves,
+    Refused,
+    RunEnds,
+    Stopping,
+    Verdict,
+)
 from tests.catalogue import record
 from tests.clock import left
 from tests.conftest import LONGER, SHORT, RankProcess, Start
@@ -71,7 +90,7 @@ class Eavesdropper:
 
 def line_of(text: bytes, kind: str) -> bytes:
     """The first message of a kind, as it was sent."""
-    return next(line + b"\n" for line in text.splitlines() if kind in json.loads(line))
+    return next(line + b"\n" for line in text.splitlines() if json.loads(line)["type"] == kind)
 
 
 @pytest.fixture
@@ -121,10 +140,10 @@ def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
         "waiting for ranks 1-2; 1 of 3 here: 0 (" + f"{HOST}); rank 1 ({HOST}, pid {overheard.worker}) left"
     )
     hello, everything = eavesdropper.line_to_rank_0("hello"), bytes(eavesdropper.to_rank_0)
-    assert b"sealed" in hello and b"answer_port" in hello and b'"bye"' in everything
+    assert b"signature" in hello and b"answer_port" in hello and b'"leaves"' in everything
 
     refused = f"a process that says it is rank 1 on '{HOST}' was refused: token-mismatch"
-    for recorded in (hello, everything, hello.replace(b'\\"rank\\": 1', b'\\"rank\\": 2')):
+    for recorded in (hello, everything, hello.replace(b'"rank":1', b'"rank":2')):
         turned_away(port, recorded)
     rank_0.wait_for(refused)
     rank_0.wait_for(refused.replace("rank 1", "rank 2"))
@@ -183,12 +202,12 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
     true.wait_for("waiting for ranks 1-2; 1 of 3 here")
     overheard = start_rank(1, 3, "--master_port", eavesdropper.port, DDP_MANUAL_TOKEN=TOKEN)
     true.wait_for("waiting for rank 2; 2 of 3 here")
-    greeting, welcome = (eavesdropper.line_from_rank_0(kind) for kind in ("ddp_manual", "welcome"))
+    greeting, welcome = (eavesdropper.line_from_rank_0(kind) for kind in ("greeting", "welcome"))
     overheard.kill()
     true.kill()
     if forged:
-        unsigned = json.loads(json.loads(welcome)["welcome"]["sealed"])
-        welcome = json.dumps({"welcome": unsigned}).encode() + b"\n"
+        unsigned = {name: value for name, value in json.loads(welcome).items() if name != "signature"}
+        welcome = json.dumps(unsigned).encode() + b"\n"
     with socket.create_server(("127.0.0.1", 0)) as false:
         false_port = false.getsockname()[1]
         rank = start_rank(1, 3, "--master_port", false_port, DDP_MANUAL_TOKEN=TOKEN)
@@ -209,10 +228,11 @@ def test_messages_of_a_stranger_that_poses_as_a_rank_are_ignored(start_rank: Sta
     ranks = [start_rank(rank, 3, DDP_MANUAL_TOKEN=TOKEN) for rank in (0, 1)]
     for rank in ranks:
         rank.wait_for("waiting for rank 2; 2 of 3 here")
-    words = {"identifier": "peer-lost", "what": "forged", "why": "", "next": "", "exit_code": 14}
+    words = LastWords("peer-lost", "forged", "", "", 14)
     for message in (
-        *({"bye": "forged"}, {"failed": words}, {"lost": {"status": -9}}, {"finished": True}, {"beat": None}),
-        *({"over": True}, {"verdict": {**words, "rank": 0}}, {"refused": words}, {"hello": {"rank": 1, "host": "x"}}),
+        *(Leaves(words), Failed(words), LostRank0(words), Goodbye(), Finished(), Heartbeat(), Stopping()),
+        *(Rank0Leaves(), RunEnds(Verdict(**asdict(words), rank=0, host="x", pid=1))),
+        *(Seal(None).close(kind, "", {"rank": 1, "host": "x"}) for kind in (Refused, Hello)),
     ):
         with Stranger(port) as stranger:
             stranger.say(message)
@@ -232,7 +252,7 @@ def test_status_needs_the_token_too(start: Start, start_rank: Start, port: int, 
         assert denied.wait(10) == 12, denied.err
         assert denied.err.startswith("error[token-mismatch]") and denied.out == ""
     with Stranger(port) as stranger:
-        stranger.say({"look": {"stacks": False, "nonce": "x"}})
+        stranger.say(Seal(None).close(Look, "", Question("x")))
         assert b"seen" not in stranger.rest(timeout=0.5)
     allowed = look(start, port, "--token_file", token_file)
     assert allowed.wait(10) == 0 and "1 of 2 ranks are here" in allowed.out
@@ -254,14 +274,14 @@ def test_two_ranks_with_the_same_token_train_and_nothing_reveals_the_token(
     ranks[0].wait_for("listening at")
     ranks.append(start_rank(1, 2, *options, "--master_port", eavesdropper.port))
     ranks[0].wait_for("step 100/")
-    address, port = json.loads(eavesdropper.line_from_rank_0("place"))["store"]
+    address, port = json.loads(eavesdropper.line_from_rank_0("placed"))["store"]
     store = TCPStore(address, port, None, False, timedelta(seconds=20), wait_for_workers=False)
     keys = {key: store.get(key) for key in store.list_keys() if store.check([key])}
     del store
     assert any("process_group/" in key for key in keys)
     assert [rank.wait() for rank in ranks] == [0, 0]
     wire = {"to rank 0": bytes(eavesdropper.to_rank_0), "from rank 0": bytes(eavesdropper.from_rank_0)}
-    assert all(b"sealed" in text for text in wire.values())
+    assert all(b"signature" in text for text in wire.values())
     places = {**keys, **wire, **dict(everything_in(tmp_path))}
     assert {tmp_path / "run" / name for name in ("config.json", "summary.json")} <= {*places}
     assert [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)] == []
