@@ -17,9 +17,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+from msgspec.structs import replace
 
 from ddp_manual.agent.compatibility import code_digests, installed_versions
 from ddp_manual.agent.connection import Seal

@@ -60,8 +60,8 @@ Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 Seconds = Annotated[float, Meta(ge=0, le=_LARGEST)]
 TimeOut = Annotated[float, Meta(gt=0, le=_LARGEST)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Option = tuple[Any, Name]
-"""The value of an option that ranks must agree on, and where it comes from."""
+Option = tuple[Any, str]
+"""The value of an option that ranks must agree on, and where it comes from, such as a file."""
 Moment = tuple[Count, Count]
 """The generation and the step of a state that is held: see ``held_memory``."""
 
@@ -510,6 +510,9 @@ def last_words(error: DdpManualError) -> dict[str, Any]:
     return msgspec.structs.asdict(LastWords.of(error))
 
 
+# What agents and coordinators of this version say to each other; another number is another version.
+PROTOCOL = 2
+
 # -- the messages of the network ---------------------------------------------------------------------------------------
 
 
@@ -648,8 +651,8 @@ class Goodbye(Message):
 # From the coordinator.
 
 
-class Greeting(Message):
-    """The first line of each connection."""
+class Greeting(Message, forbid_unknown_fields=False):
+    """The first line of each connection; later versions may say more in it."""
 
     protocol: int
     challenge: Name
@@ -692,7 +695,7 @@ class News(Message):
     complete: bool = False
     waited: Seconds = 0.0
     """For those that are missing or loading."""
-    timeout: Seconds = 0.0
+    timeout: Annotated[float, Meta(ge=0)] = 0.0
     for_lost: bool = False
     """Whether ranks are waited for that were lost, of which rank 0 has said so."""
 

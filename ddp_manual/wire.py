@@ -95,14 +95,14 @@ class LineReader(Generic[T]):
         try:
             return self.read(line.decode())
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise Unreadable(f"not a message: {error}") from None
+            raise Unreadable(f"not a message: {printable(str(error))}") from None
 
 
 def all_escaped(value: Any) -> Any:
     """Return what JSON has given with every text in it made safe to show."""
     if isinstance(value, str):
         return escaped(value)
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [all_escaped(one) for one in value]
     if isinstance(value, dict):
         return {escaped(name): all_escaped(one) for name, one in value.items()}

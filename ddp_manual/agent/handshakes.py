@@ -20,7 +20,6 @@ from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
 from ddp_manual.messages import LastWords, RankInfo, Signed, read_from_rank
 from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
-PROTOCOL = 1
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
 HELLO_WITHIN = 5.0
 HELLO_EACH = 0.005
@@ -79,7 +78,7 @@ class Handshakes:
         peer = Peer(connection, secrets.token_hex(16), time.monotonic())
         self.strangers[peer] = None
         run = self._roll_call.run
-        connection.send(messages.Greeting(PROTOCOL, peer.challenge, run.host, run.pid, bool(self._seal)))
+        connection.send(messages.Greeting(messages.PROTOCOL, peer.challenge, run.host, run.pid, bool(self._seal)))
         return peer
 
     def read_look(self, peer: Peer, look: messages.Look) -> messages.Question | None:
@@ -111,7 +110,7 @@ class Handshakes:
         except (msgspec.MsgspecError, ValueError, RecursionError) as reason:
             error = VersionMismatch(
                 f"{who} was started with another version of ddp_manual than rank 0",
-                why=f"rank 0 on {run.host} cannot read what it says of itself: {reason}",
+                why=f"rank 0 on {run.host} cannot read what it says of itself: {printable(str(reason))}",
                 next="install the same version on every host",
             )
             seal = self._seal

@@ -394,6 +394,10 @@ class Join:
         assert greeting is not None
         self._unacknowledged = 0
         try:
+            if greeting.protocol != messages.PROTOCOL:
+                raise ValueError(
+                    f"it speaks version {greeting.protocol} of what ranks say, and this rank {messages.PROTOCOL}"
+                )
             if self.seal and not greeting.token:
                 raise Unsealed(f"rank 0 ({greeting.host}, pid {greeting.pid}) has no token at all")
             if (so_far := info.goes_on) is not None:

@@ -27,10 +27,11 @@ from ddp_manual.errors import (
     MasterRefused,
     MasterUnreachable,
     TokenMismatch,
+    VersionMismatch,
 )
 from ddp_manual.messages import LastWords, more_seconds, read_from_rank_0
 from ddp_manual.terminal import POLL_EVERY, Waiting
-from ddp_manual.wire import LONGEST_ANSWER, Read, reader_of
+from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
@@ -297,8 +298,14 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
             why=f"it was asked for the run, and said nothing for {SHOWN_WITHIN:.0f} s",
             next="look whether rank 0 is stopped or frozen",
         ) from None
-    except (Unsealed, msgspec.MsgspecError) as unsealed:
+    except Unsealed as unsealed:
         reason = str(unsealed)
+    except (msgspec.MsgspecError, ValueError) as unreadable:
+        raise VersionMismatch(
+            f"rank 0 at {where} was started with another version of ddp_manual than this process",
+            why=f"this process cannot read its answer: {printable(str(unreadable))}",
+            next="use the version of its host",
+        ) from None
     if answer is None and there.greeting.token == bool(seal):
         raise MasterLost(
             f"the run at {where} has ended", why="its rank 0 closed the connection", next="look at rank 0's last lines"

@@ -192,7 +192,7 @@ def names(run: Run, rank: Rank, fault: Fault) -> bool:
 def blamed_falsely(run: Run) -> None:
     """Check that no verdict begins with a rank that nothing has struck."""
     guilty = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in HARMLESS))
-    guilty |= {rank.number for rank in run.ranks if rank.killed}
+    guilty |= {rank.number for rank in run.ranks if rank.killed} | run.frozen_with_host
     for rank in run.ranks:
         if (found := blamed(rank)) and not guilty & found:
             run.break_invariant(2, f"{rank.who} blames a healthy rank: {rank.errors[0].what}")

@@ -153,6 +153,8 @@ class Run:
         self.programs: dict[int, Program] = {}
         self.resolves = not plan.by_name
         """Whether rank 0's name has its address."""
+        self.frozen_with_host: set[int] = set()
+        """The ranks that were on a host when it froze, perhaps since they were typed there again."""
         self.frozen_hosts: set[int] = set()
         self.no_process: set[int] = set()
         """The hosts on which no process can be started."""
@@ -446,6 +448,7 @@ class Run:
 
     def _freeze_host(self, fault: Fault, rank: Rank) -> None:
         frozen = [one for one in self.ranks if one.host is rank.host and one.runs]
+        self.frozen_with_host.update(one.number for one in frozen)
         self.frozen_hosts.add(rank.host.number)
         for one in frozen:
             one.process.freeze()

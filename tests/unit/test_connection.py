@@ -372,6 +372,13 @@ def test_text_from_the_network_arrives_with_control_characters_escaped_and_newli
 
 
 def test_a_text_that_is_not_unicode_is_escaped_by_its_sender_and_kept_within_a_rank() -> None:
-    said = {"why": "a stray byte: \udcff"}
-    assert decode(as_json(said).decode()) == {"why": "a stray byte: \\udcff"}
-    assert list(LineReader(read_local).feed(encode(said))) == [said]
+    said = {"why": "a stray byte: \udcff", "lr": (0.1, "from donn\udce9es/config.json")}
+    shown = {"why": "a stray byte: \\udcff", "lr": [0.1, "from donn\\udce9es/config.json"]}
+    assert decode(as_json(said).decode()) == shown
+    assert list(LineReader(read_local).feed(encode(said))) == [{**said, "lr": [*said["lr"]]}]
+
+
+def test_what_is_unreadable_is_quoted_without_control_characters() -> None:
+    with pytest.raises(Unreadable, match=r"not a message: .*\\x1b\[2J") as caught:
+        list(LineReader(read_from_rank).feed(b'{"type":"stopping","\\u001b[2J":1}\n'))
+    assert CLEAR not in str(caught.value)

@@ -26,7 +26,19 @@ from msgspec.structs import asdict, replace
 from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.probe import look_at, probe
 from ddp_manual.agent.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
-from ddp_manual.messages import Claim, Greeting, Hello, Message, News, RankInfo, RunEnds, Seen, Verdict, Welcome
+from ddp_manual.messages import (
+    PROTOCOL,
+    Claim,
+    Greeting,
+    Hello,
+    Message,
+    News,
+    RankInfo,
+    RunEnds,
+    Seen,
+    Verdict,
+    Welcome,
+)
 from ddp_manual.wire import encode
 from tests.catalogue import record
 from tests.clock import left
@@ -219,7 +231,7 @@ def test_control_characters_of_a_false_rank_0_are_escaped_and_its_folder_is_not_
 def say_as_rank_0(listener: socket.socket, *messages: Message) -> Iterator[None]:
     """Greet the next process that connects, say this once it has spoken, and close the connection after the body."""
     with listener.accept()[0] as connection:
-        connection.sendall(encode(Greeting(1, "-", CLEAR, 1, token=False)))
+        connection.sendall(encode(Greeting(PROTOCOL, "-", CLEAR, 1, token=False)))
         connection.makefile().readline()
         connection.sendall(b"".join(map(encode, messages)))
         yield
@@ -270,7 +282,7 @@ def test_an_hours_worth_of_strangers_in_a_minute_changes_neither_heartbeats_nor_
 def hello_of(rank: RankProcess, listener: socket.socket, token: str) -> str:
     """The hello of a rank whose rank 0 is this listener, and which then ends."""
     with listener, listener.accept()[0] as connection:
-        connection.sendall(encode(Greeting(1, "-", "-", 1, token=bool(token))))
+        connection.sendall(encode(Greeting(PROTOCOL, "-", "-", 1, token=bool(token))))
         hello = connection.makefile().readline()
     rank.kill()
     return hello.strip()
