@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from ddp_manual.errors import VersionMismatch
 from ddp_manual.messages import Message, Signed
 from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, as_json, encode, reader_of
 
@@ -229,6 +230,12 @@ class Seal:
 
 
 _read_anything: Read[dict[str, Any]] = reader_of(dict[str, Any])
+
+
+def other_version(who: str, than: str, why: str) -> VersionMismatch:
+    """Return the error about what cannot be read."""
+    what = f"{who} was started with another version of ddp_manual than {than}"
+    return VersionMismatch(what, why=why, next="install the same version on every host")
 
 
 def claimed(message: Signed) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ddp_manual import messages
-from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed
+from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed, other_version
 from ddp_manual.agent.roll_call import RollCall
-from ddp_manual.errors import DdpManualError, TokenMismatch, VersionMismatch
+from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.messages import LastWords, RankInfo, Signed, read_from_rank
 from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
@@ -108,11 +108,8 @@ class Handshakes:
             # A process without a token reads the refusal unsigned; a process with another token sees that it is signed.
             seal = self._seal if message.signature else Seal(None)
         except (msgspec.MsgspecError, ValueError, RecursionError) as reason:
-            error = VersionMismatch(
-                f"{who} was started with another version of ddp_manual than rank 0",
-                why=f"rank 0 on {run.host} cannot read what it says of itself: {printable(str(reason))}",
-                next="install the same version on every host",
-            )
+            why = f"rank 0 on {run.host} cannot read what it says of itself: {printable(str(reason))}"
+            error = other_version(who, "rank 0", why)
             seal = self._seal
         if isinstance(message, messages.Hello):
             self._roll_call.refuse(who, error, time.monotonic())

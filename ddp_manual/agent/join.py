@@ -21,7 +21,7 @@ from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
 from ddp_manual.agent.collective_variables import collective_variables
 from ddp_manual.agent.compatibility import code_digests, installed_versions
-from ddp_manual.agent.connection import Connection, Seal, Unsealed
+from ddp_manual.agent.connection import Connection, Seal, Unsealed, other_version
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, at, is_everywhere, own_address, route_to
@@ -30,7 +30,7 @@ from ddp_manual.agent.program_arguments import named_arguments
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.agent.seats import Seats
-from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch, VersionMismatch
+from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Step, Steps
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
@@ -425,11 +425,8 @@ class Join:
                 "if they have, something else poses as rank 0",
             ) from None
         except (msgspec.MsgspecError, ValueError) as reason:
-            raise VersionMismatch(
-                f"rank 0 at {where} was started with another version of ddp_manual than this rank",
-                why=f"{self.info.who} cannot read its answer: {printable(str(reason))}",
-                next="install the same version on every host",
-            ) from None
+            why = f"{self.info.who} cannot read its answer: {printable(str(reason))}"
+            raise other_version(f"rank 0 at {where}", "this rank", why) from None
 
     def _say_that_rank_0_is_silent(self, where: str) -> None:
         """Log that rank 0, which may have been stopped after its greeting, does not answer the hello.

@@ -359,7 +359,7 @@ class Agent:
             self._chose_folder = message["chosen"]
         elif isinstance(self.state, states.Ended):  # its end is explained already
             if "left" in message:
-                self._ending.in_background(self._let_go())
+                self._ending.in_background(self._leave_in_order(math.inf))  # torch's store ends with it
         elif "finished" in message:
             if isinstance(self.state, states.Alone):
                 self.worker.send({"close": True})
@@ -584,12 +584,6 @@ class Agent:
         self.worker.send({"over": True})
         if self._work.result is not None:
             self._ending.finish(self._work.result)
-
-    async def _let_go(self) -> None:
-        """Let a program end that waits on its way out, because torch's store ends with it, which others may use."""
-        if self._join.coordinator is not None:
-            await self._join.coordinator.wait_for_goodbyes(self.log, math.inf)
-        self.worker.send({"over": True})
 
     @property
     def _again(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ddp_manual import launchers, messages
-from ddp_manual.agent.connection import Connection, Seal, Unsealed
+from ddp_manual.agent.connection import Connection, Seal, Unsealed, other_version
 from ddp_manual.agent.name_lookup import resolve_in_thread
 from ddp_manual.agent.network_interface import at, is_loopback
 from ddp_manual.errors import (
@@ -27,7 +27,6 @@ from ddp_manual.errors import (
     MasterRefused,
     MasterUnreachable,
     TokenMismatch,
-    VersionMismatch,
 )
 from ddp_manual.messages import LastWords, more_seconds, read_from_rank_0
 from ddp_manual.terminal import POLL_EVERY, Waiting
@@ -301,11 +300,8 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
     except Unsealed as unsealed:
         reason = str(unsealed)
     except (msgspec.MsgspecError, ValueError) as unreadable:
-        raise VersionMismatch(
-            f"rank 0 at {where} was started with another version of ddp_manual than this process",
-            why=f"this process cannot read its answer: {printable(str(unreadable))}",
-            next="use the version of its host",
-        ) from None
+        why = f"this process cannot read its answer: {printable(str(unreadable))}"
+        raise other_version(f"rank 0 at {where}", "this process", why) from None
     if answer is None and there.greeting.token == bool(seal):
         raise MasterLost(
             f"the run at {where} has ended", why="its rank 0 closed the connection", next="look at rank 0's last lines"
