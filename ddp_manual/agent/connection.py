@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ddp_manual.errors import VersionMismatch
-from ddp_manual.messages import Message, Signed
+from ddp_manual.errors import DdpManualError, VersionMismatch
+from ddp_manual.messages import LastWords, Message, Refused, Signed
 from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, as_json, encode, reader_of
 
 # How a connection has ended if nothing has broken it.
@@ -223,12 +223,17 @@ class Seal:
             raise Unsealed("it is signed with another token, or was recorded elsewhere")
         return read(raw.decode())
 
+    def refusal(self, message: Refused, nonce: str) -> DdpManualError:
+        """Return the error with which the coordinator refuses this process. Raises as ``open`` does."""
+        return self.open(message, nonce, _read_words).error()
+
     def _sign(self, kind: type[Signed], nonce: str, content: bytes) -> str:
         assert self._token is not None
         purpose = f"{kind.__name__} {nonce}\n".encode()
         return hmac.new(self._token, purpose + content, hashlib.sha256).hexdigest()
 
 
+_read_words: Read[LastWords] = reader_of(LastWords)
 _read_anything: Read[dict[str, Any]] = reader_of(dict[str, Any])
 
 

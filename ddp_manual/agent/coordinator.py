@@ -238,7 +238,7 @@ class Coordinator:
             reason = printable(reason)
             if peer.left:
                 return
-            if not self.roll_call.complete or rank in self.roll_call.left_out:
+            if not self._works(rank):
                 how = "is gone: its process has ended" if reason in PROCESS_ENDED else f"is gone: {reason}"
                 self._miss_again(rank, how)
             elif not self._over:
@@ -604,7 +604,7 @@ class Coordinator:
                 self._take_failure(peer, rank, message)
             case messages.LostRank0(words):  # which was stopped for long, and goes on
                 about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
-                if self.roll_call.complete and rank not in self.roll_call.left_out:
+                if self._works(rank):
                     verdict = verdicts.verdict_about(self.roll_call.rank_0, about_rank_0)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
@@ -618,7 +618,7 @@ class Coordinator:
             case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
                 self._stopping.update({rank} if self.roll_call.complete or self.seats.began else ())
             case messages.Leaves(words, at_work):
-                if at_work and self.roll_call.complete and rank not in self.roll_call.left_out:
+                if at_work and self._works(rank):
                     verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged=False)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
                 else:
@@ -626,10 +626,14 @@ class Coordinator:
             case messages.Goodbye():
                 self._take_goodbye(peer, rank, "")
 
+    def _works(self, rank: int) -> bool:
+        """Return whether all ranks have gone on together, this one among them."""
+        return self.roll_call.complete and rank not in self.roll_call.left_out
+
     def _take_goodbye(self, peer: Peer, rank: int, why: str) -> None:
         """Take that a rank leaves: its work is done, or ``why`` says why it is not."""
         peer.left = True
-        if self.roll_call.complete and rank not in self.roll_call.left_out:
+        if self._works(rank):
             self._lose_or_let_go(rank, why)
         elif why or not self.seats.lost:
             self._miss_again(rank, f"left again: {why}")
@@ -658,7 +662,7 @@ class Coordinator:
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Take what has ended a worker: its own last words or what its agent says about it."""
         verdict = verdicts.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
-        if self.roll_call.complete and rank not in self.roll_call.left_out:
+        if self._works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
             crashed = failed.judged and verdict.exit_code - 128 in verdicts.CRASHES
             in_a_collective = crashed or failed.in_a_collective

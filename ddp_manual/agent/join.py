@@ -31,7 +31,7 @@ from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
-from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Step, Steps
+from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Step, Steps
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.terminal import POLL_EVERY, Waiting, counted
@@ -46,7 +46,6 @@ LONGEST_COMMAND = 8000
 RANK_0_FIRST = 1.0
 
 _read_run: Read[RunInfo] = reader_of(RunInfo)
-_read_words: Read[LastWords] = reader_of(LastWords)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +226,7 @@ class Join:
 
     def refusal(self, message: messages.Refused) -> DdpManualError:
         """Return the error with which rank 0 refuses this rank."""
-        return self.seal.open(message, self.nonce, _read_words).error()
+        return self.seal.refusal(message, self.nonce)
 
     def close(self, how_it_ended: Mapping[str, Any]) -> None:
         for one in (self.probe_server, self.connection):

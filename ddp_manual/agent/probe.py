@@ -28,7 +28,7 @@ from ddp_manual.errors import (
     MasterUnreachable,
     TokenMismatch,
 )
-from ddp_manual.messages import LastWords, more_seconds, read_from_rank_0
+from ddp_manual.messages import more_seconds, read_from_rank_0
 from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
@@ -49,7 +49,6 @@ SHOWN_WITHIN = 5.0
 REFRESH_EVERY = 10.0
 
 _read_run: Read[dict[str, Any]] = reader_of(dict[str, Any])
-_read_words: Read[LastWords] = reader_of(LastWords)
 
 PROXY = "a proxy or a port forward whose other side is not up"
 
@@ -286,7 +285,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
     try:
         answer = await asyncio.wait_for(there.connection.receive(), SHOWN_WITHIN)
         if isinstance(answer, messages.Refused):
-            raise seal.open(answer, there.nonces[-1], _read_words).error()
+            raise seal.refusal(answer, there.nonces[-1])
         if isinstance(answer, messages.Seen):
             with suppress(Unsealed):  # of a run that has ended before rank 0 read this question
                 return seal.open(answer, there.nonces[-2], _read_run)
