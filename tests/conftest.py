@@ -177,6 +177,14 @@ class RankProcess:
 Start = Callable[..., RankProcess]
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or waits only to be reaped."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def age_of(process: psutil.Process) -> tuple[float, int]:
     """The key that sorts processes, the oldest first: their pids begin anew after a while, and where two started within
     the same hundredth of a second they tell."""

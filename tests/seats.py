@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.conftest import RankProcess, Start
+from tests.conftest import RankProcess, Start, has_ended
 
 # What rank 0 says once all ranks are there again.
 BACK = re.compile(r"go on (?:after step|from the newest)")
@@ -81,7 +81,7 @@ def worker_of(rank: RankProcess) -> int:
 
 def worker_below(agent: int) -> int:
     workers = [worker for spare in psutil.Process(agent).children() for worker in spare.children()]
-    alive = [worker.pid for worker in workers if worker.status() != psutil.STATUS_ZOMBIE]
+    alive = [worker.pid for worker in workers if not has_ended(worker.pid)]
     assert alive, f"agent {agent} has no worker"
     return alive[-1]
 

@@ -157,11 +157,9 @@ class Host:
 
     def kill(self, words: str, *, parent: bool = False) -> None:
         """Kill the youngest process of this host that has these words in its command, or its ``parent``."""
-        lines = {
-            int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            for pid in self.namespace.pids()
-        }
-        found = max((psutil.Process(pid) for pid, line in lines.items() if words in line), key=age_of)
+        pids = {int(pid) for pid in self.namespace.pids()}
+        here = (process for process in psutil.process_iter(["cmdline"]) if process.pid in pids)
+        found = max((one for one in here if words in " ".join(one.info["cmdline"] or ())), key=age_of)
         os.kill(found.ppid() if parent else found.pid, signal.SIGKILL)
 
     # -- names --------------------------------------------------------------------------------------------------

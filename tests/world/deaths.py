@@ -17,7 +17,7 @@ import psutil
 
 from ddp_manual.tools import status
 from ddp_manual.world_spec import WorldSpec
-from tests.conftest import LONGER, RankProcess, Start
+from tests.conftest import LONGER, RankProcess, Start, has_ended
 from tests.faulty import faulty
 from tests.memory import MemoryGroup
 
@@ -100,7 +100,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
 
 def gone_at(pid: int, timeout: float = 60) -> float:
     """Wait for the end of a process; return when it was seen."""
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, timeout)
+    wait_until(lambda: has_ended(pid), timeout)
     return time.monotonic()
 
 
