@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -213,7 +212,6 @@ def hosted() -> int:
 
 @click.command("commands", cls=GroupedCommand, context_settings={"allow_interspersed_args": False})
 @hosts_options("The hosts, each with its number of ranks; rank 0 is on the first.")
-@click.option("--tmux", "in_tmux", is_flag=True, help="Open them as panes of a new tmux session, through ssh.")
 @click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
 @json_option
 @launched_program
@@ -223,7 +221,6 @@ def list_commands(
     /,
     hosts: str | None,
     hostfile: str | None,
-    in_tmux: bool,
     run_dir: str | None,
     as_json: bool,
     program: tuple[str, ...],
@@ -233,9 +230,9 @@ def list_commands(
     **flags: Any,
 ) -> None:
     """Print what to type in each terminal of each host, to start a run by hand: of your own SCRIPT, or of our own
-    training with the TRAIN_OPTIONS after --. With --tmux, start it so.
+    training with the TRAIN_OPTIONS after --.
     """
-    from ddp_manual.tools import commands, tmux
+    from ddp_manual.tools import commands
 
     chosen, own, typed = None, {"run_dir": run_dir}, {}
     if program and not program[0].startswith("-"):
@@ -248,8 +245,4 @@ def list_commands(
     found = commands.list_commands(
         host_list.choose_hosts(hosts, hostfile), given(WorldSpec, flags), program=chosen, training=program, own=own
     )
-    session = found.open_in_tmux(Path.cwd()) if in_tmux else None
-    if as_json:
-        print_result(json.dumps({**found.as_dict(), "tmux": session}, indent=2))
-    else:
-        print_result(tmux.how_to_go_on(session) if session else found.text())
+    print_result(json.dumps(found.as_dict(), indent=2) if as_json else found.text())

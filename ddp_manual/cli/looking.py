@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 from ddp_manual import errors, terminal
 from ddp_manual.cli.options import PATH, GroupedCommand, given, json_option, options_of
 from ddp_manual.cli.stdout import print_result
-from ddp_manual.training.config import TrainConfig, require
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 # Options of which ``evaluate`` has the run's values.
@@ -79,10 +78,9 @@ def list_runs(as_json: bool, folder: Path) -> None:
 
 
 @click.command("compare")
-@click.option("--plot", metavar="FILE", type=PATH, help="Also draw them, as .png, .pdf or .svg.")
 @json_option
 @click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=PATH)
-def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) -> None:
+def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:
     """Put runs side by side: speed, efficiency, loss, accuracy, and the options that differ.
 
     Each RUN is the folder of a run, which may still be going on or have been stopped; a start that failed is passed
@@ -91,21 +89,8 @@ def compare_runs(plot: Path | None, as_json: bool, folders: tuple[Path, ...]) ->
     from ddp_manual.tools import compare
 
     terminal.log_to_stderr(None)
-    if plot is not None and plot.is_dir():
-        raise errors.BadOption(
-            f"--plot {plot} is a folder",
-            why="--plot takes the file to write, and after that come the runs",
-            next=f"ddp-manual compare --plot comparison.png {shlex.join(map(str, (plot, *folders)))}",
-        )
     compared = compare.compare(folders)
-    lines = [json.dumps(compared.as_dict(), indent=2) if as_json else compared.text()]
-    if plot is not None:
-        require("plots", "--plot")
-        from ddp_manual.tools import compare_plot
-
-        compare_plot.write_plot(compared, plot)
-        lines += [] if as_json else ["", f"  {plot}"]
-    print_result("\n".join(lines))
+    print_result(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
 
 
 @click.command(cls=GroupedCommand)

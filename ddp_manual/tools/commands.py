@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers
@@ -16,15 +14,10 @@ from ddp_manual.errors import BadOption
 from ddp_manual.host_list import LOCAL, Host
 from ddp_manual.options import as_flags
 from ddp_manual.program import Program
-from ddp_manual.tools import tmux
-from ddp_manual.tools.tmux import Pane
 from ddp_manual.world_spec import WorldSpec
 
 # Options that come before the script or the --, where commands reads them.
 BEFORE_TRAINING = ("world_size", "rank", "local_rank", "master_addr", "master_port", "listen_addr", "run_dir")
-# Up to this many panes are in one window; with more, each host has windows of its own.
-PANES_OF_A_WINDOW = 8
-PANES_OF_A_HOST = 16
 # The setting of Linux from which the kernel takes the ports of probes, of torch's store, of gloo and of NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"
 
@@ -43,18 +36,6 @@ class RankCommand:
     @property
     def line(self) -> str:
         return shlex.join([*self.program, *self.words])
-
-    @property
-    def label(self) -> str:
-        return f"rank {self.rank} on {self.host.address}"
-
-    def in_a_pane(self, folder: Path) -> Pane:
-        """Return the pane that starts this rank in ``folder`` of its host; on another host through ssh."""
-        if is_here(self.host):
-            return Pane(self.label, (*self.program, *self.words))
-        # A command that ssh runs finds no program of a virtual environment by its name.
-        start = shlex.join([sys.executable, "-m", "ddp_manual", *self.words])
-        return Pane(self.label, ("ssh", "-t", self.host.name, f"cd {shlex.quote(str(folder))} && exec {start}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,32 +89,6 @@ class Commands:
                 for rank in self.ranks
             ],
         }
-
-    def open_in_tmux(self, folder: Path) -> str:
-        """Start all ranks in panes, in ``folder`` of each host; return the name of the session.
-
-        Raises:
-            BadOption: there is no tmux, or the panes cannot have the run's token.
-        """
-        if self.spec.token_file is None and launchers.token(None) is not None:
-            raise BadOption(
-                f"--tmux does not pass {launchers.TOKEN_VARIABLE} on",
-                why="a pane has the variables of tmux or of another host, so its rank would have no token",
-                next="give a file that holds the token on each host: --token_file FILE",
-            )
-        return tmux.open_session(self.windows(folder), folder)
-
-    def windows(self, folder: Path) -> dict[str, list[Pane]]:
-        """Return the panes of each window: all in one if they are few, otherwise windows for each host."""
-        if len(self.ranks) <= PANES_OF_A_WINDOW:
-            return {"ranks": [rank.in_a_pane(folder) for rank in self.ranks]}
-        found = {}
-        for group in self.by_host:
-            for start in range(0, len(group), PANES_OF_A_HOST):
-                some = group[start : start + PANES_OF_A_HOST]
-                name = f"{some[0].host.address} {some[0].rank}-{some[-1].rank}"
-                found[name] = [rank.in_a_pane(folder) for rank in some]
-        return found
 
 
 def is_here(host: Host) -> bool:

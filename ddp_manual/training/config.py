@@ -41,7 +41,6 @@ PACKAGES = {
     "wandb": ("wandb",),
     "flyte": ("flytekit",),
     "notebook": ("nbclient", "ipykernel", "matplotlib"),
-    "plots": ("matplotlib",),
 }
 # ``option``, for each group of the help.
 _training, _data, _output, _checkpoints = (

@@ -7,7 +7,6 @@ the page in process ids, digests, seconds, percentages and speeds.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -18,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ALL_DIGITS, REPOSITORY, RankProcess
-from tests.hosts.conftest import Hosts, SshInto
-from tests.hosts.hosts import Host, run
+from tests.hosts.conftest import Hosts
+from tests.hosts.hosts import Host
 
 PAGE = (REPOSITORY / "docs" / "clusters.md").read_text()
 SECTION = PAGE.partition("\n## By hand, on several machines\n")[2].partition("\n## ")[0]
@@ -184,33 +183,3 @@ def test_three_hosts_that_share_no_disk_train_mnist_as_the_page_says(
     assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
     for host in three[1:]:
         assert {path.name for path in (tmp_path / host.name).iterdir()} == {"data", "fence.nft"}
-
-
-def test_tmux_opens_a_pane_on_each_of_two_hosts_and_the_ranks_meet(
-    ssh_into: SshInto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux not found (on Debian and Ubuntu: apt-get install tmux)")
-    reached = ssh_into(2)
-    first = reached.hosts[0]
-    (tmp_path / "bin").mkdir()
-    # In place of the user's own ~/.ssh/config, which ssh looks for where the password file says.
-    (tmp_path / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {reached.config} "$@"\n')
-    # No Python, so that no rank loads torch.
-    (tmp_path / "meet.sh").write_text('#!/bin/sh\necho "here is rank $RANK of $WORLD_SIZE on $(hostname)"\n')
-    for program in ("bin/ssh", "meet.sh"):
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
-    monkeypatch.delenv("TMUX", raising=False)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    options = ["--hosts", "hostA,hostB", "--tmux", "--no_python", "./meet.sh"]
-    opened = first.start(*PROGRAM, "commands", *options, cwd=tmp_path, HOME=str(tmp_path))
-    assert opened.wait() == 0, opened.err
-    panes = ["list-panes", "-s", "-t", "=ddp-manual", "-F"]
-    deadline = time.monotonic() + 30
-    while run("tmux", *panes, "#{pane_dead}").stdout.split() != ["1", "1"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    for number, pane in enumerate(run("tmux", *panes, "#{pane_id}").stdout.split()):
-        shown = run("tmux", "capture-pane", "-p", "-J", "-t", pane).stdout
-        assert f"here is rank {number} of 2 on {reached.hosts[number].name}" in shown, shown

@@ -1,24 +1,14 @@
-"""``commands``: the lines to type in the terminals of several hosts, and the panes of tmux that type them."""
+"""``commands``: the lines to type in the terminals of several hosts."""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ddp_manual import cli, launchers
-from ddp_manual.errors import BadOption
-from ddp_manual.tools import tmux
-from ddp_manual.tools.tmux import Pane
-from tests.conftest import Start
 
 Output = pytest.CaptureFixture[str]
 
@@ -96,8 +86,6 @@ def test_a_token_is_named_and_never_shown(capsys: Output, monkeypatch: pytest.Mo
     monkeypatch.setenv("DDP_MANUAL_TOKEN", "of-the-run")
     text = printed(capsys, "--hosts", "a,b", "train.py")
     assert "the token in DDP_MANUAL_TOKEN" in text and "of-the-run" not in text
-    error = refused(capsys, "--hosts", "localhost", "--tmux", "train.py")
-    assert "--tmux does not pass DDP_MANUAL_TOKEN on" in error and "--token_file FILE" in error
     assert "the token in secret.txt" in printed(capsys, "--hosts", "a,b", "--token_file", "secret.txt", "train.py")
 
 
@@ -107,7 +95,7 @@ def test_json_has_the_same_lines(capsys: Output) -> None:
     assert [rank["command"] for rank in found["ranks"]] == [line for line in lines if line.startswith("ddp-manual")]
     assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "hostA"), (1, "hostB")]
     assert [shlex.join(rank["words"]) for rank in found["ranks"]] == [rank["command"] for rank in found["ranks"]]
-    assert found["world_size"] == 2 and found["master_addr"] == "hostA" and found["tmux"] is None
+    assert found["world_size"] == 2 and found["master_addr"] == "hostA"
 
 
 @pytest.mark.parametrize(
@@ -132,86 +120,3 @@ def test_what_cannot_work_is_refused_before_anything_is_typed(
 ) -> None:
     error = refused(capsys, *words)
     assert what in error and hint in error
-
-
-@pytest.fixture
-def tmux_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tmux server of the test's own, without anybody's configuration; it ends with the test."""
-    if shutil.which("tmux") is None:
-        pytest.skip("tmux not found (on Debian and Ubuntu: apt-get install tmux)")
-    monkeypatch.delenv("TMUX", raising=False)
-    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    yield
-    subprocess.run(["tmux", "kill-server"], capture_output=True)
-
-
-def asked(*arguments: str) -> list[str]:
-    return subprocess.run(["tmux", *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-def panes_of(session: str, form: str) -> list[str]:
-    return asked("list-panes", "-s", "-t", f"={session}", "-F", form)
-
-
-def wait_until_dead(session: str, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while panes_of(session, "#{pane_dead}") != ["1"] * count:
-        assert time.monotonic() < deadline, panes_of(session, "#{@label} #{pane_dead}")
-        time.sleep(0.02)
-
-
-def on_screen(pane: str) -> str:
-    return "\n".join(asked("capture-pane", "-p", "-J", "-t", pane))
-
-
-@pytest.mark.usefixtures("tmux_server")
-def test_panes_show_each_word_as_it_is_and_stay_after_the_end(tmp_path: Path) -> None:
-    words = ["a b", "c;", ";", "$HOME", "it's", "#{pane_id}", "\\;", ""]
-    # The first one ends before tmux could be told anything else.
-    panes = [Pane("rank 0", ("false",))]
-    panes += [Pane(f"rank {n}", (sys.executable, "-c", "import sys; print(sys.argv)", *words)) for n in range(1, 20)]
-    session = tmux.open_session({"one": panes[:16], "two": panes[16:]}, tmp_path)
-    wait_until_dead(session, 20)
-    assert panes_of(session, "#{window_name}") == ["one"] * 16 + ["two"] * 4
-    assert panes_of(session, "#{@label}") == [f"rank {number}" for number in range(20)]
-    assert panes_of(session, "#{pane_start_path}") == [str(tmp_path)] * 20
-    [last] = asked("display-message", "-p", "-t", f"={session}:two.{{bottom-right}}", "#{pane_id}")
-    assert repr(["-c", *words]) in on_screen(last).replace("\n", "")
-    border = asked("show-options", "-w", "-v", "-t", f"={session}:two", "pane-border-format")
-    shown = asked("display-message", "-p", "-t", last, border[0])
-    # tmux does not always learn the exit code.
-    assert shown[0] in (" rank 19 (ended with exit code 0) ", " rank 19 (ended) ")
-    # So is another one, and the first keeps its panes.
-    assert tmux.open_session({"one": panes[:1]}, tmp_path) == f"{session}-2"
-    assert len(panes_of(session, "x")) == 20
-
-
-@pytest.mark.usefixtures("tmux_server")
-def test_a_session_that_cannot_be_completed_is_closed(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="tmux did not open the panes") as caught:
-        tmux.open_session({"one": [Pane("short", ("cat",)), Pane("long", ("echo", "x" * 100_000))]}, tmp_path)
-    assert "tmux split-window: command too long" in caught.value.why
-    # The server may still be ending.
-    assert not subprocess.run(["tmux", "list-sessions"], capture_output=True).stdout
-
-
-@pytest.mark.usefixtures("tmux_server")
-def test_ranks_in_panes_leave_their_reasons_to_read(start: Start, tmp_path: Path) -> None:
-    hosts = f"localhost,{launchers.host_name()}"
-    env = {name: os.environ[name] for name in ("TMUX_TMPDIR", "HOME")}
-    command = [sys.executable, "-m", "ddp_manual", "commands", "--hosts", hosts, "--master_addr", "127.0.0.1"]
-    opened = start(*command, "--tmux", "missing.py", "a b", fresh=True, cwd=tmp_path, **env)
-    assert opened.wait() == 0, opened.err
-    assert opened.out.splitlines()[0] == "see them:  tmux attach -t ddp-manual"
-    wait_until_dead("ddp-manual", 2)
-    assert panes_of("ddp-manual", "#{@label}") == ["rank 0 on localhost", f"rank 1 on {launchers.host_name()}"]
-    for pane in panes_of("ddp-manual", "#{pane_id}"):
-        assert "error[bad-option]" in on_screen(pane) and "missing.py" in on_screen(pane)
-
-
-def test_without_tmux_the_error_says_how_to_get_it(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    error = refused(capsys, "--hosts", "localhost:2", "--tmux", "train.py")
-    assert "error[bad-option]: --tmux needs tmux, which was not found" in error
-    assert "apt-get install tmux" in error

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from ddp_manual import cli
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.tools import compare, compare_plot, runs
-from ddp_manual.training import config as train_config
+from ddp_manual.tools import compare, runs
 from ddp_manual.training.config import TrainConfig
 
 
@@ -241,15 +239,6 @@ def test_a_line_that_a_kill_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert [run["steps_done"] for run in runs.values()] == [20, 15]
 
 
-def test_a_loss_of_zero_is_left_out_of_the_plot(tmp_path: Path) -> None:
-    runs = [leave_run(tmp_path / name) for name in ("one", "two")]
-    line = {"step": 5, "epoch": 1, "loss": 0.0, "accuracy": 1, "samples_per_second": 1, "seconds": 1}
-    for run in runs:
-        RunPaths(run).metrics.write_text(json.dumps(line))
-    compare_plot.write_plot(compare.compare(runs), tmp_path / "runs.png")
-    assert (tmp_path / "runs.png").stat().st_size > 10_000
-
-
 LINE = b'{"step": 5, "epoch": 1, "loss": %b, "accuracy": 1, "samples_per_second": 1, "seconds": 1}'
 DAMAGED = [
     *itertools.product(
@@ -314,69 +303,6 @@ def test_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:
         compare.compare(runs)
 
 
-def test_the_plot_has_no_empty_panel(tmp_path: Path) -> None:
-    one, two = leave_run(tmp_path / "one"), leave_run(tmp_path / "two", model="mlp")
-
-    def panels() -> list[str]:
-        figure = Figure()
-        compare_plot._draw(compare.compare([one, two]), figure)
-        return [axes.get_ylabel().split(" ")[0] for axes in figure.axes]
-
-    assert panels() == ["training", "training", "accuracy", "accuracy", "samples/s"]  # of different work, no efficiency
-    for run in (one, two):
-        RunPaths(run).metrics.unlink()
-    assert panels() == ["samples/s"]
-    for run in (one, two):
-        RunPaths(run).summary.unlink()
-    with pytest.raises(BadOption, match="nothing to draw"):
-        panels()
-
-
-def test_a_file_that_is_forgotten_after_plot_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(leave_run(tmp_path / name)) for name in ("one", "two")]
-    assert cli.run(["compare", "--plot", *runs]) == 2
-    assert f"next: ddp-manual compare --plot comparison.png {runs[0]} {runs[1]}\n" in capsys.readouterr().err
-
-
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     runs = [leave_run(tmp_path / place / "run") for place in ("a", "b")]
     assert list(compared(*runs)) == [f"{tmp_path}/a/run", f"{tmp_path}/b/run"]
-
-
-def test_the_plot_is_written_in_the_format_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [leave_run(tmp_path / f"run{rate}", ranks=2, rate=rate) for rate in (1000, 2000, 8000)]
-    assert cli.run(["compare", *map(str, runs), "--plot", str(tmp_path / "runs.SVG")]) == 0
-    picture = (tmp_path / "runs.SVG").read_text()
-    assert picture.startswith("<?xml") and "svg" in picture
-    assert all(f"<!-- {run.name} (2) -->" in picture for run in runs)  # below the bars, of the same number of ranks
-    out = capsys.readouterr().out
-    assert "efficiency" in out and out.endswith(f"\n  {tmp_path / 'runs.SVG'}\n")
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["runs.SVG"]
-
-
-@pytest.mark.parametrize(
-    ("file", "what"),
-    [
-        ("runs", "ends in nothing, which is no picture format"),
-        ("runs.docx", "ends in .docx, which is no picture format"),
-        ("nowhere/runs.png", "cannot be written"),
-        ("one", "is a folder"),
-    ],
-)
-def test_a_plot_that_cannot_be_written_is_a_bad_option(
-    tmp_path: Path, file: str, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [leave_run(tmp_path / name) for name in ("one", "two")]
-    assert cli.run(["compare", *map(str, runs), "--plot", f"{tmp_path}/{file}"]) == 2
-    assert what in capsys.readouterr().err.splitlines()[0]
-
-
-def test_without_matplotlib_the_table_is_printed_and_the_plot_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(train_config, "find_spec", lambda name: None)
-    runs = [str(leave_run(tmp_path / name)) for name in ("one", "two")]
-    assert cli.run(["compare", *runs]) == 0
-    assert cli.run(["compare", *runs, "--plot", str(tmp_path / "runs.png")]) == 2
-    error = capsys.readouterr().err
-    assert "--plot needs matplotlib" in error and "[plots]" in error
