@@ -31,11 +31,9 @@ from benchmarks.simulated_ranks import (
     run_info,
     seal,
 )
-from ddp_manual.agent.collectives import Records
-from ddp_manual.agent.connection import Connection, Seal
+from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.health import heartbeat_period
-from ddp_manual.agent.seats import Seats
+from ddp_manual.agent.records import Records
 from ddp_manual.messages import (
     AskRecords,
     Claim,
@@ -50,6 +48,9 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
+from ddp_manual.protocol.health import heartbeat_period
+from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.seats import Seats
 from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0

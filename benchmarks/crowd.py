@@ -32,9 +32,7 @@ from benchmarks.simulated_ranks import (
     run_info,
 )
 from ddp_manual import collectives
-from ddp_manual.agent.collectives import Records
-from ddp_manual.agent.connection import Seal
-from ddp_manual.agent.health import heartbeat_period
+from ddp_manual.agent.records import Records
 from ddp_manual.messages import (
     LONGEST_TEXT,
     Beat,
@@ -50,6 +48,8 @@ from ddp_manual.messages import (
     RecordsReply,
     StacksReply,
 )
+from ddp_manual.protocol.health import heartbeat_period
+from ddp_manual.protocol.seal import Seal
 from ddp_manual.wire import encode
 
 WITHIN = 150.0

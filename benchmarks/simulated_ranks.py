@@ -23,9 +23,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.agent.compatibility import code_digests, installed_versions
-from ddp_manual.agent.connection import Seal
-from ddp_manual.agent.health import heartbeat_period
+from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.messages import (
     Beat,
     Claim,
@@ -45,6 +43,8 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
+from ddp_manual.protocol.health import heartbeat_period
+from ddp_manual.protocol.seal import Seal
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.wire import encode, reader_of
 

@@ -338,6 +338,11 @@ def columns(rows: Sequence[Sequence[str]], *, width: int | None = None, least_fi
     ]
 
 
+def at(address: str, port: int) -> str:
+    """``10.0.0.1:29500``, ``[fe80::1]:29500``"""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}{'s' * (number != 1)}"

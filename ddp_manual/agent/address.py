@@ -21,9 +21,8 @@ from datetime import datetime
 import psutil
 
 from ddp_manual import launchers
-from ddp_manual.agent.network_interface import at, family, interface_addresses, is_loopback, own_address
+from ddp_manual.agent.network_interface import family, interface_addresses, is_loopback, own_address
 from ddp_manual.agent.probe import VALIDATE, look_at, probe
-from ddp_manual.agent.roll_call import MOST_NAMED, situation
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
@@ -34,7 +33,8 @@ from ddp_manual.errors import (
     RankMissing,
 )
 from ddp_manual.messages import News
-from ddp_manual.terminal import POLL_EVERY, Waiting
+from ddp_manual.protocol.roll_call import MOST_NAMED, situation
+from ddp_manual.terminal import POLL_EVERY, Waiting, at
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_spec import WorldSpec
 

@@ -1,31 +1,21 @@
-"""One connection of an agent, to the coordinator or to its worker: messages as JSON lines, and the proof of the token.
+"""One connection of an agent, to the coordinator or to its worker: messages as JSON lines.
 
 When a process ends, however it ends, the kernel closes its connections, and the other side knows at once.
-
-With a token both sides prove once per connection that they have it (HMAC-SHA256, RFC 2104): the agent signs its hello
-over the challenge in the coordinator's greeting, the coordinator signs its reply over a nonce in the hello. A recorded
-message fits no other connection. The token itself never leaves the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
-import hmac
 import sys
 import termios
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-import msgspec
+from ddp_manual.messages import Message
+from ddp_manual.protocol.handshakes import CLOSED
+from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, encode
 
-from ddp_manual.errors import DdpManualError, VersionMismatch
-from ddp_manual.messages import LastWords, Message, Refused, Signed
-from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, as_json, encode, reader_of
-
-# How a connection has ended if nothing has broken it.
-CLOSED = "closed by the other side"
 # Bytes that may wait until the other side reads them.
 MOST_UNSENT = 1 << 20
 # Bytes that are read from one connection before the next connection has its turn, and from a stranger.
@@ -37,8 +27,6 @@ COSTS_AT_LEAST = 1 << 8
 MOST_UNREAD = 256
 
 M = TypeVar("M")
-S = TypeVar("S", bound=Signed)
-T = TypeVar("T")
 
 # All connections are read into this buffer and handled in the same turn of the event loop. asyncio's own reading
 # allocates 256 KiB for each message, which is a third of what a heartbeat costs.
@@ -182,70 +170,3 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
     def unsent(self) -> int:
         """Bytes that the other side has not read yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None and not self.closed else 0
-
-
-class Unsealed(Exception):
-    """A message is not signed with this run's token, or was signed for another purpose."""
-
-
-class Seal:
-    """Signs and checks messages with the run's token.
-
-    Args:
-        token: None for a run without one; messages then travel as they are.
-    """
-
-    def __init__(self, token: bytes | None) -> None:
-        self._token = token
-
-    def __bool__(self) -> bool:
-        return self._token is not None
-
-    def close(self, kind: type[S], nonce: str, content: Any) -> S:
-        """Return the message to send; ``open`` needs the same kind and nonce."""
-        raw = as_json(content)
-        return kind(content=msgspec.Raw(raw), signature=self._sign(kind, nonce, raw) if self._token else "")
-
-    def open(self, message: Signed, nonce: str, read: Read[T]) -> T:
-        """Return the content.
-
-        Raises:
-            Unsealed: it is not signed with this run's token for this purpose, or with one where the run has none.
-            msgspec.MsgspecError: ``read`` cannot read it.
-        """
-        raw = bytes(message.content)
-        if not self._token and message.signature:
-            raise Unsealed("it is signed with a token, and this process has none")
-        if self._token and not message.signature:
-            raise Unsealed("it is not signed with a token")
-        expected = self._sign(type(message), nonce, raw) if self._token else ""
-        if not hmac.compare_digest(message.signature.encode(), expected.encode()):
-            raise Unsealed("it is signed with another token, or was recorded elsewhere")
-        return read(raw.decode())
-
-    def refusal(self, message: Refused, nonce: str) -> DdpManualError:
-        """Return the error with which the coordinator refuses this process. Raises as ``open`` does."""
-        return self.open(message, nonce, _read_words).error()
-
-    def _sign(self, kind: type[Signed], nonce: str, content: bytes) -> str:
-        assert self._token is not None
-        purpose = f"{kind.__name__} {nonce}\n".encode()
-        return hmac.new(self._token, purpose + content, hashlib.sha256).hexdigest()
-
-
-_read_words: Read[LastWords] = reader_of(LastWords)
-_read_anything: Read[dict[str, Any]] = reader_of(dict[str, Any])
-
-
-def other_version(who: str, than: str, why: str) -> VersionMismatch:
-    """Return the error about what cannot be read."""
-    what = f"{who} was started with another version of ddp_manual than {than}"
-    return VersionMismatch(what, why=why, next="install the same version on every host")
-
-
-def claimed(message: Signed) -> dict[str, Any]:
-    """Return what a message says, without a look at its signature: a stranger is named as it names itself."""
-    try:
-        return _read_anything(bytes(message.content).decode())
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return {}

@@ -19,22 +19,23 @@ from msgspec.structs import replace
 from ddp_manual import launchers, messages, run_folder
 from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
-from ddp_manual.agent.collective_variables import collective_variables
-from ddp_manual.agent.compatibility import code_digests, installed_versions
-from ddp_manual.agent.connection import Connection, Seal, Unsealed, other_version
+from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
+from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
-from ddp_manual.agent.network_interface import OwnAddress, at, is_everywhere, own_address, route_to
+from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
-from ddp_manual.agent.program_arguments import named_arguments
 from ddp_manual.agent.program_source import ProgramSource, source_once
-from ddp_manual.agent.roll_call import advice_for, all_here, missing_ranks_error, situation
-from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Step, Steps
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
-from ddp_manual.terminal import POLL_EVERY, Waiting, counted
+from ddp_manual.protocol.collective_variables import collective_variables
+from ddp_manual.protocol.program_arguments import named_arguments
+from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
+from ddp_manual.protocol.seal import Seal, Unsealed, other_version
+from ddp_manual.protocol.seats import Seats
+from ddp_manual.terminal import POLL_EVERY, Waiting, at, counted
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
 
@@ -265,9 +266,14 @@ class Join:
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)
         if missing and not news.for_lost:  # otherwise rank 0 has said so, once
-            self._waiting.advise(advice_for(news.missing, run))
+            self._waiting.advise(advice_for(news.missing, run, self._own_addresses))
             if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
-                raise missing_ranks_error(news, run, self._waiting.timeout)
+                raise missing_ranks_error(news, run, self._waiting.timeout, self._own_addresses)
+
+    @property
+    def _own_addresses(self) -> Sequence[str]:
+        """The addresses of this host, if other hosts cannot reach rank 0's, which then is on this host."""
+        return own_addresses() if self._run.only_on_its_host else ()
 
     async def probe_hosts(self, wanted: Sequence[tuple[int, str, int]], key: tuple[int, int]) -> None:
         """Try to connect to the other hosts, and tell rank 0 which cannot be reached."""
@@ -378,7 +384,7 @@ class Join:
                 local_rank=spec.local_rank,
                 versions={**source.packages, **installed_versions()},
                 code={**code_digests(), **source.code},
-                variables=collective_variables(),
+                variables=collective_variables(launchers.network_variables()),
                 # A script that joins may say in any way which rank it is: "python script.py 0".
                 arguments=named_arguments(task.program.arguments) if task.program else {},
                 may_differ=list(task.may_differ),

@@ -24,11 +24,10 @@ import msgspec
 from msgspec.structs import replace
 
 from ddp_manual import messages, orphans, run_folder, signals
-from ddp_manual.agent import ending, states, verdicts
+from ddp_manual.agent import ending, states
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
 from ddp_manual.agent.ending import Ending, ProgramSignals, StopSignals, how_it_ended, leave_failure
-from ddp_manual.agent.health import heartbeat_period, silent_after
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.worker_process import SAVE_WITHIN, TERM_GRACE, Worker, wait_until
 from ddp_manual.errors import (
@@ -44,6 +43,8 @@ from ddp_manual.errors import (
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import SAVING, LastWords, Place, Ready, RunInfo, RunSoFar, Step, Steps, Verdict, more_seconds
 from ddp_manual.on_loss import LEAVE
+from ddp_manual.protocol import verdicts
+from ddp_manual.protocol.health import heartbeat_period, silent_after
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
 
@@ -527,9 +528,11 @@ class Agent:
             address=self._run.address,
         )
         coordinator = self._join.coordinator
-        if coordinator is not None and coordinator.record is not None and self._run_dir is not None:
+        if coordinator is not None and coordinator.protocol.record is not None and self._run_dir is not None:
             with suppress(DdpManualError):  # without that line the run goes on too
-                run_folder.append_json_line(run_folder.RunPaths(Path(self._run_dir)).losses, coordinator.record)
+                run_folder.append_json_line(
+                    run_folder.RunPaths(Path(self._run_dir)).losses, coordinator.protocol.record
+                )
 
     @property
     def _may_look_for_rank_0(self) -> bool:

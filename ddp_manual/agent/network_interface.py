@@ -173,8 +173,3 @@ def is_everywhere(address: str) -> bool:
 
 def family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def at(address: str, port: int) -> str:
-    """``10.0.0.1:29500``, ``[fe80::1]:29500``"""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

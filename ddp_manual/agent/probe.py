@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from ddp_manual import launchers, messages
-from ddp_manual.agent.connection import Connection, Seal, Unsealed, other_version
+from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.name_lookup import resolve_in_thread
-from ddp_manual.agent.network_interface import at, is_loopback
+from ddp_manual.agent.network_interface import is_loopback
 from ddp_manual.errors import (
     DdpManualError,
     MasterLost,
@@ -29,7 +29,8 @@ from ddp_manual.errors import (
     TokenMismatch,
 )
 from ddp_manual.messages import more_seconds, read_from_rank_0
-from ddp_manual.terminal import POLL_EVERY, Waiting
+from ddp_manual.protocol.seal import Seal, Unsealed, other_version
+from ddp_manual.terminal import POLL_EVERY, Waiting, at
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
 

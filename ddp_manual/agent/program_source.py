@@ -17,9 +17,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 
-from ddp_manual.agent.program_arguments import digest
 from ddp_manual.errors import BadOption
 from ddp_manual.program import EXECUTABLE, MODULE, Program
+from ddp_manual.protocol.program_arguments import digest
 from ddp_manual.wire import printable
 
 # A program whose local modules are more is compared by the first of them that its imports lead to.

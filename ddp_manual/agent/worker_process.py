@@ -23,8 +23,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ddp_manual import orphans, signals
-from ddp_manual.agent.collectives import Records
 from ddp_manual.agent.connection import Connection
+from ddp_manual.agent.records import Records
 from ddp_manual.agent.stacks import readable_stack
 from ddp_manual.errors import DdpManualError, not_installed
 from ddp_manual.held_memory import HeldMemory

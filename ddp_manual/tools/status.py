@@ -11,12 +11,11 @@ import msgspec
 
 from ddp_manual import launchers
 from ddp_manual.agent.name_lookup import look_up
-from ddp_manual.agent.network_interface import at
 from ddp_manual.agent.probe import find_rank_0, look_at
-from ddp_manual.agent.verdicts import error_for
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.messages import Verdict
-from ddp_manual.terminal import Waiting, columns, say, stdout_width
+from ddp_manual.protocol.verdicts import error_for
+from ddp_manual.terminal import Waiting, at, columns, say, stdout_width
 from ddp_manual.world_spec import WorldSpec
 
 LOOK_EVERY = 1.0

@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual.agent.coordinator import LEAVE_TIMEOUT, Coordinator
-from ddp_manual.agent.handshakes import Peer
-from ddp_manual.agent.health import silent_after
+from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
 from ddp_manual.messages import OfWorker
+from ddp_manual.protocol.coordinator import CoordinatorProtocol
+from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.health import silent_after
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class Moments:
 
     def _seats_can_be_taken(self, zero: Rank) -> None:
         """8: no rank counts as here whose process has ended, or was silent for too long."""
-        coordinator = zero.agent._join.coordinator if zero.agent is not None else None
+        shell = zero.agent._join.coordinator if zero.agent is not None else None
+        coordinator = shell.protocol if shell is not None else None
         if coordinator is None or zero.errors or coordinator._watch.failure is not None:
             return
         for number, member in coordinator.roll_call.members.items():
@@ -169,11 +171,11 @@ class Moments:
 # -- 14, 18: what a message changes -----------------------------------------------------------------------------------
 
 
-def decided(coordinator: Coordinator) -> tuple[Any, ...]:
+def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
     """Return what a coordinator has decided, and what it knows of its ranks' work."""
     roll_call, seats, watch = coordinator.roll_call, coordinator.seats, coordinator._watch
     members = {rank: (member.info.pid, member.ready is not None) for rank, member in roll_call.members.items()}
-    run = roll_call.complete, members, {*roll_call.left_out}, {*coordinator._stopping}, coordinator._over
+    run = roll_call.works, members, {*roll_call.left_out}, {*roll_call.stopping}, roll_call.is_over
     return *run, seats.generation, {**seats.held}, {*seats.lost}, watch.failure, {*watch.lost}, {*watch.health.finished}
 
 
@@ -186,7 +188,7 @@ def believed(agent: Any) -> tuple[Any, ...]:
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
     """Check of each message that changes nothing whether it does."""
-    take, hear = Coordinator._take, SimulatedWorker.hear
+    take, hear = CoordinatorProtocol.take, SimulatedWorker.hear
     works: dict[SimulatedWorker, Any] = {}
     """Worker -> the record that its agent has of it."""
 
@@ -196,9 +198,9 @@ def watched(run: Run) -> Iterator[None]:
         if now() != before:
             run.break_invariant(number, f"{what} changes something: {before} is {now()} now")
 
-    def take_watched(coordinator: Coordinator, peer: Peer, message: Any) -> None:
+    def take_watched(coordinator: CoordinatorProtocol, peer: Peer, message: Any, now: float) -> None:
         def act() -> None:
-            take(coordinator, peer, message)
+            take(coordinator, peer, message, now)
 
         sender = _sender(peer)
         if peer.rank is None and sender is not None and not sender.has_token:
@@ -224,6 +226,6 @@ def watched(run: Run) -> Iterator[None]:
         return next((rank for rank in run.ranks if rank.process is process), None)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Coordinator, "_take", take_watched))
+        stack.enter_context(mock.patch.object(CoordinatorProtocol, "take", take_watched))
         stack.enter_context(mock.patch.object(SimulatedWorker, "hear", hear_watched))
         yield

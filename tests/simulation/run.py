@@ -23,10 +23,12 @@ from typing import Any
 from unittest import mock
 
 from ddp_manual import launchers, signals
-from ddp_manual.agent import ending, join, local, main, name_lookup, probe, reachability, roll_call
+from ddp_manual.agent import ending, join, local, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
 from ddp_manual.program import Program as UsersProgram
+from ddp_manual.protocol import reachability as rounds
+from ddp_manual.protocol import roll_call
 from ddp_manual.world_spec import WorldSpec
 from tests.simulation.moments import Moments, watched
 from tests.simulation.network import EMPTY, Host, Listener, Network
@@ -540,11 +542,12 @@ class Run:
 
     def _shrink(self, fault: Fault, rank: Rank) -> bool:
         zero = next((one for one in reversed(self.ranks) if one.number == 0 and one.runs and one.agent), None)
-        coordinator = zero.agent._join.coordinator if zero is not None and zero.agent is not None else None
-        if zero is None or coordinator is None or zero.process.frozen:
+        shell = zero.agent._join.coordinator if zero is not None and zero.agent is not None else None
+        if zero is None or shell is None or zero.process.frozen:
             return False
+        coordinator = shell.protocol
         self.loop.call_soon(coordinator.shrink, context=zero.process.context)
-        if not coordinator.seats.began or coordinator.roll_call.complete:
+        if not coordinator.seats.began or coordinator.roll_call.works:
             return False
         self.moments.shrunk |= {*coordinator.roll_call.missing}
         return True
@@ -760,10 +763,12 @@ def patched(run: Run) -> Iterator[None]:
     replaced: list[tuple[Any, dict[str, Any]]] = [
         (time, {"monotonic": lambda: loop.now, "time": lambda: EPOCH + loop.now}),
         (secrets, {"token_hex": token_hex}),
-        (roll_call, {"datetime": utc, "own_addresses": lambda: [here().address]}),
+        (roll_call, {"datetime": utc}),
+        (join, {"own_addresses": lambda: [here().address]}),
         (probe, {"resolve_in_thread": resolve_in_thread}),
         (name_lookup, {"own_address": lambda: here().address, "resolve_in_thread": resolve_in_thread}),
-        (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach, "_rounds": itertools.count()}),
+        (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),
+        (rounds, {"_rounds": itertools.count()}),
         (ending, {"host_name": lambda: here().name}),
         (
             signals,

@@ -1,7 +1,8 @@
-"""Scenarios: a plan in words and, below a line, what its people see."""
+"""Scenarios: a plan in words and, below a line, what its people see. The documents quote errors from them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.simulation.invariants import check
@@ -11,6 +12,11 @@ from tests.simulation.run import Run
 FOLDER = Path(__file__).resolve().parent.parent / "scenarios"
 SCENARIOS = sorted(FOLDER.glob("*.txt"))
 LINE = "-" * 100 + "\n"
+DOCUMENTS = [FOLDER.parents[1] / "docs" / name for name in ("faults.md", "how-ranks-meet.md")]
+QUOTE = re.compile(
+    r"((?:Rank (\d+) prints|ll ranks print)[^\n]*\(\.\./tests/scenarios/([\w-]+\.txt)\)+:\n\n```text\n)(.*?)(```\n)",
+    re.DOTALL,
+)
 
 
 def play(path: Path) -> tuple[str, list[str]]:
@@ -22,10 +28,26 @@ def play(path: Path) -> tuple[str, list[str]]:
     return f"{words}{LINE}{run.transcript}\n", run.broken
 
 
+def quoted_anew(document: str) -> str:
+    """Return the text of a document in which each quote says what is printed now: by a rank its error, or all."""
+
+    def anew(quote: re.Match[str]) -> str:
+        text = (FOLDER / quote[3]).read_text(encoding="utf-8").partition(LINE)[2]
+        if quote[2] is None:
+            return quote[1] + text + quote[5]
+        said = re.search(rf" rank {quote[2]} on \S+: (error\[.*\n(?: {{11}}.*\n)*)", text)
+        assert said is not None, quote[0]
+        return quote[1] + re.sub(r"^ {11}", "", said[1], flags=re.MULTILINE) + quote[5]
+
+    return QUOTE.sub(anew, document)
+
+
 def record() -> None:
-    """Write anew what the people of all scenarios see."""
+    """Write anew what the people of all scenarios see, and the documents that quote it."""
     for path in SCENARIOS:
         text, broken = play(path)
         path.write_text(text, encoding="utf-8")
         for found in broken:
             print(f"{path.stem}: {found}")
+    for document in DOCUMENTS:
+        document.write_text(quoted_anew(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from ddp_manual.agent import address, name_lookup
 from ddp_manual.agent.address import listen as listen_at
-from ddp_manual.agent.connection import Connection, Seal
+from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
 from ddp_manual.agent.probe import Answer, Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
-from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import (
     AddressNotLocal,
     LoopbackMaster,
@@ -36,6 +35,8 @@ from ddp_manual.errors import (
 )
 from ddp_manual.messages import Greeting, RankInfo, RunInfo, Steps, read_from_stranger
 from ddp_manual.program import SCRIPT, Program
+from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.seats import Seats
 from ddp_manual.terminal import Waiting
 from ddp_manual.wire import encode
 from ddp_manual.world_spec import WorldSpec

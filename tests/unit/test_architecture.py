@@ -51,10 +51,11 @@ TRAINING_WITHOUT_TORCH = {
     "training.own_code",
 }
 MAY_IMPORT = {
-    "agent": {"agent", *TRAINING_WITHOUT_TORCH, *BOTTOM},
+    "protocol": {"protocol", *BOTTOM},
+    "agent": {"agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "worker": {"worker", "training", *BOTTOM},
     "training": {"training", *BOTTOM},
-    "tools": {"tools", "agent", "training", *BOTTOM},
+    "tools": {"tools", "agent", "protocol", "training", *BOTTOM},
     "cli": {"cli", "agent", "tools", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "__init__": {"training.config", "errors", "world_spec"},
     "__main__": {"cli"},
@@ -66,7 +67,7 @@ MAY_NAME = {
     "launchers": {"messages"},
     "training": {"worker"},
 }
-WITHOUT_TORCH = {"agent", "cli", "__init__", "__main__", *BOTTOM}
+WITHOUT_TORCH = {"protocol", "agent", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message and each state is a type of its own.
 MOST_LINES_OF_AGENT_AND_WORKER = 8600
 
@@ -141,9 +142,35 @@ def test_no_torch_is_imported_below_agent_and_in_the_bottom_row() -> None:
     assert [str(path) for path in names if heavy & {name.split(".")[0] for name in names[path]}] == []
 
 
-def test_the_watch_over_all_ranks_waits_for_nothing_and_is_told_the_time() -> None:
-    names = {path.stem: imported(path, for_types=False) for path in MODULES if room(path) == "agent"}
-    assert {"asyncio", "time"} & (names["watch"] | names["health"] | names["collectives"]) == set()
+def test_what_decides_does_no_io_starts_no_task_and_is_told_the_time() -> None:
+    of_the_system = {"asyncio", "logging", "mmap", "os", "pathlib", "random", "secrets", "select", "shutil", "socket"}
+    of_the_system |= {"ssl", "subprocess", "sys", "tempfile", "threading", "time"}
+    names = {path.stem: imported(path, for_types=False) for path in MODULES if room(path) == "protocol"}
+    assert {name for name in names if of_the_system & {one.split(".")[0] for one in names[name]}} == set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())) if room(path) == "protocol" else ():
+            assert not isinstance(node, (ast.AsyncFunctionDef, ast.Await)), f"{path.name}:{node.lineno}"
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            assert called not in ("open", "print", "input"), path.name
+
+
+# Conditions in protocol/ that combine three terms or more: each is a state that has no name.
+MOST_OF_THREE_TERMS = 5
+
+
+def terms(node: ast.expr) -> int:
+    if isinstance(node, ast.BoolOp):
+        return sum(map(terms, node.values))
+    return terms(node.operand) if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) else 1
+
+
+def test_hardly_any_condition_in_protocol_combines_three_terms() -> None:
+    trees = {path.stem: ast.parse(path.read_text()) for path in MODULES if room(path) == "protocol"}
+    conditions = [
+        (name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.BoolOp)
+    ]
+    long = [f"{name}:{node.lineno} {ast.unparse(node)}" for name, node in conditions if terms(node) > 2]
+    assert len(long) <= MOST_OF_THREE_TERMS, "\n".join(long)
 
 
 def lines_of_code(path: Path) -> int:
@@ -157,14 +184,24 @@ def lines_of_code(path: Path) -> int:
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - left_out)
 
 
-def test_agent_and_worker_stay_small() -> None:
-    own = [path for path in MODULES if room(path) in ("agent", "worker")]
+def test_protocol_agent_and_worker_stay_small() -> None:
+    own = [path for path in MODULES if room(path) in ("protocol", "agent", "worker")]
     assert sum(map(lines_of_code, own)) <= MOST_LINES_OF_AGENT_AND_WORKER
 
 
-def test_no_attribute_of_the_agent_is_a_flag_for_its_state() -> None:
+FLAGS = {
+    "agent/main.py": {"self._has_warned", "self._is_own_folder", "self.has_trained"},
+    "protocol/coordinator.py": set[str](),
+    "protocol/roll_call.py": {"self.changed"},
+    "protocol/seats.py": set[str](),
+    "protocol/watch.py": set[str](),
+}
+
+
+@pytest.mark.parametrize("path", FLAGS)
+def test_no_attribute_is_a_flag_for_a_state(path: str) -> None:
     """They say what was said once, where files go, and what was done: all of it holds in every state."""
-    tree = ast.parse((PACKAGE / "agent" / "main.py").read_text())
+    tree = ast.parse((PACKAGE / path).read_text())
     assigned = [
         (ast.unparse(target), value)
         for node in ast.walk(tree)
@@ -174,8 +211,12 @@ def test_no_attribute_of_the_agent_is_a_flag_for_its_state() -> None:
     ]
     own = [(name, ast.unparse(value)) for name, value in assigned if re.fullmatch(r"self\.\w+", name)]
     flags = {name for name, value in own if value in ("True", "False")}
-    assert flags == {"self._has_warned", "self._is_own_folder", "self.has_trained"}
-    assert [name for name, _ in assigned].count("self.state") == 1  # in _enter: a rank that has ended stays ended
+    assert flags == FLAGS[path]
+
+
+def test_the_agent_enters_its_states_at_one_place() -> None:
+    text = (PACKAGE / "agent" / "main.py").read_text()
+    assert len(re.findall(r"^ +self\.state = ", text, re.MULTILINE)) == 1  # a rank that has ended stays ended
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:

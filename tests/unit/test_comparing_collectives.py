@@ -22,22 +22,21 @@ from msgspec.structs import replace
 from torch.testing._internal.distributed import fake_pg
 
 from ddp_manual import collectives, messages
-from ddp_manual.agent.collectives import (
+from ddp_manual.agent.records import MOST_GROUPS_READ, Records
+from ddp_manual.agent.worker_process import Worker, wait_until
+from ddp_manual.messages import Beat, RankInfo, Verdict
+from ddp_manual.protocol.collectives import (
     LAST,
     LOOK_AGAIN_AFTER,
     LOOK_AGAIN_WITHIN,
     MOST_CHAINS,
     MOST_GROUPS_KEPT,
-    MOST_GROUPS_READ,
     Comparison,
     Difference,
     Look,
-    Records,
     Seen,
 )
-from ddp_manual.agent.watch import RECORDS_WITHIN, STACKS, Watch
-from ddp_manual.agent.worker_process import Worker, wait_until
-from ddp_manual.messages import Beat, RankInfo, Verdict
+from ddp_manual.protocol.watch import RECORDS_WITHIN, STACKS, Watch
 from ddp_manual.wire import encode
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo
@@ -111,7 +110,7 @@ def watched(**options: Any) -> Watched:
     sent: list[Any] = []
     run = replace(run_info(), world_size=2, **options)
     infos = [RankInfo(rank=rank, world_size=2, host="h", pid=rank) for rank in range(2)]
-    roll_call = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, complete=True, hear=lambda *_: 0)
+    roll_call = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True, hear=lambda *_: 0)
 
     def peer(rank: int) -> SimpleNamespace:
         connection = SimpleNamespace(send=lambda message: sent.append((message, rank)))

@@ -14,17 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ddp_manual.agent.connection import (
-    COSTS_AT_LEAST,
-    LONGEST_READ,
-    MOST_UNREAD,
-    MOST_UNSENT,
-    Connection,
-    Seal,
-    Unsealed,
-    claimed,
-)
+from ddp_manual.agent.connection import COSTS_AT_LEAST, LONGEST_READ, MOST_UNREAD, MOST_UNSENT, Connection
 from ddp_manual.messages import Heartbeat, Hello, Look, Signed, read_from_rank
+from ddp_manual.protocol.seal import Seal, Unsealed, claimed
 from ddp_manual.wire import LONGEST_ANSWER, LONGEST_LINE, LineReader, Unreadable, as_json, decode, encode, read_local
 
 WITHIN = 10.0

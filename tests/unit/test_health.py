@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ddp_manual.agent import verdicts
-from ddp_manual.agent.health import SLOW_FOR, Health, Stall
-from ddp_manual.agent.watch import Watch
 from ddp_manual.messages import Beat, LongestWait, Progress, RankInfo
+from ddp_manual.protocol import verdicts
+from ddp_manual.protocol.health import SLOW_FOR, Health, Stall
+from ddp_manual.protocol.watch import Watch
 from ddp_manual.wire import as_json, reader_of
 from tests.runs import run_info
 
@@ -381,7 +381,7 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
     """The roll call and the connections are stand-ins: only what is sent matters here."""
     sent: list[Any] = []
     run = replace(RUN, world_size=2, **OF_SCRIPT)
-    roll_call = SimpleNamespace(run=run, info=lambda rank: None, complete=True, hear=lambda *_: None)
+    roll_call = SimpleNamespace(run=run, info=lambda rank: None, works=True, hear=lambda *_: None)
     peer = SimpleNamespace(connection=SimpleNamespace(write=lambda line: sent.append(json.loads(line))))
     watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
     for rank in range(2):

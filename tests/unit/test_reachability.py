@@ -16,15 +16,14 @@ from ddp_manual.agent import reachability
 from ddp_manual.agent.reachability import (
     GREETING_BYTES,
     MOST_CONNECTED,
-    Probes,
     answer_at,
     greeting,
     try_all,
     try_to_reach,
-    unreachable,
 )
-from ddp_manual.agent.roll_call import assign_places
 from ddp_manual.messages import RankInfo
+from ddp_manual.protocol.reachability import Probes, unreachable
+from ddp_manual.protocol.roll_call import assign_places
 
 
 def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | None:

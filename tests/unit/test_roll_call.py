@@ -14,20 +14,9 @@ import msgspec
 import pytest
 from msgspec.structs import asdict, replace
 
-from ddp_manual.agent.compatibility import more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
-from ddp_manual.agent.connection import Connection, Seal
+from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.network_interface import own_address
-from ddp_manual.agent.reachability import targets
-from ddp_manual.agent.roll_call import (
-    MOST_REFUSALS,
-    RollCall,
-    advice_for,
-    assign_places,
-    missing_ranks_error,
-    situation,
-)
-from ddp_manual.agent.seats import Seats
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -61,6 +50,19 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
+from ddp_manual.protocol.compatibility import more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
+from ddp_manual.protocol.reachability import targets
+from ddp_manual.protocol.roll_call import (
+    MOST_REFUSALS,
+    RollCall,
+    Seat,
+    advice_for,
+    assign_places,
+    missing_ranks_error,
+    situation,
+)
+from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.seats import Seats
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import LONGEST_ANSWER, as_json, decode, reader_of
 from tests.runs import run_info
@@ -108,10 +110,11 @@ def ready_with(*gpus: str, **other: Any) -> Ready:
 
 def test_rank_0_on_loopback_is_to_be_started_again_with_an_address_of_its_network() -> None:
     mine = own_address()
-    by_hand, script = (advice_for([[1, 1]], run_info(address="127.0.0.1", script=script)) for script in (False, True))
+    runs = [run_info(address="127.0.0.1", script=script) for script in (False, True)]
+    by_hand, script = (advice_for([[1, 1]], run, [str(mine)]) for run in runs)
     assert f"start rank 0 again with --master_addr {mine}" in by_hand[-1]
     assert f"start rank 0 again with master_addr={mine}" in script[-1]
-    assert advice_for([[1, 1]], run_info(address="10.0.0.1")) == [""]
+    assert advice_for([[1, 1]], run_info(address="10.0.0.1"), ()) == [""]
 
 
 def test_local_rank_is_the_position_among_the_ranks_of_the_same_host() -> None:
@@ -135,7 +138,7 @@ def test_many_missing_ranks_are_named_as_ranges() -> None:
 
 def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_braces_alone() -> None:
     news = News(here=1, named=["0 (a)"], missing=[(1, 2)])
-    error = missing_ranks_error(news, RUN, 15.0)
+    error = missing_ranks_error(news, RUN, 15.0, ())
     assert error.what == "2 of 3 ranks never joined within 15 s: ranks 1-2"
     assert error.next.splitlines()[:2] == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
     assert "start the others again" in error.next
@@ -143,7 +146,7 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
 
 def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
     news = News(here=3, named=["0 (a)"], loading=[(1, 2)])
-    error = missing_ranks_error(news, RUN, 15.0)
+    error = missing_ranks_error(news, RUN, 15.0, ())
     assert "not all could load torch: ranks 1-2" in error.what
     assert "never joined" not in error.what
 
@@ -395,7 +398,7 @@ def test_gloo_ranks_may_share_a_gpu() -> None:
 
 def roll_call_of(*infos: RankInfo, run: RunInfo = RUN) -> RollCall:
     """All of these are here since second 0."""
-    roll_call = RollCall(run, infos[0])
+    roll_call = RollCall(run, infos[0], 0.0, WITHIN)
     for one in infos:
         assert roll_call.admit(one, 0.0, 0.0, 0.0) is True
     return roll_call
@@ -418,12 +421,63 @@ def test_the_roll_call_needs_a_hello_and_a_device_of_every_rank() -> None:
     assert roll_call.news().loading == [(1, 1)]
 
 
+def test_a_rank_that_was_left_out_is_awaited_once_it_is_ready_and_not_before() -> None:
+    roll_call = roll_call_of(*(info(rank, "a") for rank in range(3)))
+
+    def get_ready(*ranks: int) -> None:
+        for rank in ranks:
+            assert roll_call.get_ready(rank, ready()) == []
+
+    get_ready(0, 1, 2)
+    roll_call.complete(1.0)
+    roll_call.leave(2)
+    roll_call.begin_again([0, 1], 2.0, WITHIN)
+    assert roll_call.missing == [2] and roll_call.leave_out() and roll_call.left_out == [2]
+    get_ready(0, 1)
+    assert roll_call.all_ready
+    roll_call.complete(3.0)
+    for _ in range(2):  # it comes, and is gone before or after it has loaded torch: the others go on without it
+        assert roll_call.admit(info(2, "a"), 4.0, 4.0, 0.0) is True
+        assert roll_call.left_out == [2] and roll_call.all_ready
+        assert [one.rank for one in roll_call.infos()] == [0, 1]
+        roll_call.leave(2)
+        assert roll_call.left_out == [2]
+    assert roll_call.admit(info(2, "a"), 5.0, 5.0, 0.0) is True
+    get_ready(2)
+    roll_call.take_back(roll_call.ranks(Seat.READY_TO_RETURN))
+    roll_call.begin_again([0, 1], 6.0, WITHIN)
+    assert (roll_call.left_out, roll_call.missing, roll_call.all_ready) == ([], [], False)
+    assert roll_call.have_worked == {0, 1}
+
+
+def test_a_rank_that_was_left_out_to_stop_is_awaited_if_nobody_stops_the_run() -> None:
+    roll_call = roll_call_of(*(info(rank, "a") for rank in range(3)))
+    for rank in range(3):
+        roll_call.get_ready(rank, ready())
+    roll_call.complete(1.0)
+    roll_call.leave(2)
+    roll_call.begin_again([0, 1], 2.0, WITHIN)
+    roll_call.stopping.add(1)
+    assert roll_call.leave_out(to_stop=True) and roll_call.all_here and not roll_call.admits
+    roll_call.leave(1)
+    assert roll_call.missing == [1, 2] and roll_call.admits
+
+
+def test_ranks_that_wait_to_return_get_no_say_in_the_device_of_the_others() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "a"))
+    for rank in range(2):
+        roll_call.get_ready(rank, ready_with("GPU-0", may_use_cpu=True))
+    roll_call.leave_out()
+    assert roll_call.admit(info(2, "a"), 4.0, 4.0, 0.0) is True  # it loads torch when the others begin
+    assert roll_call.leave_gpus() is not None
+
+
 def test_the_news_are_as_short_where_every_second_of_many_ranks_is_missing() -> None:
     run = replace(RUN, world_size=4096)
     roll_call = roll_call_of(*(info(rank, "a", world_size=4096) for rank in range(0, 4096, 2)), run=run)
     news = roll_call.news()
     assert len(as_json(news)) < 1000
-    assert "2048 of 4096 ranks never joined" in missing_ranks_error(news, run, 15.0).what
+    assert "2048 of 4096 ranks never joined" in missing_ranks_error(news, run, 15.0, ()).what
     assert situation(news, 4096).startswith("waiting for ranks 1, 3, 5,")
 
 
@@ -589,14 +643,14 @@ def test_a_taken_rank_is_refused_at_the_holders_next_heartbeat_and_free_after_it
         holder = await say_hello(connect, info(1, "b", pid=7))
         await until(holder, Welcome)
         second = await say_hello(connect, info(1, "b", pid=8))
-        while not coordinator.roll_call.refused:
+        while not coordinator.protocol.roll_call.refused:
             holder.send(Heartbeat())
             await asyncio.sleep(0.01)
         assert content(await until(second, Refused))["identifier"] == "rank-taken"
         holder.close()
         third = await say_hello(connect, info(1, "b", pid=9))
         await until(third, Welcome)
-        assert "rank 1 (b, pid 7) is gone: its process has ended" in coordinator.roll_call.gone
+        assert "rank 1 (b, pid 7) is gone: its process has ended" in coordinator.protocol.roll_call.gone
 
     with_a_coordinator(test)
 
@@ -657,7 +711,7 @@ def test_a_mistake_about_a_stranger_ends_its_connection_and_nothing_else(monkeyp
 
 
 def test_of_many_processes_that_are_refused_only_the_first_are_named_each_minute() -> None:
-    calling = RollCall(RUN, info(0, "a"))
+    calling = RollCall(RUN, info(0, "a"), 0.0, WITHIN)
     for number in range(1000):
         calling.admit(info(1, "b", pid=number, world_size=7), number / 1000, 0.0, 0.0)
     assert len(calling.refused) == MOST_REFUSALS
@@ -677,8 +731,8 @@ def test_rank_0_of_a_large_world_reads_the_roster_of_all_ranks() -> None:
         await until(rank_0, Welcome)
         for rank in range(1, ranks):
             who = info(rank, "a", world_size=ranks, host="a" * 150)
-            assert coordinator.roll_call.admit(who, time.monotonic(), 0.0, 0.0) is True
-            coordinator.roll_call.get_ready(rank, ready())
+            assert coordinator.protocol.roll_call.admit(who, time.monotonic(), 0.0, 0.0) is True
+            coordinator.protocol.roll_call.get_ready(rank, ready())
         rank_0.send(WorkerReady(ready(store=("10.0.0.1", 41000))))
         message = await until(rank_0, Placed)
         assert message.place == place

@@ -13,12 +13,12 @@ import torch
 from msgspec.structs import replace
 
 from ddp_manual import held_memory
-from ddp_manual.agent.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import RankInfo, RunSoFar, Verdict
 from ddp_manual.on_loss import WAIT
+from ddp_manual.protocol.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
 from ddp_manual.worker import holding
@@ -91,13 +91,13 @@ def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(of_script
 def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_run(own_code: bool) -> None:
     seats = begun()
     for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
-        seats.begin({2: GONE}, 10.0 * time)
+        seats.begin({2: GONE}, 10.0 * time, own_code=[2] if own_code else [])
         seats.take_held(0, (time, 5), 5)
-        assert seats.refusal([2], [2] if own_code else [], [0]) is None
+        assert seats.refusal([2], [0]) is None
         seats.complete(KEEPS, here(0, 1, 2), 10.0 * time)
-    seats.begin({2: GONE}, 100.0)
+    seats.begin({2: GONE}, 100.0, own_code=[2] if own_code else [])
     seats.take_held(0, (0, 5), 5)
-    refusal = seats.refusal([2], [2] if own_code else [], [0])
+    refusal = seats.refusal([2], [0])
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
 
@@ -107,16 +107,16 @@ def test_only_losses_after_the_same_step_count_together() -> None:
         lost = {0: rank_0} if number % 4 == 0 else {2: GONE}
         seats.begin(lost, 0.0)
         seats.take_held(1, (number, number // 2), number // 2)
-        assert seats.refusal([0] if number % 4 == 0 else [], [], [1]) is None
+        assert seats.refusal([0] if number % 4 == 0 else [], [1]) is None
         seats.complete(KEEPS, here(0, 1, 2), 0.0)
 
 
 def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
     seats, refused = begun(), []
     for step in range(10):
-        seats.begin({2: GONE}, 0.0)
+        seats.begin({2: GONE}, 0.0, own_code=[2] if step > 4 else [])
         seats.take_held(0, (step, step), step)
-        refused.append(seats.refusal([2], [2] if step > 4 else [], [0]) is not None)
+        refused.append(seats.refusal([2], [0]) is not None)
         seats.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
 

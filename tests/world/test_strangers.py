@@ -23,9 +23,7 @@ import psutil
 import pytest
 from msgspec.structs import asdict, replace
 
-from ddp_manual.agent.connection import Seal
 from ddp_manual.agent.probe import look_at, probe
-from ddp_manual.agent.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
 from ddp_manual.messages import (
     PROTOCOL,
     Claim,
@@ -39,6 +37,8 @@ from ddp_manual.messages import (
     Verdict,
     Welcome,
 )
+from ddp_manual.protocol.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
+from ddp_manual.protocol.seal import Seal
 from ddp_manual.wire import encode
 from tests.catalogue import record
 from tests.clock import left

@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
-from ddp_manual.agent.connection import Seal
 from ddp_manual.messages import (
     Failed,
     Finished,
@@ -34,6 +33,7 @@ from ddp_manual.messages import (
     Stopping,
     Verdict,
 )
+from ddp_manual.protocol.seal import Seal
 from tests.catalogue import record
 from tests.clock import left
 from tests.conftest import LONGER, SHORT, RankProcess, Start

@@ -64,7 +64,7 @@ def test_status_shows_the_line_of_a_dead_loop_as_often_as_it_is_asked(
 def test_a_straggler_is_named_once_in_rank_0s_log_and_in_status(
     start: Start, rank_command: RankCommand, port: int
 ) -> None:
-    soon = ("--set", "ddp_manual.agent.health.SLOW_FOR=4")
+    soon = ("--set", "ddp_manual.protocol.health.SLOW_FOR=4")
     commands = [rank_command(rank, 3, *LONGER, 500) for rank in range(3)]
     # A step of the others takes about 2 ms.
     ranks = [

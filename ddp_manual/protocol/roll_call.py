@@ -1,4 +1,4 @@
-"""The roll call on rank 0, without any I/O: which ranks are here, were refused, or are missing.
+"""The roll call on rank 0: which ranks are here, were refused, or are missing.
 
 A rank is *here* once rank 0 has admitted its agent, and *ready* once its worker has torch and a device. The roll call
 is complete when all ranks are both. A rank is gone when its connection ends. Times are seconds of rank 0's monotonic
@@ -9,20 +9,21 @@ torch's own ``wait_for_workers`` is not used: it counts connections, so a rank t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
 from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.agent.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
-from ddp_manual.agent.health import heartbeat_period, silent_after
-from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
 from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
 from ddp_manual.on_loss import LEAVE
+from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
+from ddp_manual.protocol.health import heartbeat_period, silent_after
+from ddp_manual.protocol.reachability import Probes
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 
 MOST_NAMED = 16
@@ -37,6 +38,34 @@ LOAD_WITHIN = 600.0
 FROZEN_AFTER_BEATS = 2.4
 
 
+class Seat(Enum):
+    """What becomes of a rank: the others wait for a process that takes an empty seat, and for one that loads torch.
+
+    The last four are left out: the others go on without that rank, until a process that has come to its seat is ready.
+    """
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+    WORKING = "working"
+    LEFT_OUT = "left out"
+    LEFT_OUT_TO_STOP = "left out as long as a rank is about to stop the run"
+    LOADING_TO_RETURN = "left out, loading"
+    READY_TO_RETURN = "left out, ready"
+
+
+LEFT_OUT = {Seat.LEFT_OUT, Seat.LEFT_OUT_TO_STOP, Seat.LOADING_TO_RETURN, Seat.READY_TO_RETURN}
+# What a seat is once a process has come, has loaded torch, begins to load it anew, or is gone.
+TAKEN = {
+    Seat.EMPTY: Seat.LOADING,
+    Seat.LEFT_OUT: Seat.LOADING_TO_RETURN,
+    Seat.LEFT_OUT_TO_STOP: Seat.LOADING_TO_RETURN,
+}
+LOADED = {Seat.LOADING: Seat.READY, Seat.LOADING_TO_RETURN: Seat.READY_TO_RETURN}
+BEGUN_ANEW = {Seat.READY: Seat.LOADING, Seat.WORKING: Seat.LOADING, Seat.READY_TO_RETURN: Seat.LOADING_TO_RETURN}
+GIVEN_UP = {Seat.LOADING_TO_RETURN: Seat.LEFT_OUT, Seat.READY_TO_RETURN: Seat.LEFT_OUT}
+
+
 @dataclass
 class Member:
     """A rank that is here."""
@@ -44,6 +73,55 @@ class Member:
     info: RankInfo
     heard: float
     ready: Ready | None = None
+    has_worked: bool = False
+    """Whether it has gone on together with the others, with this rank 0."""
+
+
+@dataclass
+class Gathering:
+    """Ranks are missing or load torch, at the start or after a loss. Those that are missing have ``within`` seconds,
+    for which the clock stands still while all are here; then they have at least ``LOAD_WITHIN`` to load torch."""
+
+    missing_since: float
+    within: float
+    loading_since: float | None = None
+    probes: Probes | None = None
+    """Of the network, once all are here."""
+
+    def tick(self, now: float, *, all_here: bool) -> float:
+        """Let the clock of the missing ranks run, or that of torch; return the seconds on it, of the ``limit``."""
+        if all_here and self.loading_since is None:
+            self.loading_since = now
+        elif not all_here and self.loading_since is not None:  # one that comes and is lost again restarts no clock
+            self.missing_since, self.loading_since = now - self.missing_for(now), None
+        return now - self.since
+
+    def missing_for(self, now: float) -> float:
+        """Return the seconds for which ranks were missing, without those in which all were here."""
+        return (now if self.loading_since is None else self.loading_since) - self.missing_since
+
+    @property
+    def since(self) -> float:
+        return self.missing_since if self.loading_since is None else self.loading_since
+
+    @property
+    def limit(self) -> float:
+        return self.within if self.loading_since is None else max(self.within, LOAD_WITHIN)
+
+
+@dataclass(frozen=True)
+class Working:
+    """All ranks have gone on together. A process that comes now is too late, unless ranks were left out."""
+
+    missing_for: float
+    """Seconds for which ranks were missing before."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Rank 0 leaves: nobody is admitted any more, and no end of a connection is a loss."""
+
+    was: Gathering | Working
 
 
 class RollCall:
@@ -51,22 +129,23 @@ class RollCall:
 
     Args:
         rank_0: what the other ranks are compared with.
+        within: seconds from ``now`` until all ranks must have joined.
     """
 
-    def __init__(self, run: RunInfo, rank_0: RankInfo) -> None:
+    def __init__(self, run: RunInfo, rank_0: RankInfo, now: float, within: float) -> None:
         self.run = run
         self.rank_0 = rank_0
+        self.state: Gathering | Working | Over = Gathering(now, within)
         self.members: dict[int, Member] = {}
-        self.complete = False
-        """Whether all ranks have joined; a process that comes later is too late."""
+        self.stopping: set[int] = set()
+        """The ranks that were asked to stop the run."""
         self.changed = False
         """Whether there is news since the caller last set this to False."""
         self.refused: deque[str] = deque(maxlen=MOST_NAMED)
         self.gone: deque[str] = deque(maxlen=MOST_NAMED)
         self.warnings: deque[str] = deque(maxlen=MOST_NAMED)
-        self.left_out: set[int] = set()
-        """The lost ranks without which the run goes on."""
-        self._loading: set[int] = set()
+        self._seats = [Seat.EMPTY] * run.world_size
+        self._counts = Counter(self._seats)
         self._ready_on: dict[str, set[int]] = {}
         """Host -> its ranks that are ready."""
         self._hosts_of_gpu: dict[str, set[str]] = {}
@@ -101,7 +180,7 @@ class RollCall:
             self.refuse(info.who, refusal, now)
             return refusal
         self.members[info.rank] = Member(_without_copies(info, self.rank_0), now)
-        self._loading.add(info.rank)
+        self._follow(info.rank, TAKEN)
         self.warnings += warnings
         self.changed = True
         return True
@@ -130,7 +209,7 @@ class RollCall:
         member = self.members[rank]
         member.ready = ready
         self.changed = True
-        self._loading.discard(rank)
+        self._follow(rank, LOADED)
         if member.info.pid != ready.pid:  # ``launch`` knows a worker's pid only now
             member.info = replace(member.info, pid=ready.pid)
         if rank == 0:
@@ -157,16 +236,55 @@ class RollCall:
         """Have all ranks, which are ready, train on the CPU if a host has more ranks than GPUs and nobody has chosen
         the GPUs; return why, otherwise None."""
         why = more_ranks_than_gpus(self._pairs())
-        for member in self.members.values() if why else ():
+        for member in [self.members[rank] for rank in self._awaited] if why else ():
             assert member.ready is not None
             member.ready = replace(member.ready, device="cpu", backend="gloo", gpus=[])
         return why
 
-    def begin_again(self, ranks: Collection[int]) -> None:
-        """Begin anew, with other workers of these ranks, which are here."""
-        self.complete = False
+    def complete(self, now: float) -> None:
+        """All ranks that are not left out go on together."""
+        assert isinstance(self.state, Gathering)
+        self.state = Working(self.state.missing_for(now))
+        for rank in self.ranks(Seat.READY):
+            self._become(rank, Seat.WORKING)
+            self.members[rank].has_worked = True
+
+    def begin_again(self, ranks: Collection[int], now: float, within: float) -> None:
+        """Begin anew, with other workers of these ranks, which are here; none of the others has worked."""
+        self.state = Gathering(now, within)
         self.gone.clear()
+        self.stopping &= {*ranks}
+        for rank in self.have_worked - {*ranks}:
+            self.leave(rank)
+        self._await_those_left_out_to_stop()
         self.forget_workers(ranks)
+
+    def wait_anew(self, now: float, within: float) -> None:
+        """Give the ranks that are missing so many seconds from now."""
+        assert isinstance(self.state, Gathering)
+        self.state = Gathering(now, within, probes=self.state.probes)
+
+    def end(self) -> None:
+        """Admit nobody any more: rank 0 leaves."""
+        if not isinstance(self.state, Over):
+            self.state = Over(self.state)
+
+    def leave_out(self, *, to_stop: bool = False) -> bool:
+        """Go on without the ranks that are missing; return whether any is.
+
+        Args:
+            to_stop: whether that holds only as long as a rank is about to stop the run.
+        """
+        missing = self.missing
+        for rank in missing:
+            self._become(rank, Seat.LEFT_OUT_TO_STOP if to_stop else Seat.LEFT_OUT)
+        self.changed |= bool(missing)
+        return bool(missing)
+
+    def _await_those_left_out_to_stop(self) -> None:
+        """Wait for these ranks after all, if those that have asked the run to stop are gone."""
+        for rank in () if self.stopping else self.ranks(Seat.LEFT_OUT_TO_STOP):
+            self._become(rank, Seat.EMPTY)
 
     def forget_workers(self, ranks: Collection[int]) -> None:
         """Wait until other workers of these ranks are ready."""
@@ -174,24 +292,36 @@ class RollCall:
         for rank in ranks:
             member = self.members[rank]
             member.ready = None
-            self._loading.add(rank)
+            self._follow(rank, BEGUN_ANEW)
             self._ready_on.get(member.info.host_id, set()).discard(rank)
 
-    def take_back(self) -> set[int]:
-        """Take back, and return, the ranks that have come to a world that has shrunk and are ready."""
-        back = {rank for rank in self.left_out & self.members.keys() if self.members[rank].ready is not None}
-        self.left_out -= back
-        return back
+    def take_back(self, ranks: Collection[int]) -> None:
+        """Take back ranks that have come to a world that has shrunk and are ready."""
+        for rank in ranks:
+            self._become(rank, Seat.READY)
 
-    def leave(self, rank: int, how: str = "") -> None:
+    def _follow(self, rank: int, table: Mapping[Seat, Seat]) -> None:
+        self._become(rank, table.get(self._seats[rank], self._seats[rank]))
+
+    def _become(self, rank: int, seat: Seat) -> None:
+        self._counts[self._seats[rank]] -= 1
+        self._counts[seat] += 1
+        self._seats[rank] = seat
+
+    def leave(self, rank: int, how: str = "", *, left_out: bool = False) -> None:
         """Make a rank missing again.
 
         Args:
             how: what happened to it, such as "is gone: its process has ended"; "" if another line says so.
+            left_out: whether the others go on without it, since they did before it came.
         """
         member = self.members.pop(rank)
-        self._loading.discard(rank)
+        self.stopping.discard(rank)
+        self._become(rank, Seat.LEFT_OUT if left_out else GIVEN_UP.get(self._seats[rank], Seat.EMPTY))
         self._ready_on.get(member.info.host_id, set()).discard(rank)
+        if isinstance(self.state, Gathering):
+            self.state.probes = None  # of other hosts, perhaps, than those that will be there
+            self._await_those_left_out_to_stop()
         if how:
             self.gone.append(f"{member.info.who} {how}")
         self.changed = True
@@ -205,7 +335,7 @@ class RollCall:
         elif frozen:
             next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
         elif not self.all_here:
-            next = self.run.command_for(self.first_missing)
+            next = self.run.command_for(self.missing[0])
         else:
             then = "start all ranks again" if self.run.on_loss == LEAVE else "start this rank again"
             next = f"all ranks are here; to replace rank {info.rank}, end that process and {then}"
@@ -218,21 +348,56 @@ class RollCall:
     # -- what is known ------------------------------------------------------------------------------------------
 
     @property
-    def missing(self) -> list[int]:
-        known = self.members.keys() | self.left_out
-        return [rank for rank in range(self.run.world_size) if rank not in known]
+    def works(self) -> bool:
+        """Whether all ranks have gone on together, and none has been lost since."""
+        state = self.state.was if isinstance(self.state, Over) else self.state
+        return isinstance(state, Working)
 
     @property
-    def first_missing(self) -> int:
-        return next(rank for rank in range(self.run.world_size) if rank not in self.members)
+    def is_over(self) -> bool:
+        return isinstance(self.state, Over)
+
+    @property
+    def admits(self) -> bool:
+        return not (self.is_over or self.stopping)
+
+    def has_worked(self, rank: int) -> bool:
+        """Return whether the process that is a rank has gone on with the others before."""
+        return rank in self.members and self.members[rank].has_worked
+
+    @property
+    def have_worked(self) -> set[int]:
+        return {rank for rank, member in self.members.items() if member.has_worked}
+
+    def was_here(self, rank: int) -> bool:
+        """Return whether a rank has worked in this run before, with this rank 0 or with an earlier one."""
+        return self.members[rank].has_worked or bool(self.info(rank).goes_on)
+
+    @property
+    def missing(self) -> list[int]:
+        return self.ranks(Seat.EMPTY)
+
+    @property
+    def left_out(self) -> list[int]:
+        """The lost ranks without which the run goes on."""
+        return self.ranks(*LEFT_OUT)
+
+    def is_left_out(self, rank: int) -> bool:
+        return rank < len(self._seats) and self._seats[rank] in LEFT_OUT
+
+    def ranks(self, *seats: Seat) -> list[int]:
+        """Return the ranks whose seats are these."""
+        if not any(self._counts[seat] for seat in seats):
+            return []
+        return [rank for rank, seat in enumerate(self._seats) if seat in seats]
 
     @property
     def all_here(self) -> bool:
-        return len(self.members.keys() | self.left_out) == self.run.world_size
+        return not self._counts[Seat.EMPTY]
 
     @property
     def all_ready(self) -> bool:
-        return self.all_here and not self._loading - self.left_out
+        return self.all_here and not self._counts[Seat.LOADING]
 
     def info(self, rank: int) -> RankInfo:
         return self.members[rank].info
@@ -243,7 +408,12 @@ class RollCall:
 
     def infos(self) -> list[RankInfo]:
         """In the order of the ranks."""
-        return [self.members[rank].info for rank in sorted(self.members.keys() - self.left_out)]
+        return [self.members[rank].info for rank in self._awaited]
+
+    @property
+    def _awaited(self) -> list[int]:
+        """The ranks that are here, without those that only wait to return."""
+        return self.ranks(Seat.LOADING, Seat.READY, Seat.WORKING)
 
     def places(self) -> dict[int, Place]:
         """The place of each rank, once all are here."""
@@ -270,7 +440,7 @@ class RollCall:
 
     def _pairs(self) -> list[tuple[RankInfo, Ready]]:
         """The ranks that are ready, in their order."""
-        members = [self.members[rank] for rank in sorted(self.members.keys() - self.left_out)]
+        members = [self.members[rank] for rank in self._awaited]
         return [(member.info, member.ready) for member in members if member.ready is not None]
 
     def news(self) -> News:
@@ -282,14 +452,14 @@ class RollCall:
         shown = sorted(self.members)[:MOST_NAMED]
         return News(
             here=len(self.members),
-            left_out=as_ranges(sorted(self.left_out))[: MOST_RANGES + 1],
+            left_out=as_ranges(self.left_out)[: MOST_RANGES + 1],
             named=[f"{rank} ({self.members[rank].info.host})" for rank in shown],
             missing=as_ranges(self.missing)[: MOST_RANGES + 1],
-            loading=as_ranges(sorted(self._loading))[: MOST_RANGES + 1],
+            loading=as_ranges(self.ranks(Seat.LOADING, Seat.LOADING_TO_RETURN))[: MOST_RANGES + 1],
             refused=list(self.refused),
             gone=list(self.gone),
             warnings=list(self.warnings),
-            complete=self.complete,
+            complete=self.works,
         )
 
     def roster(self) -> list[dict[str, Any]]:
@@ -310,6 +480,7 @@ def _without_copies(info: RankInfo, rank_0: RankInfo) -> RankInfo:
 
 def _describe(member: Member, gpu: int | None) -> dict[str, Any]:
     info, ready = member.info, member.ready
+    seen: Mapping[int | None, str] = dict(enumerate(ready.gpus if ready is not None else ()))
     versions = ready.versions if ready else info.versions
     device = ready.device if ready else None  # unknown until the worker has loaded torch
     shown = ("torch", "python", "cuda", "nccl") if device == "cuda" else ("torch", "python")
@@ -318,7 +489,7 @@ def _describe(member: Member, gpu: int | None) -> dict[str, Any]:
         "host": info.host,
         "pid": info.pid,
         "device": f"cuda:{gpu}" if device == "cuda" and gpu is not None else device,
-        **({"gpu": ready.gpus[gpu]} if ready is not None and gpu is not None and gpu < len(ready.gpus) else {}),
+        **({"gpu": seen[gpu]} if gpu in seen else {}),
         "address": info.address,
         "since": round(info.since, 1),
         "versions": " ".join(f"{name} {versions[name]}" for name in shown if versions.get(name)),
@@ -378,13 +549,17 @@ def all_here(world_size: int) -> str:
     return "the only rank is here" if world_size == 1 else f"all {world_size} ranks are here"
 
 
-def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo) -> list[str]:
-    """Return a command for each missing rank, as many as a person would type, and what else may keep ranks away."""
+def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo, own_addresses: Sequence[str]) -> list[str]:
+    """Return a command for each missing rank, as many as a person would type, and what else may keep ranks away.
+
+    Args:
+        own_addresses: of this process's host, for a run that only processes of that host can reach.
+    """
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
     # A launcher starts all its ranks with the same command.
     commands = list(dict.fromkeys(run.command_for(rank) for rank in missing[:MOST_COMMANDS]))
     if run.only_on_its_host and missing:  # then this process is on that host too
-        addresses = own_addresses()[:MOST_ADDRESSES] or ["an address of its network"]
+        addresses = own_addresses[:MOST_ADDRESSES] or ["an address of its network"]
         spelled = "master_addr=" if run.script and "--world_size" not in run.command else "--master_addr "
         commands.append(
             f"(only {run.host} itself reaches {run.address}: for ranks on other hosts, start rank 0 again with "
@@ -395,12 +570,7 @@ def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo) -> list[str]:
     return commands
 
 
-def wait_within(join_timeout: float, *, all_here: bool) -> float:
-    """Return the seconds that ranks may take to join, or to load torch once all are here."""
-    return max(join_timeout, LOAD_WITHIN) if all_here else join_timeout
-
-
-def missing_ranks_error(news: News, run: RunInfo, waited: float) -> RankMissing:
+def missing_ranks_error(news: News, run: RunInfo, waited: float, own_addresses: Sequence[str] = ()) -> RankMissing:
     one = news.here == 1
     here = f"{'rank' if one else 'ranks'} {', '.join(news.named)} {'is' if one else 'are'} here"
     tried = [*news.refused, *news.gone]
@@ -419,7 +589,7 @@ def missing_ranks_error(news: News, run: RunInfo, waited: float) -> RankMissing:
         next="\n".join(
             [
                 *(["mend what the refused rank was told in its own terminal, then:"] if news.refused else []),
-                *advice_for(news.missing, run),
+                *advice_for(news.missing, run, own_addresses),
                 "and start the others again: they have left too",
             ]
         ),

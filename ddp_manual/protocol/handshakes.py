@@ -6,18 +6,16 @@ see ``RollCall.admit``.
 
 from __future__ import annotations
 
-import secrets
-import time
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ddp_manual import messages
-from ddp_manual.agent.connection import Connection, Seal, Unsealed, claimed, other_version
-from ddp_manual.agent.roll_call import RollCall
 from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.messages import LastWords, RankInfo, Signed, read_from_rank
+from ddp_manual.protocol.roll_call import RollCall
+from ddp_manual.protocol.seal import Seal, Unsealed, claimed, other_version
 from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
@@ -26,19 +24,37 @@ HELLO_EACH = 0.005
 # Strangers besides as many as there are ranks.
 MOST_STRANGERS = 64
 LONGEST_HELLO = 1 << 16
+# How a connection has ended if nothing has broken it.
+CLOSED = "closed by the other side"
 
 T = TypeVar("T")
 _read_claim: Read[messages.Claim] = reader_of(messages.Claim)
 _read_question: Read[messages.Question] = reader_of(messages.Question)
 
 
+class Channel(Protocol):
+    """What is asked of a connection: see ``agent/connection.py``. Nothing of it waits."""
+
+    closed: bool
+
+    @property
+    def unsent(self) -> int: ...
+    def send(self, message: messages.Message) -> None: ...
+    def write(self, line: bytes) -> None: ...
+    def let_send(self, longest: int, read: Read[Any] | None = None, *, stranger: bool = False) -> None: ...
+    def close(self) -> None: ...
+    def abort(self, reason: str) -> None: ...
+
+
 @dataclass(eq=False)
 class Peer:
     """A connection to rank 0. ``rank`` is None until it belongs to a rank."""
 
-    connection: Connection[Any]
+    connection: Channel
     challenge: str
     since: float
+    wall_clock: float
+    """Seconds since the epoch, when it came."""
     rank: int | None = None
     nonce: str = ""
     left: bool = False
@@ -65,7 +81,7 @@ class Handshakes:
         self.claims: dict[Peer, RankInfo] = {}
         """Strangers that have said which rank they want to be; ``admit_claims`` decides."""
 
-    def greet(self, connection: Connection[Any]) -> Peer | None:
+    def greet(self, connection: Channel, challenge: str, now: float, wall_clock: float) -> Peer | None:
         """Take a new connection, and send it the challenge; None: there are too many."""
         if len(self.strangers) >= self._roll_call.run.world_size + MOST_STRANGERS:
             # The stranger that has been silent for longest makes room: a rank says at once who it is.
@@ -75,25 +91,25 @@ class Handshakes:
             (silent.connection if silent is not None else connection).abort("too many strangers")
             if silent is None:
                 return None
-        peer = Peer(connection, secrets.token_hex(16), time.monotonic())
+        peer = Peer(connection, challenge, now, wall_clock)
         self.strangers[peer] = None
         run = self._roll_call.run
         connection.send(messages.Greeting(messages.PROTOCOL, peer.challenge, run.host, run.pid, bool(self._seal)))
         return peer
 
-    def read_look(self, peer: Peer, look: messages.Look) -> messages.Question | None:
+    def read_look(self, peer: Peer, look: messages.Look, now: float) -> messages.Question | None:
         """Return what an observer asks for; None: it was refused."""
-        return self._open(peer, look, _read_question, "this process")
+        return self._open(peer, look, _read_question, "this process", now)
 
-    def read_hello(self, peer: Peer, hello: messages.Hello) -> RankInfo | None:
+    def read_hello(self, peer: Peer, hello: messages.Hello, now: float) -> RankInfo | None:
         """Return which rank a connection wants to be; None: it was refused."""
         says = claimed(hello).get("info")
         says = says if isinstance(says, dict) else {}
         who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
-        claim = self._open(peer, hello, _read_claim, who)
+        claim = self._open(peer, hello, _read_claim, who, now)
         return claim.info if claim is not None else None
 
-    def _open(self, peer: Peer, message: Signed, read: Read[T], who: str) -> T | None:
+    def _open(self, peer: Peer, message: Signed, read: Read[T], who: str, now: float) -> T | None:
         """Return the content of the message with which a connection asks for something; None: it was refused."""
         run = self._roll_call.run
         peer.nonce = printable(str(claimed(message).get("nonce", "")))
@@ -112,11 +128,11 @@ class Handshakes:
             error = other_version(who, "rank 0", why)
             seal = self._seal
         if isinstance(message, messages.Hello):
-            self._roll_call.refuse(who, error, time.monotonic())
+            self._roll_call.refuse(who, error, now)
         self.refuse(peer, error, seal)
         return None
 
-    def admit_claims(self, only: Peer | None = None) -> dict[int, Peer]:
+    def admit_claims(self, now: float, only: Peer | None = None) -> dict[int, Peer]:
         """Return rank -> connection for those that belong to a rank from now on; refuse others, and let some wait.
 
         Args:
@@ -125,8 +141,7 @@ class Handshakes:
         admitted = {}
         for peer, info in [(only, self.claims[only])] if only is not None else list(self.claims.items()):
             false_rank_0 = info.rank == 0 and peer.nonce != self._own_nonce
-            now, wall_clock = time.monotonic(), time.time()
-            decision = self._roll_call.admit(info, now, peer.since, wall_clock, false_rank_0=false_rank_0)
+            decision = self._roll_call.admit(info, now, peer.since, peer.wall_clock, false_rank_0=false_rank_0)
             if isinstance(decision, DdpManualError):
                 self.refuse(peer, decision)
             elif decision:
@@ -141,13 +156,13 @@ class Handshakes:
         """Show the run to an observer."""
         peer.connection.send(self._seal.close(messages.Seen, peer.nonce, content))
 
-    def answer_look(self, peer: Peer, content: Any) -> None:
+    def answer_look(self, peer: Peer, content: Any, now: float) -> None:
         """Show the run to an observer, which may then look again."""
         self.show(peer, content)
         peer.awaits_answer = False
         if peer in self.strangers:  # it is the last to make room for others
             self.strangers[peer] = self.strangers.pop(peer)
-            peer.since = time.monotonic()
+            peer.since = now
             peer.connection.let_send(LONGEST_HELLO, stranger=True)
 
     def refuse(self, peer: Peer, error: DdpManualError, seal: Seal | None = None) -> None:

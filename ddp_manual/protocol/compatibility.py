@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
-import ddp_manual
-from ddp_manual.agent.collective_variables import differing_variables
-from ddp_manual.agent.program_arguments import DIGITS, differing_arguments, may_differ_option, shown
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -24,6 +16,8 @@ from ddp_manual.errors import (
 )
 from ddp_manual.messages import Option, Place, RankInfo, Ready, RunInfo
 from ddp_manual.options import differing_options, side_by_side
+from ddp_manual.protocol.collective_variables import differing_variables
+from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, shown
 from ddp_manual.terminal import counted
 
 Options = Mapping[str, Option]
@@ -33,32 +27,12 @@ Versions = Mapping[str, str | None]
 OR_GO_ON = "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)"
 # Seconds. Nothing here needs clocks that agree, but logs of hosts whose clocks differ are hard to read side by side.
 CLOCKS_AGREE_WITHIN = 30.0
-PACKAGE = Path(ddp_manual.__file__).parent
 # What an error names of each kind; two programs that are not the same one may differ in hundreds of files.
 MOST_NAMED = 8
 # What nearly all ranks of a run say alike.
 SAID_ALIKE = ("versions", "code", "variables", "arguments", "may_differ", "options")
 # The packages that are built for one CUDA, or for none.
 BUILT_FOR_CUDA = ("torch", "torchvision", "torchaudio")
-
-
-def installed_versions() -> dict[str, str | None]:
-    """Return torch's version, without importing it, and Python's minor version."""
-    try:
-        torch: str | None = version("torch")
-    except PackageNotFoundError:
-        torch = None
-    return {"torch": torch, "python": ".".join(platform.python_version_tuple()[:2])}
-
-
-def code_digests() -> dict[str, str]:
-    """Return part of this package -> digest of its source, so that a part that differs can be named."""
-    parts: dict[str, Any] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        relative = path.relative_to(PACKAGE)
-        digest = parts.setdefault(f"ddp_manual/{relative.parts[0]}", hashlib.sha256())
-        digest.update(f"{relative}\n".encode() + path.read_bytes())
-    return {name: digest.hexdigest()[:DIGITS] for name, digest in parts.items()}
 
 
 def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:
@@ -91,16 +65,17 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
         return None, warnings  # nearly all ranks; the comparison part by part below takes ten times as long
     if "command" in differing_options(rank_0.options, info.options):
         return _other_options(info, rank_0.options, info.options, run), warnings  # all else follows from it
+    allowed = info.allow_mismatch or rank_0.allow_mismatch
     packages = sorted({*rank_0.versions, *info.versions} - {"python", "torch"})
     for difference in (
         _other_versions(info, rank_0, rank_0.versions, info.versions, ("python", "torch", *packages)),
         _other_code(info, rank_0),
         _other_variables(info, rank_0),
     ):
-        if difference is not None and (info.allow_mismatch or rank_0.allow_mismatch):
-            warnings.append(f"{difference.what} (allowed)")
-        elif difference is not None:
+        if difference is not None and not allowed:
             return difference, warnings
+        if difference is not None:
+            warnings.append(f"{difference.what} (allowed)")
     return _other_arguments(info, rank_0) or _other_options(info, rank_0.options, info.options, run), warnings
 
 
@@ -108,11 +83,12 @@ def unlike_when_ready(
     info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready, run: RunInfo
 ) -> DdpManualError | None:
     """Return why a rank cannot stay, now that it and rank 0 know their devices; None if it can."""
-    if of_rank_0.backend == "nccl" and not (info.allow_mismatch or rank_0.allow_mismatch):
+    allowed = info.allow_mismatch or rank_0.allow_mismatch
+    if of_rank_0.backend == "nccl" and not allowed:
         names = ("torch", "cuda", "nccl")
         if (difference := _other_versions(info, rank_0, of_rank_0.versions, ready.versions, names)) is not None:
             return difference
-    if ready.chooses_device and (info.allow_mismatch or rank_0.allow_mismatch):
+    if ready.chooses_device and allowed:
         return None
     return _other_device(info, ready, rank_0, of_rank_0) or _other_options(info, of_rank_0.options, ready.options, run)
 
@@ -120,10 +96,12 @@ def unlike_when_ready(
 def _other_versions(
     info: RankInfo, rank_0: RankInfo, theirs: Versions, own: Versions, names: Sequence[str]
 ) -> VersionMismatch | None:
+    # gloo's protocol is the same for every CUDA that a torch was built for.
+    for_any_cuda = BUILT_FOR_CUDA if "cuda" not in names else ()
+
     def compared(versions: Versions, name: str) -> str | None:
         version = versions.get(name)
-        # gloo's protocol is the same for every CUDA that a torch was built for.
-        return version.split("+")[0] if version and name in BUILT_FOR_CUDA and "cuda" not in names else version
+        return version.split("+")[0] if version and name in for_any_cuda else version
 
     differing = [name for name in names if compared(own, name) != compared(theirs, name)]
     if not differing:

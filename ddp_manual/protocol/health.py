@@ -1,6 +1,6 @@
 """The health of all ranks, judged on rank 0 from their heartbeats: which are silent, stopped, stuck or slow.
 
-Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree. Nothing here does any I/O.
+Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Health:
 
     def has_finished(self, *, and_left: bool = False) -> bool:
         """Return whether any rank has done its work, and has left with it."""
-        return any(known.finished and (known.left or not and_left) for known in self._ranks)
+        return any(known.left or not and_left for known in self._ranks if known.finished)
 
     def leave(self, rank: int) -> None:
         """Watch a rank no more, which has left in order."""
@@ -255,7 +255,7 @@ class Health:
             seconds = known.beat.step_seconds
             is_slow = seconds >= SLOW * median and seconds - median >= SLOW_BY_AT_LEAST
             known.slow_for = min(2 * SLOW_FOR, max(0.0, known.slow_for + (passed if is_slow else -passed)))
-            if is_slow and known.slow_for >= SLOW_FOR and "slow" not in known.named:
+            if known.slow_for >= SLOW_FOR and "slow" not in known.named:
                 known.named.add("slow")
                 found.append((rank, seconds, median))
         return found

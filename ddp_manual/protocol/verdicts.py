@@ -10,9 +10,6 @@ from collections.abc import Mapping
 
 from msgspec.structs import asdict, replace
 
-from ddp_manual.agent.collectives import rank_words
-from ddp_manual.agent.health import Stall
-from ddp_manual.agent.roll_call import MOST_NAMED
 from ddp_manual.errors import (
     ConfigMismatch,
     DdpManualError,
@@ -24,6 +21,9 @@ from ddp_manual.errors import (
     signal_name,
 )
 from ddp_manual.messages import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
+from ddp_manual.protocol.collectives import rank_words
+from ddp_manual.protocol.health import Stall
+from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # All ranks find these at the same moment, with the same words.

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from ddp_manual import messages
-from ddp_manual.agent.collectives import Comparison, Look, Seen
-from ddp_manual.agent.handshakes import Peer
-from ddp_manual.agent.health import Health, Stall
-from ddp_manual.agent.roll_call import MOST_NAMED, RollCall
-from ddp_manual.agent.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
 from ddp_manual.messages import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.on_loss import LEAVE
+from ddp_manual.protocol.collectives import Comparison, Look, Seen
+from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.health import Health, Stall
+from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
+from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import encode
 
@@ -120,14 +120,14 @@ class Watch:
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
         self.health.hear(rank, beat, now)
-        if beat is not None and beat.calls and self._comparison.hear(rank, beat.calls, now):
+        if beat is not None and self._comparison.hear(rank, beat.calls, now):
             self._look_at_records(now)
 
     def check(self, now: float) -> None:
         """Decide what only time shows."""
         for answers in [*self._inquiries]:
             self._end_if_over(answers, now)
-        if self.failure is None and self._roll_call.complete:
+        if self.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
                 broken, self._broken = self._broken[0], []  # it has broken on other ranks too, and is one loss
                 self._judge(broken, now)
@@ -151,7 +151,7 @@ class Watch:
             info = self._info(rank)
             go_on = f"on {info.host}, kill -CONT {info.pid} lets it go on"
             self.send_to_all(messages.Line(f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"))
-        if not self._roll_call.complete:
+        if not self._roll_call.works:
             return
         if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._roll_call.run.peer_timeout):
             return
@@ -216,31 +216,36 @@ class Watch:
         """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
         verdict, run = loss.verdict, self._roll_call.run
         rank = verdict.rank
-        if loss.kind is AWAITED:
+        if loss.kind is AWAITED or run.on_loss == LEAVE:
             self.end_the_run(verdict, loss.spared)
-            return
-        if run.on_loss != LEAVE and self.health.all_finished and self.failure is None:
+        elif self.failure is not None:
+            pass  # the others have been told why all leave
+        elif self.health.all_finished:
             self.health.leave(rank)  # its work is done, and that of all others
             if rank in self._peers:
                 self._peers[rank].left = True
                 self._peers[rank].connection.send(messages.RunEnds(verdict))
-            return
-        keeps_seat = run.on_loss != LEAVE and not self._closing and self.failure is None
-        # Nobody can begin anew with a rank that has left with its work done.
-        keeps_seat = keeps_seat and not self.health.has_finished(and_left=True)
-        if keeps_seat and rank in self.newcomers and not self._has_worked(rank):
-            loss = dataclasses.replace(loss, kind=NEWCOMER)  # such as on a host without the data
-        elif keeps_seat and loss.kind is OWN_CODE:
-            keeps_seat = run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
-        if not keeps_seat:
+        elif self._closing or self.health.has_finished(and_left=True):
+            self.end_the_run(verdict)  # nobody can begin anew with a rank that has left with its work done
+        elif rank in self.newcomers and not self._has_worked(rank):  # such as on a host without the data
+            self.lost.setdefault(rank, dataclasses.replace(loss, kind=NEWCOMER))
+        elif loss.kind is OWN_CODE and not self._may_not_recur(verdict):
             self.end_the_run(verdict)
         else:
             self.lost.setdefault(rank, loss)
+
+    def _may_not_recur(self, verdict: Verdict) -> bool:
+        return self._roll_call.run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
 
     def _has_worked(self, rank: int) -> bool:
         """Return whether a rank has begun to work with the others: our training, with its first step."""
         beat = self.health.beat(rank)
         return bool(beat.collectives) if self._roll_call.run.script else beat.step > 0
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a rank may be lost already."""
+        return bool(self.lost or self.waiting or self._broken)
 
     def take_lost(self) -> Mapping[int, Loss]:
         """Return the ranks without which the others begin anew, also those that only wait for an inquiry."""
@@ -337,8 +342,9 @@ class Watch:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""
         now_stalled = self.health.find_stall(now)
         # What was heard last may be from before the ranks went on.
-        is_other = now_stalled is not None and set(now_stalled.behind) - set(stall.behind)
-        if now_stalled is not None and not is_other and not self._end_because_of_stopped(now, 0):
+        if now_stalled is None or set(now_stalled.behind) - set(stall.behind):
+            return
+        if not self._end_because_of_stopped(now, 0):
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos = {info.rank: info for info in self._roll_call.infos()}
             again = self._roll_call.run.start_again
@@ -387,13 +393,18 @@ class Watch:
             within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
             request, go_on = messages.AskRecords(records, number), partial(self._look_on, look)
             self._ask(DO_CALLS_DIFFER, number, ranks, request, within, go_on, now)
-        elif len(look.ranks) < len(self._all_ranks) and (look.difference is not None or self.waiting):
+        elif self._wants_all(look):
             self._look(Look(self._all_ranks, look.difference), now)
         elif (mismatch := look.difference) is not None:
             mismatch.error.next += f"\nthen {self._roll_call.run.start_again}"
             self.end_the_run(verdict_about(self._info(mismatch.rank), LastWords.of(mismatch.error)))
         else:
             self._lose_waiting(look.last)
+
+    def _wants_all(self, look: Seen) -> bool:
+        """Return whether a look at some ranks gives reason to look at all of them."""
+        matters = look.difference is not None or bool(self.waiting)
+        return matters and len(look.ranks) < len(self._all_ranks)
 
     def _look_on(self, look: Look, replies: Mapping[int, Any], now: float) -> None:
         self._look(self._comparison.take(look, replies), now)

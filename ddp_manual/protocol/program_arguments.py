@@ -27,7 +27,8 @@ OTHERS = "other arguments"
 OVERRIDE = re.compile(r"([+~]{0,2}[A-Za-z_][\w.@]*)=(.*)", re.DOTALL)
 SECRET = re.compile(rf"(^|[= ]){re.escape(HIDDEN)} \(digest [0-9a-f]{{12}}\)")
 DIGITS = 12
-NUMBER = re.compile(r"-\.?\d.*")
+# Not a number.
+OPTION = re.compile(r"-(?!\.?\d.*\Z)[\s\S]+")
 
 
 def named_arguments(arguments: Sequence[str]) -> dict[str, str]:
@@ -41,7 +42,7 @@ def named_arguments(arguments: Sequence[str]) -> dict[str, str]:
     positions = 0
     only_values = False
     for word in without_secrets(arguments, lambda secret: f"{HIDDEN} ({_digest(secret)})"):
-        is_option = not only_values and len(word) > 1 and word.startswith("-") and not NUMBER.fullmatch(word)
+        is_option = not only_values and OPTION.fullmatch(word)
         if is_option and word == "--":
             only_values, named = True, None
         elif is_option:

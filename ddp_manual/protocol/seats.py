@@ -1,25 +1,43 @@
 """The seats of lost ranks, on rank 0: from which state the run goes on without a process, and what is said of it.
 
-Nothing here does any I/O; times are seconds of rank 0's monotonic clock, which is passed in.
+Times are seconds of rank 0's monotonic clock.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from ddp_manual.agent.verdicts import verdict_about
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_memory import Moment
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.protocol.verdicts import verdict_about
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
 MOST_WITHOUT_A_STEP = 3
 # Seconds in which the ranks of a program, whose steps nobody knows, have come further.
 LONG_ENOUGH = 60.0
+
+
+@dataclass
+class Pause:
+    """The time from a loss, or from the return of ranks to a world that has shrunk, until all ranks go on."""
+
+    since: float
+    own_code: Collection[int] = ()
+    """The ranks that were lost because their own code has raised."""
+    steps_done: int = 0
+    """By the rank that had come furthest."""
+    has_judged: bool = False
+    """Whether it was looked, once, if ranks are lost again and again."""
+    has_said: bool = False
+    """Whether it was said what is lost and what is held, and no other rank was lost since."""
 
 
 class Seats:
@@ -36,53 +54,69 @@ class Seats:
         self.run_dir = run_dir
         self.generation = 0
         """How often the ranks have begun anew."""
-        self.began = False
-        """Whether the run has begun: from then on a rank that is missing is one that was lost."""
-        self.adopted = False
-        """Whether another process was rank 0 until now: which other ranks were lost only the roll call will tell."""
         self.count, self.seconds = 0, 0.0
         """Of losses so far, and of all the time from a loss until all ranks went on."""
         self.lost: dict[int, Verdict] = {}
-        """The ranks that were lost since the run went on for the last time."""
-        self.held: dict[int, Moment | None] = {}
-        """The ranks that have said since then which state they hold."""
-        self._max_restarts, self._shrink = max_restarts, shrink
+        """The ranks that were lost in this pause, or in the last one."""
         self.back: set[int] = set()
-        """The ranks with which a world that has shrunk was to grow again, since the run went on for the last time."""
-        self._since: float | None = None
+        """The ranks with which a world that has shrunk was to grow again in it."""
+        self.held: dict[int, Moment | None] = {}
+        """The ranks that have said which state they hold."""
+        self._max_restarts, self._shrink = max_restarts, shrink
+        self._pause: Pause | None = None
+        self._went_on: float | None = None
+        """When all ranks went on for the last time; None where this process was not rank 0 then."""
         self._agreed: Moment | None = None
         self._furthest = 0
         self._same: dict[int, int] = {}
-        self._tries: dict[int, int] = {}
+        self._tries: Counter[int] = Counter()
         self._own_failures = 0
-        self._steps_done = 0
-        self._has_said = self._has_judged = False
-        self._went_on = 0.0
+
+    @property
+    def began(self) -> bool:
+        """Whether the run has begun: from then on a rank that is missing is one that was lost."""
+        return self._pause is not None or self._went_on is not None
+
+    @property
+    def paused(self) -> bool:
+        return self._pause is not None
+
+    @property
+    def is_unsaid(self) -> bool:
+        """Whether it is still to be said what is lost and held, or to be looked if ranks are lost again and again."""
+        return self._pause is not None and not (self._pause.has_judged and self._pause.has_said)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether another process was rank 0 until now: which other ranks were lost only the roll call will tell."""
+        return self.paused and self._went_on is None
 
     def begin(
-        self, lost: Mapping[int, Verdict], now: float, back: Collection[int] = (), replaced: Collection[int] = ()
+        self,
+        lost: Mapping[int, Verdict],
+        now: float,
+        back: Collection[int] = (),
+        replaced: Collection[int] = (),
+        own_code: Collection[int] = (),
     ) -> None:
         """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk.
 
         Args:
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
+            own_code: the lost ranks whose own code has raised.
         """
-        if self._since is None:
-            self._since = now
-            self.lost.clear()
-            self.back.clear()
-        self.back.update(back)
+        self._pause = Pause(now, own_code)
+        self.lost, self.back = {**lost}, {*back}
         for rank in {*lost, *replaced}:
             self.held.pop(rank, None)
-        self._tries.clear()
-        self.lost.update(lost)
         self.count += len(lost)
-        self._has_said, self._has_judged, self._steps_done = False, False, 0
+        self._tries.clear()
 
     def take_held(self, rank: int, held: tuple[int, int] | None, steps_done: int) -> None:
         """Take which state a rank holds, and how many steps it has done."""
         self.held[rank] = Moment(*held) if held is not None else None
-        self._steps_done = max(self._steps_done, steps_done)
+        if self._pause is not None:
+            self._pause.steps_done = max(self._pause.steps_done, steps_done)
 
     def lose_too(self, info: RankInfo, how: str) -> None:
         """Take that one more rank is lost, while the others begin anew."""
@@ -90,21 +124,21 @@ class Seats:
         self.lost[info.rank] = verdict_about(info, LastWords.of(error))
         self.held.pop(info.rank, None)
         self.count += 1
-        self._has_said = False
+        if self._pause is not None:
+            self._pause.has_said = False
 
     def may_try_again(self, rank: int) -> bool:
         """Return whether an agent whose new worker has failed before it was ready may start yet another one."""
-        self._tries[rank] = self._tries.get(rank, 0) + 1
+        self._tries[rank] += self.began
         return self.began and self._tries[rank] <= MOST_WITHOUT_A_STEP
 
     def adopt(self, so_far: RunSoFar, now: float) -> None:
         """Go on with a run that another process has begun as rank 0."""
         words = LastWords.of(MasterLost(so_far.lost, why="", next=""))
         lost = Verdict(**asdict(words), rank=0, host=so_far.host, pid=so_far.pid)
-        self.begin({0: lost}, now - so_far.seconds)
-        self.began, self.generation = True, so_far.generation
-        self.count, self.seconds = so_far.losses + 1, so_far.lost_seconds
-        self.adopted = True
+        self._pause = Pause(now - so_far.seconds)
+        self.lost = {0: lost}
+        self.generation, self.count, self.seconds = so_far.generation, so_far.losses + 1, so_far.lost_seconds
 
     def newest(self, among: Collection[int]) -> tuple[Moment | None, int | None]:
         """Return the state to go on from, and the rank that has it: of equal ones the first, whose buffers count."""
@@ -113,30 +147,34 @@ class Seats:
         moment, rank = max(found, default=(None, 0))
         return moment, None if moment is None else -rank
 
-    def refusal(self, restarted: Collection[int], own_code: Collection[int], among: Collection[int]) -> Verdict | None:
+    def refusal(self, restarted: Collection[int], among: Collection[int]) -> Verdict | None:
         """Return, once all have said what they hold, why the run ends all the same: a rank is lost again and again
         without a step in between. Where no state is held, time counts in place of steps.
 
         Args:
             restarted: the lost ranks whose agents start another worker by themselves.
-            own_code: the lost ranks whose own code has raised.
         """
-        if self._has_judged or not all(rank in self.held for rank in among):
+        pause = self._pause
+        if pause is None or pause.has_judged or not self.held.keys() >= {*among}:
             return None
-        self._has_judged = True
+        pause.has_judged = True
         moment, _ = self.newest(among)
-        came_further = self._steps_done > self._furthest or _step(moment) != _step(self._agreed)
-        self._furthest = max(self._furthest, self._steps_done)
-        if moment is None and self._since is not None and self._since - self._went_on > LONG_ENOUGH:
+        came_further = pause.steps_done > self._furthest or _step(moment) != _step(self._agreed)
+        self._furthest = max(self._furthest, pause.steps_done)
+        worked_for = pause.since - self._went_on if self._went_on is not None else math.inf
+        if moment is None and worked_for > LONG_ENOUGH:
             came_further = True
         if came_further:
             self._same.clear()
         for rank, verdict in self.lost.items():
             before = self._same.get(rank, 0)
             self._same[rank] = before + 1
-            self._own_failures += rank in own_code
-            too_often = rank in own_code and (before > 0 or self._own_failures > self._max_restarts)
-            if too_often or (rank in restarted and before >= MOST_WITHOUT_A_STEP):
+            self._own_failures += rank in pause.own_code
+            if rank in pause.own_code:
+                too_often = before > 0 or self._own_failures > self._max_restarts
+            else:
+                too_often = rank in restarted and before >= MOST_WITHOUT_A_STEP
+            if too_often:
                 after = f"after step {moment.step}" if moment else "before the first step"
                 how = f"lost {counted(before + 1, 'time')} {after}: no step was done in between"
                 if not before:
@@ -147,21 +185,20 @@ class Seats:
 
     def complete(self, run: RunInfo, here: Mapping[int, RankInfo], now: float) -> tuple[str, dict[str, Any]] | None:
         """Go on: all ranks are here. Return a line to print and a record for the run's folder; None at the start."""
-        since = self._since if self._since is not None else now
-        first, worked, adopted = not self.began, since - self._went_on, self.adopted
-        self.began, self._went_on, self.adopted, self._since = True, now, False, None
-        if first:
+        pause, went_on = self._pause, self._went_on
+        self._pause, self._went_on = None, now
+        if pause is None:
             return None
         self.generation += 1
-        seconds = now - since
+        seconds = now - pause.since
         self.seconds += seconds
         moment, source = self.newest(here)
         step = "from the newest checkpoint, or from the beginning" if moment is None else f"after step {moment.step}"
         go = "start again" if run.script and moment is None else f"go on {step}"
-        gone_on = max(0, self._steps_done - moment.step) if moment is not None else 0
+        gone_on = max(0, pause.steps_done - moment.step) if moment is not None else 0
         repeat = counted(gone_on, "step") if gone_on else "no step"
         if moment is None:  # of the time before it took over, another process was rank 0
-            work = "the" if adopted else f"about {max(1, round(worked))} s of"
+            work = "the" if went_on is None else f"about {max(1, round(pause.since - went_on))} s of"
             repeat = f"{work} work, unless a checkpoint has it"
         lost = f"; the break took {seconds:.{0 if seconds >= 10 else 1}f} s, and the ranks repeat {repeat}"
         back = [rank for rank in here if rank in self.lost or rank in self.back]
@@ -192,10 +229,12 @@ class Seats:
         Args:
             left_out: the ranks without which the others go on.
         """
-        waits = not run.script and not all(rank in self.held for rank in here)
-        if self._has_said or not self.lost or waits:
+        if self._pause is None or self._pause.has_said:
             return None
-        self._has_said = True
+        waits = not run.script and not all(rank in self.held for rank in here)
+        if waits or not self.lost:
+            return None
+        self._pause.has_said = True
         moment, _ = self.newest(here)
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ddp_manual import launchers
 from ddp_manual.wire import printable
 
 # NCCL's user guide has them under "Environment Variables", torch's documentation under "ProcessGroupNCCL Environment
@@ -36,19 +35,12 @@ OF_A_HOST = re.compile(
 MOST_VARIABLES = 100
 
 
-def collective_variables() -> dict[str, str]:
-    """Return the variables that ranks must have in common, as they are set here; an empty one counts as unset."""
-    found = {
-        name: printable(value)
-        for name, value in launchers.network_variables().items()
-        if value and name.startswith(PREFIXES) and not NOT_COMPARED.fullmatch(name)
-    }
-    return dict(list(found.items())[:MOST_VARIABLES])
+def collective_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of this process's variables that ranks must have in common; an empty one counts as unset."""
+    named = [name for name in variables if name.startswith(PREFIXES) and not NOT_COMPARED.fullmatch(name)]
+    return {name: printable(variables[name]) for name in [one for one in named if variables[one]][:MOST_VARIABLES]}
 
 
 def differing_variables(rank_0: Mapping[str, str], variables: Mapping[str, str], *, same_host: bool) -> list[str]:
-    return [
-        name
-        for name in sorted({*rank_0, *variables})
-        if rank_0.get(name) != variables.get(name) and (same_host or not OF_A_HOST.fullmatch(name))
-    ]
+    differing = [name for name in sorted({*rank_0, *variables}) if rank_0.get(name) != variables.get(name)]
+    return [name for name in differing if same_host or not OF_A_HOST.fullmatch(name)]

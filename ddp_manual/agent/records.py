@@ -1,0 +1,119 @@
+"""What an agent knows of the collectives of its own worker: it reads the records that the worker writes."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_manual import collectives
+from ddp_manual.protocol.collectives import LAST, group_name
+
+# A heartbeat has the chains of a group's last numbers, and of the last multiples of these: ranks whose heartbeats come
+# at different times have some of them in common.
+MULTIPLES = (64, 1024, 16384)
+LAST_MULTIPLES = 4
+# Groups in a heartbeat: those in which the last collectives were begun.
+MOST_GROUPS = 16
+# Groups of its worker that an agent knows. A script that opens others for each epoch never closes them.
+MOST_GROUPS_READ = 512
+
+
+class _Group:
+    """A process group in which this agent's worker has begun collectives."""
+
+    def __init__(self, key: str, ranks: Sequence[int], description: str, device: str) -> None:
+        self.key = key
+        # All its ranks would be N numbers from each of N ranks: 64 KB each for 16,384.
+        self.name = group_name(ranks, description, device)
+        self.begun = 0
+        """How many collectives the worker had begun with the last of this group."""
+        self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
+        self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
+
+    def take(self, key: collectives.Key) -> None:
+        self.begun = key.begun
+        for step, chains in self._chains:
+            if key.number % step == 0:
+                chains.append((key.number, key.chain))
+
+    def for_beat(self) -> list[int]:
+        """Return number, chain, number, chain, ..., the last number first."""
+        latest = self._chains[0][1]
+        found = dict(pair for _, chains in self._chains for pair in chains)
+        return [part for number in sorted(found, reverse=True) for part in (number, found[number])] if latest else []
+
+
+class Records:
+    """What an agent reads of the collectives of its worker, also after the worker's death."""
+
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
+        self._groups: dict[int, _Group] = {}
+        self._left_out = 0
+        """The last of the groups that are no longer known; the worker numbers them."""
+        self._read = 0
+
+    def open(self, pid: int, descriptor: int) -> None:
+        """Open the memory that a worker has, by the number of its descriptor there.
+
+        Raises:
+            OSError, ValueError: the worker has ended already, or this system does not allow it.
+        """
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
+            self._memory = memoryview(mmap.mmap(file.fileno(), collectives.MEMORY_SIZE, prot=mmap.PROT_READ))
+        self._groups, self._left_out, self._read = {}, 0, 0
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        if len(self._groups) >= MOST_GROUPS_READ:
+            identity = min(self._groups, key=lambda one: self._groups[one].begun)
+            self._left_out = max(self._left_out, identity)
+            del self._groups[identity]
+        self._groups[group["identity"]] = _Group(group["key"], group["ranks"], group["description"], group["device"])
+
+    def read(self) -> None:
+        """Take the records that are new."""
+        for key in collectives.read(self._memory, self._read) if self._memory is not None else ():
+            group = self._groups.get(key.group)
+            if group is not None:
+                group.take(key)
+            elif key.group > self._left_out:  # its message is on the way
+                break
+            self._read = key.begun
+
+    def for_beat(self) -> dict[str, list[int]]:
+        """Return key of a group -> number, chain, number, chain, ... of its last collectives."""
+        self.read()
+        latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
+        return {group.key: group.for_beat() for group in latest if group.begun}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Reply to rank 0: with the last ``chains`` of each group, or the ``calls`` of one group at some numbers."""
+        memory = self._memory
+        if memory is None:
+            return {"calls": [], "groups": {}, "last": None}
+        self.read()
+        found = [key for key in collectives.read(memory) if key.group in self._groups]
+        if "calls" in request:
+            wanted = {int(number) for number in request["calls"]}
+            return {
+                "calls": [
+                    [key.number, key.begun, *said]
+                    for key in found
+                    if key.number in wanted and self._groups[key.group].key == request["group"]
+                    if (said := collectives.read_call(memory, key.begun)) is not None
+                ]
+            }
+        groups: dict[str, Any] = {}
+        most = max(LAST, int(request["chains"]) // max(1, len({key.group for key in found})))
+        for key in reversed(found):
+            group = self._groups[key.group]
+            of_group = groups.setdefault(group.key, {"name": group.name, "chains": []})
+            if len(of_group["chains"]) < 2 * most:
+                of_group["chains"] += [key.number, key.chain]
+        last = collectives.read_call(memory, found[-1].begun) if found else None
+        return {
+            "groups": groups,
+            "last": [self._groups[found[-1].group].key, found[-1].number, *last] if last is not None else None,
+        }
