@@ -28,10 +28,18 @@ class Unreadable(Exception):
     """The bytes received are not a message, or are longer than any message."""
 
 
-def encode(message: Mapping[str, Any] | msgspec.Struct) -> bytes:
-    if isinstance(message, msgspec.Struct):
-        return as_json(message) + b"\n"
-    return json.dumps(message, separators=(",", ":"), default=msgspec.to_builtins).encode() + b"\n"
+def encode(message: msgspec.Struct) -> bytes:
+    return as_json(message) + b"\n"
+
+
+def encode_local(message: Mapping[str, Any] | msgspec.Struct) -> bytes:
+    """Encode what goes to a process of this rank, or of this user, with its texts and numbers as they are."""
+    return json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON gives back of a text or a number of another class, such as ``torch.__version__``."""
+    return json.loads(json.dumps(value))
 
 
 def as_json(content: Any) -> bytes:
@@ -61,12 +69,23 @@ decode = reader_of(Any)
 """Reads any JSON that the network brought."""
 
 
-def read_local(text: str) -> dict[str, Any]:
-    """Read what a process of this rank has sent, whose texts, such as file names, are kept as they are."""
-    message = json.loads(text)
-    if not isinstance(message, dict):
-        raise ValueError("it is no JSON object")
-    return message
+def local_reader_of(type: Any) -> Read[Any]:
+    """Return what reads JSON of this type from ``encode_local``."""
+    decoder = msgspec.json.Decoder(type)
+
+    def read(text: str) -> Any:
+        try:
+            return decoder.decode(text)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:  # what Python alone takes for JSON: texts that are not Unicode, and NaN
+            return msgspec.convert(json.loads(text), type)
+
+    return read
+
+
+read_local: Read[dict[str, Any]] = local_reader_of(dict[str, Any])
+"""Reads any object from ``encode_local``."""
 
 
 class LineReader(Generic[T]):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from ddp_manual.messages import Message
-from ddp_manual.wire import encode
+from ddp_manual.wire import encode, encode_local
 
 # Seconds that one of many strangers stays; rank 0 has long closed its connection then.
 STAYS = 8.0
@@ -38,7 +38,7 @@ class Stranger:
         self.connection.close()
 
     def say(self, message: Mapping[str, Any] | Message) -> None:
-        self.connection.sendall(encode(message))
+        self.connection.sendall(encode(message) if isinstance(message, Message) else encode_local(message))
 
     def hears(self, kind: str, timeout: float = 5) -> Any:
         """Return the content of the next message of a kind.

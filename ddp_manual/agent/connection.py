@@ -9,7 +9,7 @@ import asyncio
 import fcntl
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ddp_manual.messages import Message
@@ -132,7 +132,7 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         else:
             self._gone(self.ended)
 
-    def send(self, message: Message | Mapping[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         self.write(encode(message))
 
     def write(self, line: bytes) -> None:

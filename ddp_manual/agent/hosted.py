@@ -28,7 +28,7 @@ from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.messages import last_words
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode, read_local
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local, read_local
 from ddp_manual.world_spec import WorldSpec
 
 MARK = b"\x1eddp-manual "
@@ -168,7 +168,7 @@ class _Served:
         self._tell({"failed": [failure[0], last_words(failure[1])]})
 
     def _tell(self, message: Mapping[str, Any]) -> Future[None]:
-        return self._writer.submit(self._print, MARK + encode(message))
+        return self._writer.submit(self._print, MARK + encode_local(message))
 
     @staticmethod
     def _print(line: bytes) -> None:

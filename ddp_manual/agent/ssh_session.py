@@ -20,7 +20,7 @@ from ddp_manual.agent import local
 from ddp_manual.agent.hosted import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
 from ddp_manual.errors import BadOption, from_dict, signal_name
 from ddp_manual.host_list import LOCAL, Host
-from ddp_manual.wire import decode, encode
+from ddp_manual.wire import decode, encode_local
 
 # A cut network ends ssh after 5 s. No shared connection is used nor begun: these intervals do not apply to it, its
 # process keeps the pipes of a session that was killed, and it would outlive the run.
@@ -307,7 +307,7 @@ class Session:
     def send(self, message: Mapping[str, Any]) -> None:
         stdin = self.process.stdin if self.process is not None else None
         if stdin is not None and not stdin.is_closing():
-            stdin.write(encode(message))
+            stdin.write(encode_local(message))
 
     async def close(self) -> None:
         """End the session: the end of standard input ends what is left on the host."""

@@ -32,7 +32,7 @@ from ddp_manual.launchers import start_python
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
 from ddp_manual.messages import Beat, last_words
 from ddp_manual.program import EXECUTABLE, Program
-from ddp_manual.wire import LONGEST_ANSWER, read_local
+from ddp_manual.wire import LONGEST_ANSWER, encode_local, read_local
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
 # a collective.
@@ -191,7 +191,7 @@ class Worker:
 
     def send(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
-            self._connection.send(message)
+            self._connection.write(encode_local(message))
 
     def signal_all(self, number: int) -> None:
         """Send a signal to a program and to the processes that it has started, where they have a session of their

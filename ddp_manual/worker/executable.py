@@ -15,7 +15,7 @@ from ddp_manual import launchers, signals
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import RUNNING, Beat, Place, Progress, Ready, last_words
 from ddp_manual.program import Program
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode, read_local
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local, read_local
 
 
 def main(channel: int, ignored: Iterable[int]) -> None:
@@ -28,7 +28,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     messages = _messages(agent)
 
     def send(message: Mapping[str, Any]) -> None:
-        agent.sendall(encode(message))
+        agent.sendall(encode_local(message))
 
     send({"born": os.getpid()})
     start = next(message["start"] for message in messages if "start" in message)

@@ -32,7 +32,7 @@ from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.messages import Beat, Progress
 from ddp_manual.signals import SAVE, Requests
 from ddp_manual.terminal import counted
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode, read_local
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local, read_local
 from ddp_manual.worker.process_group import (
     collectives_begun,
     collectives_unfinished,
@@ -114,7 +114,7 @@ class Reporter:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message from any thread or signal handler; a thread that is sending already sends this one too."""
-        self._unsent.append(encode(message))
+        self._unsent.append(encode_local(message))
         while self._unsent and self._turn.acquire(blocking=False):
             try:
                 while self._unsent:

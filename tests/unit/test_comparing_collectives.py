@@ -18,10 +18,10 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from torch.testing._internal.distributed import fake_pg
 
-from ddp_manual import collectives, messages
+from ddp_manual import collectives, from_worker, messages
 from ddp_manual.agent.records import MOST_GROUPS_READ, Records
 from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.messages import Beat, RankInfo, Verdict
@@ -37,7 +37,7 @@ from ddp_manual.protocol.collectives import (
     Seen,
 )
 from ddp_manual.protocol.watch import RECORDS_WITHIN, STACKS, Watch
-from ddp_manual.wire import encode
+from ddp_manual.wire import encode_local
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo
 from tests.runs import run_info
@@ -46,7 +46,8 @@ WITHIN = 10.0
 
 
 def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words_are_heard() -> None:
-    heard: list[dict[str, Any]] = []
+    heard: list[from_worker.FromWorker] = []
+    last_words = from_worker.Failed(messages.LastWords("training-failed", "the reason", "", "", 1))
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
@@ -54,8 +55,9 @@ def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words
         with theirs, subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
             worker = Worker(process.pid, ours, faults, process)
             await worker.attach(heard.append, lambda: None)
-            theirs.sendall(encode({"memory": 77}) + encode({"memory": 0}) + encode({"failed": {"what": "the reason"}}))
-            await wait_until(lambda: len(heard) == 3, WITHIN)
+            for said in (from_worker.RecordsMemory(77), from_worker.RecordsMemory(0), last_words):
+                theirs.sendall(encode_local(said))
+            await wait_until(lambda: last_words in heard, WITHIN)
             assert not worker.is_gone and worker.heartbeat().calls == {}
             process.kill()
             await wait_until(lambda: worker.ended, WITHIN)
@@ -63,8 +65,8 @@ def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words
             os.close(writing)
 
     asyncio.run(run())
-    assert [list(message) for message in heard] == [["not_compared"], ["not_compared"], ["failed"]]
-    assert "No such file or directory" in heard[0]["not_compared"]
+    why = [message.why for message in heard if isinstance(message, from_worker.NotCompared)]
+    assert len(why) == 2 and "No such file or directory" in why[0]
 
 
 GROUP = {"name": "the default group"}
@@ -307,9 +309,9 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
         for call in calls:
             call(record)
         read = Records()
-        read.open(os.getpid(), told[0]["memory"])
+        read.open(os.getpid(), told[0].descriptor)
         for one in told[1:]:
-            read.add_group(one["group"])
+            read.add_group(asdict(one))
         return read
     finally:
         recorder.stop()

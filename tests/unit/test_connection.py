@@ -17,7 +17,17 @@ import pytest
 from ddp_manual.agent.connection import COSTS_AT_LEAST, LONGEST_READ, MOST_UNREAD, MOST_UNSENT, Connection
 from ddp_manual.messages import Heartbeat, Hello, Look, Signed, read_from_rank
 from ddp_manual.protocol.seal import Seal, Unsealed, claimed
-from ddp_manual.wire import LONGEST_ANSWER, LONGEST_LINE, LineReader, Unreadable, as_json, decode, encode, read_local
+from ddp_manual.wire import (
+    LONGEST_ANSWER,
+    LONGEST_LINE,
+    LineReader,
+    Unreadable,
+    as_json,
+    decode,
+    encode,
+    encode_local,
+    read_local,
+)
 
 WITHIN = 10.0
 
@@ -353,21 +363,21 @@ def test_text_from_the_network_arrives_with_control_characters_escaped_and_newli
     }
 
     async def test(connection: Connection[Any], other: socket.socket) -> None:
-        other.sendall(encode(said))
+        other.sendall(encode_local(said))
         assert await receive(connection) == shown
 
     with_ends(test)
     seal = Seal(b"token")
     signed = seal.close(Hello, "1", said)
     assert seal.open(signed, "1", decode) == claimed(signed) == shown
-    assert list(LineReader(read_local).feed(encode(said))) == [said]
+    assert list(LineReader(read_local).feed(encode_local(said))) == [said]
 
 
 def test_a_text_that_is_not_unicode_is_escaped_by_its_sender_and_kept_within_a_rank() -> None:
     said = {"why": "a stray byte: \udcff", "lr": (0.1, "from donn\udce9es/config.json")}
     shown = {"why": "a stray byte: \\udcff", "lr": [0.1, "from donn\\udce9es/config.json"]}
     assert decode(as_json(said).decode()) == shown
-    assert list(LineReader(read_local).feed(encode(said))) == [{**said, "lr": [*said["lr"]]}]
+    assert list(LineReader(read_local).feed(encode_local(said))) == [{**said, "lr": [*said["lr"]]}]
 
 
 def test_what_is_unreadable_is_quoted_without_control_characters() -> None:

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 
-from ddp_manual.wire import LineReader, encode, read_local
+from ddp_manual.wire import LineReader, encode_local, read_local
 from ddp_manual.worker import reporter as reporter_module
 from ddp_manual.worker.reporter import Reporter, Whereabouts
 
@@ -15,7 +15,7 @@ from ddp_manual.worker.reporter import Reporter, Whereabouts
 def test_the_first_message_comes_before_any_heartbeat() -> None:
     """Even if the agent has spoken already, which wakes the thread that sends heartbeats."""
     channel, agents = socket.socketpair()
-    agents.sendall(encode({"start": {}}))
+    agents.sendall(encode_local({"start": {}}))
     reporter = Reporter(channel, {"born": 1}, own_process=False)
     reader, said = LineReader(read_local), []
     while len(said) < 2:
