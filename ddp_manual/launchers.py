@@ -17,7 +17,7 @@ from ddp_manual import identity, mpirun, orphans, signals
 from ddp_manual.errors import BadOption
 
 if TYPE_CHECKING:
-    from ddp_manual.messages import Place
+    from ddp_manual.messages import Place, Placed
 
 # Variables of one launcher that would mislead the ranks that another launcher starts below it.
 LAUNCHER_VARIABLES = (
@@ -279,15 +279,17 @@ def set_rank_variables(
             _set_by_us.clear()
 
 
-def become_rank(place: Place, placed: Mapping[str, Any], *, restarts: tuple[int, int], hosted: bool) -> None:
+def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tuple[int, int], hosted: bool) -> None:
     """Set all the variables that torchrun sets, for good: the program of this process is a rank from now on.
 
     Args:
-        placed: the agent's message with the place: also where torch's store is, and which run this is.
+        placed: what rank 0 has said of the place: also where torch's store is, and which run this is.
+        interfaces: the variables for gloo and NCCL that name the network interface.
         restarts: how often the ranks were started again, without those after a rank was lost, and how often they may
             be.
         hosted: whether the store is there already, so that rank 0 joins it as a client too.
     """
+    place = placed.place
     wanted: dict[str, str | None] = {
         **_identity_variables(place),
         "GROUP_RANK": str(place.node),
@@ -295,12 +297,12 @@ def become_rank(place: Place, placed: Mapping[str, Any], *, restarts: tuple[int,
         "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank),
         "ROLE_WORLD_SIZE": str(place.world_size),
-        **_store_variables(*placed["store"]),
-        "TORCHELASTIC_RUN_ID": placed["run"]["run_id"],
-        "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.get("generation", 0)),
+        **_store_variables(*placed.store),
+        "TORCHELASTIC_RUN_ID": placed.run.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
         "OMP_NUM_THREADS": str(cpu_threads(place.local_world_size)),
-        **_interface_variables(placed["interfaces"]),
+        **_interface_variables(interfaces),
     }
     if not hosted:
         wanted["TORCHELASTIC_USE_AGENT_STORE"] = None

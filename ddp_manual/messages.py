@@ -1,27 +1,17 @@
-"""What agent, coordinator, observer and worker say to each other: this module is the whole list.
+"""What agent, coordinator and observer say to each other: this module is the whole list.
 
-What goes over the network is a JSON object on a line (``wire``), of a type of its own below; its docstring says who
-sends it when. It is checked as it is read, against the types and bounds of its fields. What an agent and its own worker
-say to each other has a key for each kind:
-
-    worker -> agent          born, ready, beat, memory, group, not_compared, notes, run_dir, failed, finished, left,
-                             done, quiet, may_end
-    agent -> worker          start, place, stop, save, close, over, quiet, end
-    script -> its agent      attach, signalled and noticed besides
-    agent -> its script      verdict and exit besides
+It is a JSON object on a line (``wire``), of a type of its own below; its docstring says who sends it when. It is
+checked as it is read, against the types and bounds of its fields. What an agent and its own worker say to each other is
+in ``from_agent`` and ``from_worker``.
 """
 
 from __future__ import annotations
 
 import functools
 import ipaddress
-import math
 import shlex
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from numbers import Real
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -29,11 +19,10 @@ from msgspec import Meta, field
 
 from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.on_loss import LEAVE
-from ddp_manual.wire import LONGEST_NAME, Read, printable, reader_of
+from ddp_manual.wire import LONGEST_NAME, Read, reader_of
 
-# Characters of an error's text, such as a traceback; of a line of the program.
+# Characters of an error's text, such as a traceback.
 LONGEST_TEXT = 20_000
-LONGEST_PLACE = 200
 # Numbers and chains that a heartbeat may say of a group.
 LONGEST_CHAINS = 256
 # Of the time-out of a process group: ranks wait for less long in a collective. After the time-out torch ends those that
@@ -297,37 +286,6 @@ class Place:
     """The first rank of its host, which downloads for the others."""
 
 
-@dataclass
-class Progress:
-    """What a rank is doing: the training loop writes it, the reporter's thread reads it.
-
-    ``world.progress(step=120, epoch=2)`` in a script's own loop sets what it names; ``status`` shows it, and messages
-    say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading it could wait for a GPU.
-    """
-
-    phase: str = JOINING
-    """joining, loading, training, evaluating, saving, leaving or ended; running in a script that does not say."""
-    epoch: int = 0
-    step: int = 0
-    samples_per_second: float = 0.0
-    """Of this rank."""
-    step_seconds: float = 0.0
-    """This rank's own work per step, without waiting for the others; 0 if not measured."""
-    saving: bool = False
-    """Whether it is writing files that it must finish before its process is ended."""
-
-    def __call__(
-        self,
-        *,
-        step: int | None = None,
-        epoch: int | None = None,
-        phase: str | None = None,
-        samples_per_second: float | None = None,
-    ) -> None:
-        given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second}
-        vars(self).update({name: value for name, value in given.items() if value is not None})
-
-
 class Beat(Checked):
     """What a worker is doing and how far its collectives are; sent with a heartbeat when it has changed."""
 
@@ -356,38 +314,6 @@ class Beat(Checked):
     stopped: Name = ""
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 
-    @classmethod
-    def of(
-        cls,
-        progress: Progress,
-        collectives: Mapping[str, int],
-        *,
-        timeouts: Mapping[str, float] | None = None,
-        unfinished: int = 0,
-        inside: bool,
-        place: str,
-        debugging: bool,
-    ) -> Beat:
-        """Make a heartbeat that can be read, whatever a script has put into ``progress``.
-
-        Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is said once.
-        """
-        shortest = min(timeouts.values()) if timeouts else 0.0
-        longer = {group: seconds for group, seconds in (timeouts or {}).items() if seconds > shortest}
-        return cls(
-            phase=printable(str(progress.phase)),
-            epoch=int(_number(progress.epoch)),
-            step=int(_number(progress.step)),
-            samples_per_second=round(_number(progress.samples_per_second), 1),
-            step_seconds=round(_number(progress.step_seconds), 6),
-            collectives=collectives,
-            timeouts={"": shortest, **longer} if shortest > 0 else {},
-            unfinished=unfinished,
-            inside=inside,
-            place=printable(place, LONGEST_PLACE),
-            debugging=debugging,
-        )
-
     def __post_init__(self) -> None:
         if any(len(sent) % 2 for sent in self.calls.values()):
             raise ValueError("chains of collectives are not pairs")
@@ -411,58 +337,6 @@ class Beat(Checked):
         """Return the same, and for a script that does not count steps ``running, on train.py:26 in main``."""
         on_a_line = self.phase == RUNNING and self.place and not (self.step or self.epoch)
         return f"{self.phase}, on {self.place}" if on_a_line else self.at_step()
-
-
-def _number(value: Any) -> float:
-    """Return a finite number as it is, anything else as 0; reading a tensor could wait for a GPU that hangs."""
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
-
-
-@dataclass
-class Step:
-    """A step of joining, with the time it took; ``check`` shows it."""
-
-    name: str
-    seconds: float = 0.0
-    outcome: str = "ok"
-    """``ok``, ``warning`` or ``failed``."""
-    detail: str = ""
-
-    def warn(self, detail: str) -> None:
-        self.outcome, self.detail = "warning", detail
-
-
-class Steps(list[Step]):
-    """The steps of joining so far; the last one may have failed."""
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[Step]:
-        step = Step(name)
-        self.append(step)
-        started = time.monotonic()
-        try:
-            yield step
-        except BaseException as error:
-            step.outcome = "failed"
-            step.detail = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            step.seconds = time.monotonic() - started
-
-    def begin(self, name: str) -> Step:
-        """Begin a step that ``end`` ends; until then it counts as failed."""
-        step = Step(name, outcome="failed")
-        self._began = time.monotonic()
-        self.append(step)
-        return step
-
-    def end(self, step: Step, detail: str, outcome: str = "ok") -> None:
-        """End the step that was begun last."""
-        step.outcome, step.detail = outcome, detail
-        step.seconds = time.monotonic() - self._began
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        return [asdict(step) for step in self]
 
 
 def named_from_outside(what: str, rank: Any) -> str:
@@ -505,11 +379,6 @@ class Verdict(LastWords):
         return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)
 
 
-def last_words(error: DdpManualError) -> dict[str, Any]:
-    """Return the error that ends a worker, as the worker tells its agent."""
-    return msgspec.structs.asdict(LastWords.of(error))
-
-
 # What agents and coordinators of this version say to each other; another number is another version.
 PROTOCOL = 2
 
@@ -521,7 +390,7 @@ def _tag(name: str) -> str:
 
 
 class Message(Checked, tag_field="type", tag=_tag):
-    """A line between an agent, or an observer, and the coordinator."""
+    """A line between two processes: here between an agent, or an observer, and the coordinator."""
 
 
 class Signed(Message):

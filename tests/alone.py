@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ddp_manual.messages import Progress
+from ddp_manual.from_worker import Progress
 from ddp_manual.signals import Requests
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec

@@ -114,7 +114,8 @@ def install(faults: Sequence[Fault]) -> None:
     """Replace three methods: those that set the phase, make a batch and begin a training step."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from ddp_manual.messages import ENDED, Progress
+    from ddp_manual.from_worker import Progress
+    from ddp_manual.messages import ENDED
     from ddp_manual.training.augment import Normalise
 
     entered: Counter[str] = Counter()

@@ -11,14 +11,14 @@ import asyncio
 import shlex
 import signal
 import socket
-from typing import Any
 
 from ddp_manual import signals, terminal, unread
 from ddp_manual.agent.join import Task
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import ScriptWorker
+from ddp_manual.from_worker import Attach
 from ddp_manual.program import without_secrets
-from ddp_manual.wire import LineReader, read_local
+from ddp_manual.wire import LineReader, local_reader_of
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -29,15 +29,15 @@ def main(channel: int, faults: int) -> None:
         signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
     connection = socket.socket(fileno=channel)
-    reader = LineReader(read_local)
+    reader = LineReader(local_reader_of(Attach))
     while not (messages := [*reader.feed(data := connection.recv(1))]):  # byte by byte: the event loop reads the rest
         if not data:
             return  # the script has ended already
-    asyncio.run(_run(messages[0]["attach"], connection, faults))
+    asyncio.run(_run(messages[0], connection, faults))
 
 
-async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -> None:
-    spec = WorldSpec(**attach["spec"], sources=attach["sources"])
+async def _run(attach: Attach, connection: socket.socket, faults: int) -> None:
+    spec = WorldSpec(**attach.spec, sources=attach.sources)
     terminal.log_to_stderr(spec.rank)
     # A rank of a script is started with variables, because the script's flags are not known here.
     words = [f"WORLD_SIZE={spec.world_size} RANK={{rank}}"]
@@ -45,15 +45,15 @@ async def _run(attach: dict[str, Any], connection: socket.socket, faults: int) -
         words.append(f"MASTER_ADDR={spec.master_addr}")
     if spec.master_port != WorldSpec.master_port:
         words.append("MASTER_PORT={master_port}")
-    command = " ".join([*words, shlex.join(without_secrets(attach["typed"]))])
+    command = " ".join([*words, shlex.join(without_secrets(attach.typed))])
     task = Task(
-        run_dir=attach["run_dir"],
-        command=attach["command"] or command,
-        script=Path(attach["script"]) if attach["script"] else None,
+        run_dir=attach.run_dir,
+        command=attach.command or command,
+        script=Path(attach.script) if attach.script else None,
         is_script=True,
-        attempt=attach["attempt"],
+        attempt=attach.attempt,
     )
-    worker = ScriptWorker(attach["pid"], connection, faults, terminal.print_error)
+    worker = ScriptWorker(attach.pid, connection, faults, terminal.print_error)
     # ``worker`` shows the error: the script raises it as an exception, or else it is printed.
     await Agent(spec, task, start_worker=lambda held: worker, log=terminal.log, print_error=lambda error: None).run()
 

@@ -10,7 +10,7 @@ import fcntl
 import sys
 import termios
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ddp_manual.messages import Message
 from ddp_manual.protocol.handshakes import CLOSED

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by, traceback_of
 from ddp_manual.launchers import host_name
 from ddp_manual.messages import (
+    LastWords,
     RunInfo,
     first_command_and,
     from_last_checkpoint,
-    last_words,
     named_from_outside,
     resume_flags,
 )
@@ -110,10 +112,10 @@ class Ending:
 
 
 def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
-    """Return what rank 0 tells observers last: the ``last_words`` of an error; otherwise no identifier, and in ``what``
+    """Return what rank 0 tells observers last: the ``LastWords`` of an error; otherwise no identifier, and in ``what``
     the result."""
     if error is not None:
-        return {**last_words(error), "what": named_from_outside(error.what, 0)}
+        return {**asdict(LastWords.of(error)), "what": named_from_outside(error.what, 0)}
     is_training = isinstance(result, Mapping) and "final_test_accuracy" in result
     return {"identifier": None, "what": result_line(result) if is_training else "all ranks have left in order"}
 
@@ -132,7 +134,7 @@ def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run:
     with suppress(DdpManualError, OSError):
         paths.run_dir.mkdir(parents=True, exist_ok=True)
         paths.set_failures_aside(rank)
-        write_json(paths.failure(rank), {**last_words(error), **about})
+        write_json(paths.failure(rank), {**asdict(LastWords.of(error)), **about})
 
 
 class StopSignals:

@@ -25,7 +25,7 @@ from ddp_manual.agent import local
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.agent.worker_process import SAVE_WITHIN
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
-from ddp_manual.messages import last_words
+from ddp_manual.messages import LastWords
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local, read_local
@@ -93,7 +93,7 @@ class _Served:
             launch = self._launch = launch_of(order)
             code = dict(source_of(launch.program).code) if launch.program else {}
         except DdpManualError as error:
-            self._tell({"refused": last_words(error)})
+            self._tell({"refused": LastWords.of(error)})
             return
         try:
             with launchers.reserved_port("") as port, launch.starter() as starter:
@@ -118,7 +118,7 @@ class _Served:
                     self._take(message)
         except Unreadable as error:
             too_much = BadOption(f"what to run cannot be read: {error}", why="", next="give long arguments in a file")
-            self._tell({"refused": last_words(too_much)})
+            self._tell({"refused": LastWords.of(too_much)})
         self._stop(END_WITHIN)
 
     def _take(self, message: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class _Served:
         asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
 
     def _tell_failure(self, failure: local.Failure) -> None:
-        self._tell({"failed": [failure[0], last_words(failure[1])]})
+        self._tell({"failed": [failure[0], LastWords.of(failure[1])]})
 
     def _tell(self, message: Mapping[str, Any]) -> Future[None]:
         return self._writer.submit(self._print, MARK + encode_local(message))

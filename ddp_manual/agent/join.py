@@ -27,14 +27,17 @@ from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_ad
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
-from ddp_manual.messages import RankInfo, RunInfo, RunSoFar, Step, Steps
+from ddp_manual.from_agent import Training
+from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.program_arguments import named_arguments
+from ddp_manual.protocol.reachability import compare_mtu
 from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
 from ddp_manual.protocol.seats import Seats
+from ddp_manual.steps import Step, Steps
 from ddp_manual.terminal import POLL_EVERY, Waiting, at, counted
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
@@ -53,8 +56,8 @@ _read_run: Read[RunInfo] = reader_of(RunInfo)
 class Task:
     """What the worker of a rank is to do, and what of it all ranks must have in common."""
 
-    start: Mapping[str, Any] = field(default_factory=dict)
-    """The message that starts the worker."""
+    training: Training | None = None
+    """What the worker is to train; without that and without a ``program`` it checks, or is a script that has joined."""
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
     run_dir: str | None = None
@@ -73,6 +76,8 @@ class Task:
     """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
     program: Program | None = None
     """The program that the worker runs, if that is not our own training."""
+    restarts: tuple[int, int] = (0, 0)
+    """How often the ranks of the program were started again, and how often they may be."""
     may_differ: Sequence[str] = ()
     """The arguments of the program that may differ between ranks."""
     launched: str | None = None
@@ -449,7 +454,7 @@ class Join:
                     f"{lost}, for {waited}",
                     why=f"its host has not confirmed {self._unacknowledged} bytes, while small packets do arrive: "
                     "large packets are lost on the way, or the host has gone meanwhile",
-                    next=reachability.compare_mtu(self._spec.master_addr),
+                    next=compare_mtu(self._spec.master_addr),
                 )
             raise MasterLost(
                 f"rank 0 at {where} has greeted this rank, and has not answered it for {waited}",

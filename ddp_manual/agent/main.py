@@ -14,16 +14,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from ddp_manual import messages, orphans, run_folder, signals
+from ddp_manual import from_agent, from_worker, messages, orphans, run_folder, signals
 from ddp_manual.agent import ending, states
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
@@ -38,13 +36,13 @@ from ddp_manual.errors import (
     RanksDoNotBelongTogether,
     RankTaken,
     Stopped,
-    from_dict,
 )
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import SAVING, LastWords, Place, Ready, RunInfo, RunSoFar, Step, Steps, Verdict, more_seconds
+from ddp_manual.messages import SAVING, LastWords, Place, RunInfo, RunSoFar, Verdict, more_seconds
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.health import heartbeat_period, silent_after
+from ddp_manual.steps import Steps
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
 
@@ -141,7 +139,7 @@ class Agent:
             if self._signal_before:
                 self.take_signal(self._signal_before)
             if not isinstance(self.state, states.Ended):
-                is_alone = self.task.start.get("alone")
+                is_alone = self.task.training is not None and self.task.training.alone
                 self._ending.in_background(self._work_alone() if is_alone else self._work_with_others())
             self._tick()
             ended = await self._ending.wait()
@@ -161,7 +159,7 @@ class Agent:
         """Connect to the worker that was started last."""
         worker, work = self.worker, self._work
 
-        def take(message: dict[str, Any]) -> None:
+        def take(message: from_worker.FromWorker) -> None:
             if work is self._work:
                 self._take_from_worker(message)
 
@@ -187,8 +185,7 @@ class Agent:
         local_rank = self.spec.local_rank or 0
         place = Place(rank=0, world_size=1, local_rank=local_rank, local_world_size=1, node=0, nodes=1, host_leader=0)
         self._enter(states.Alone())
-        run = {"run_id": run_id, "run_dir": self._run_dir, "own": True}
-        self.worker.send({"place": dataclasses.asdict(place), "run": run, "roster": []})
+        self.worker.send(from_agent.WorkAlone(place, run_id, self._run_dir))
 
     async def _work_with_others(self) -> None:
         if self.spec.rank != 0:
@@ -218,10 +215,10 @@ class Agent:
         hosts torch's store at rank 0's address."""
         if not self._work.is_begun:
             self._work.is_begun = True
-            address = self._join.coordinator.run.address if self._join.coordinator is not None else None
-            spec = {"spec": self.spec.values(), "sources": dict(self.spec.sources), "path": sys.path[0]}
-            here = {"store_address": address, "started": self._work.started}
-            self.worker.send({"start": {**self.task.start, **spec, **here}})
+            spec, task, rank_0 = self.spec, self.task, self._join.coordinator
+            here = (sys.path[0], self._work.started, rank_0.run.address if rank_0 is not None else None)
+            work = from_agent.OwnProgram(task.program, task.restarts) if task.program is not None else task.training
+            self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, work))
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
@@ -260,11 +257,11 @@ class Agent:
             case messages.Close():
                 if isinstance(self.state, states.Working):
                     self._enter(states.Closing())
-                self.worker.send({"close": True})
+                self.worker.send(from_agent.Close())
             case messages.Rank0Leaves() if isinstance(self.state, (states.Working, states.Closing)):
                 self._enter(states.Alone())
                 self.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-                self.worker.send({"close": True})
+                self.worker.send(from_agent.Close())
 
     async def _send_stacks(self) -> None:
         self._send(messages.StacksReply(await self.worker.stack()))
@@ -277,15 +274,12 @@ class Agent:
         self._join.complete(nodes=placed.place.nodes, forever=self._run.on_loss == LEAVE)
         if self._run.on_loss != LEAVE:
             self._remember(placed)
-        run = {name: getattr(self._run, name) for name in ("run_id", "run_dir", "stall_timeout")}
-        own = self._join.own_address
-        here = {"interfaces": own.variables, "wrong_for_nccl": own.wrong_for_nccl}
         if self.task.program is not None:
             seconds, name = f"{time.monotonic() - self._work.started:.1f} s", self.task.program.name
             who = f"rank {self.spec.rank} of {self.spec.world_size} on {self._join.info.host}"
             self.log(f"all ranks are here after {seconds}: starting {name} as {who}")
-        run |= {"own": self._is_own_folder}
-        self.worker.send({"roster": [], **msgspec.to_builtins(placed), "run": run, **here})
+        placed, own = replace(placed, run=self._run), self._join.own_address
+        self.worker.send(from_agent.TakePlace(placed, self._is_own_folder, own.variables, own.wrong_for_nccl))
 
     def _take_verdict(self, verdict: Verdict) -> None:
         error = verdicts.error_for(self.spec.rank, verdict)
@@ -313,7 +307,7 @@ class Agent:
             self._ending.fail(error)
             return
         self._enter(states.Alone())
-        self.worker.send({"close": True})
+        self.worker.send(from_agent.Close())
         self._work.call_later((self.worker.until or 0) - time.monotonic(), self._ending.fail, stopped)
 
     def _coordinator_gone(self, reason: str) -> None:
@@ -333,70 +327,80 @@ class Agent:
 
     # -- messages of the worker, and its end --------------------------------------------------------------------------
 
-    def _take_from_worker(self, message: dict[str, Any]) -> None:
-        if "beat" in message:
-            if self.worker.take_beat(message["beat"]):
-                self._send_beat()
-            self.has_trained |= self.worker.beat.step > 0
-            self._say_what_a_loss_repeats()
-        elif "ready" in message:
-            self.steps += [Step(**step) for step in message.get("steps", [])]
-            ready = msgspec.convert(message["ready"], Ready)
-            if not self._work.ready.done():
-                self._work.ready.set_result(ready)
-            self._send(messages.WorkerReady(ready))
-        elif "not_compared" in message:
-            self.log(f"the collectives of this rank are not compared with those of others: {message['not_compared']}")
-        elif "notes" in message:
-            self._signals.noted, self._signals.heeded = message["notes"], message["heeds"]
-            if message["heeds"] and self._signals.asked:  # of an earlier worker
-                self.worker.send({"stop": self._signals.asked})
-            elif message["heeds"] and self.task.program is not None and self._signals.stop:
-                self._pass_on(self._signals.stop)
-        elif "signalled" in message:
-            self.take_signal(int(message["signalled"]), seen_by="script")
-        elif "run_dir" in message:
-            self._run_dir, self._is_own_folder = message["run_dir"], message["own"]
-            self._chose_folder = message["chosen"]
-        elif isinstance(self.state, states.Ended):  # its end is explained already
-            if "left" in message:
+    def _take_from_worker(self, message: from_worker.FromWorker) -> None:
+        match message:
+            case from_worker.Doing():
+                if self.worker.beat.phase != self._work.sent_beat.phase:
+                    self._send_beat()
+                self.has_trained |= self.worker.beat.step > 0
+                self._say_what_a_loss_repeats()
+            case from_worker.Loaded():
+                self.steps += message.steps
+                if not self._work.ready.done():
+                    self._work.ready.set_result(message.ready)
+                self._send(messages.WorkerReady(message.ready))
+            case from_worker.NotCompared():
+                self.log(f"the collectives of this rank are not compared with those of others: {message.why}")
+            case from_worker.TakesRequests():
+                self._signals.noted = self._signals.heeded = True
+                if self._signals.asked:  # of an earlier worker
+                    self.worker.send(from_agent.Stop(self._signals.asked))
+            case from_worker.ProgramBegins():
+                self._signals.noted = True
+                if self._signals.stop:
+                    self._pass_on(self._signals.stop)
+            case from_worker.TakesNoRequests() | from_worker.TakesSignals():
+                self._signals.noted, self._signals.heeded = isinstance(message, from_worker.TakesNoRequests), False
+            case from_worker.Signalled():
+                self.take_signal(message.number, seen_by="script")
+            case from_worker.RunFolder():
+                self._run_dir, self._is_own_folder, self._chose_folder = message.run_dir, message.own, message.chosen
+            case from_worker.Left() if isinstance(self.state, states.Ended):
                 self._ending.in_background(self._leave_in_order(math.inf))  # torch's store ends with it
-        elif "finished" in message:
-            if isinstance(self.state, states.Alone):
-                self.worker.send({"close": True})
-            else:
-                self._send_beat()
-                self._send(messages.Finished())
-        elif "failed" in message:
-            self._take_failure(message)
-        elif "left" in message:
-            self._begin_leaving()
-        elif "done" in message:
-            self._work.result = message["done"]
-            if stopped := message.get("stopped"):
-                self._work.result = from_dict(stopped, int(stopped["exit_code"]))
+            case _ if not isinstance(self.state, states.Ended):  # otherwise its end is explained already
+                self._take_end_of_work(message)
+
+    def _take_end_of_work(self, message: from_worker.FromWorker) -> None:
+        match message:
+            case from_worker.Finished():
+                if isinstance(self.state, states.Alone):
+                    self.worker.send(from_agent.Close())
+                else:
+                    self._send_beat()
+                    self._send(messages.Finished())
+            case from_worker.Failed():
+                self._take_failure(message)
+            case from_worker.Left():
+                self._begin_leaving()
+            case from_worker.Result():
+                self._take_result(message.result)
+            case from_worker.StoppedInOrder():
+                stopped = message.words.error()
                 if (expired := self._expired) is not None:
-                    expired.why, self._work.result = f"{expired.why}\n{self._work.result.why}", expired
-            if isinstance(self.state, (states.Left, states.Alone)):
-                self._ending.finish(self._work.result)
+                    expired.why, stopped = f"{expired.why}\n{stopped.why}", expired
+                self._take_result(stopped)
+
+    def _take_result(self, result: object) -> None:
+        self._work.result = result
+        if isinstance(self.state, (states.Left, states.Alone)):
+            self._ending.finish(result)
 
     def _say_what_a_loss_repeats(self) -> None:
         """Say once on rank 0, before any loss, if the program does not hold its state, and so begins anew after one."""
         program, begun = self.task.program, sum(self.worker.beat.collectives.values())
-        holds = "holds" in self.worker.said or self.held.steps_done > 0
+        holds = from_worker.Holds in self.worker.said or self.held.steps_done > 0
         if program and self._so_far and not (self.spec.rank or holds or self._has_warned) and begun >= HOLDS_BEFORE:
             self._has_warned, again = True, "after a loss all ranks start it again from its beginning"
             self.log(f"{program.name} does not call hold(): {again}")
 
-    def _take_failure(self, message: Mapping[str, Any]) -> None:
+    def _take_failure(self, message: from_worker.Failed) -> None:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
         if isinstance(self.state, states.Looking):  # before it has worked: another one is started once rank 0 is found
             self._ending.in_background(self.worker.end(None, own=True))
             return
-        words, work = msgspec.convert(message["failed"], LastWords), self._work
-        own, broken_at = words.error(), str(message["place"]) if message.get("broken") else None
+        work, own, broken_at = self._work, message.words.error(), message.place if message.broken else None
         # Not an exception of another kind, which the signal is no reason for.
-        by_itself = message.get("exit") or words.identifier == Stopped.identifier
+        by_itself = message.exits or own.identifier == Stopped.identifier
         follows = broken_at is not None and work.words_of_another == Stopped.identifier
         if self.task.program is not None and (by_itself or follows):
             stopped = self._signals.stopped_by(own.exit_code, self._again, because_of=None if by_itself else own)
@@ -406,9 +410,8 @@ class Agent:
             self._ending.fail(own)
         elif broken_at is None or work.words_of_another is None:  # otherwise the rank that has failed is known
             self._send_beat()
-            in_a_collective = message.get("in_a_collective") is True
-            failed = messages.Failed(LastWords.of(own), broken_at=broken_at, in_a_collective=in_a_collective)
-            self._ask_for_verdict(failed, own)
+            words, in_torch = LastWords.of(own), message.in_a_collective
+            self._ask_for_verdict(messages.Failed(words, broken_at=broken_at, in_a_collective=in_torch), own)
 
     def _worker_gone(self) -> None:
         if self._work.result is not None or self._work.own_words is not None:
@@ -433,7 +436,7 @@ class Agent:
     def _program_ended(self, status: int | None) -> bool:
         """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
         if status == 0 and self.task.program is not None:
-            if "finished" not in self.worker.said:  # it has ended its process without Python's way out
+            if from_worker.Finished not in self.worker.said:  # it has ended its process without Python's way out
                 self._send(messages.Finished())
                 if self.spec.rank == 0 and self.spec.world_size > 1:
                     self.log("rank 0's process has ended, and torch's store with it: other ranks may still need that")
@@ -584,7 +587,7 @@ class Agent:
         if coordinator is not None:
             coordinator.end()
         self._send(messages.Goodbye())
-        self.worker.send({"over": True})
+        self.worker.send(from_agent.Over())
         if self._work.result is not None:
             self._ending.finish(self._work.result)
 
@@ -651,7 +654,7 @@ class Agent:
     def _ask_worker(self, number: int) -> None:
         """Tell the worker what a signal asks for, as soon as it works, and rank 0 that the run is about to end."""
         if isinstance(self.state, states.Placed):
-            self.worker.send({"save": True} if number == signals.SAVE else {"stop": number})
+            self.worker.send(from_agent.Save() if number == signals.SAVE else from_agent.Stop(number))
         if number != signals.SAVE:
             self._send(messages.Stopping())
 

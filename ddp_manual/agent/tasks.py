@@ -4,7 +4,6 @@ terminal for each rank."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,6 +17,7 @@ from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.worker_process import check_torch_is_installed, start_process
 from ddp_manual.errors import DdpManualError
+from ddp_manual.from_agent import Training
 from ddp_manual.identity import OWN_NAME
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
@@ -95,12 +95,7 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     config = checkpoint_files.with_torchrun_run_dir(config)
     check_options(spec, config)
     return Task(
-        start={
-            "config": config.values(),
-            "config_sources": dict(config.sources),
-            "launched": launched,
-            "alone": config.no_ddp,
-        },
+        training=Training(config.values(), config.sources, config.no_ddp, launched),
         options={**config.shared_options(), "command": ("train", "command")},
         run_dir=config.run_dir or run_folder.default_run_dir("{run_id}"),
         chose_folder=config.run_dir is not None,
@@ -128,12 +123,12 @@ def program_task(
         restarts: how often the ranks were started again, and how often they may be.
     """
     return Task(
-        start={"program": dataclasses.asdict(program), "restarts": restarts},
         options={"command": ("run", "command")},
         run_dir=run_dir,
         command=command_template(spec, program=program, may_differ=may_differ),
         launched=launched,
         program=program,
+        restarts=restarts,
         may_differ=may_differ,
     )
 

@@ -13,16 +13,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from ddp_manual import orphans, signals
+from ddp_manual import from_agent, from_worker, orphans, signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.records import Records
 from ddp_manual.agent.stacks import readable_stack
@@ -30,9 +29,9 @@ from ddp_manual.errors import DdpManualError, not_installed
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launchers import start_python
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
-from ddp_manual.messages import Beat, last_words
+from ddp_manual.messages import Beat, LastWords
 from ddp_manual.program import EXECUTABLE, Program
-from ddp_manual.wire import LONGEST_ANSWER, encode_local, read_local
+from ddp_manual.wire import LONGEST_ANSWER, encode_local
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
 # a collective.
@@ -87,17 +86,17 @@ class Worker:
         """What it has last said that it does."""
         self.records = Records()
         """The collectives it has begun."""
-        self.said: set[str] = set()
-        """The kinds of its messages so far; it sends the first once it has torch."""
+        self.said: set[type[from_worker.FromWorker]] = set()
+        """The types of its messages so far; it sends the first once it has torch."""
         self.until: float | None = None
         """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
         self._channel, self._faults, self._process = channel, faults, process
-        self._connection: Connection[dict[str, Any]] | None = None
+        self._connection: Connection[from_worker.FromWorker] | None = None
         self.children = orphans.Children()
         if process is not None:
             orphans.is_own(process)
         self._fault_text = ""
-        self._saving = self._is_blocked = False
+        self._is_blocked = False
         self._spoke_at = time.monotonic()
         self._look_at_memory()
 
@@ -106,40 +105,33 @@ class Worker:
         self._oom_file = oom_counter(self.pid)
         self._oom_kills = oom_kills(self._oom_file)
 
-    async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
+    async def attach(self, take: Callable[[from_worker.FromWorker], None], gone: Callable[[], None]) -> None:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
         loop = asyncio.get_running_loop()
-        connection = self._connection = Connection(read_local, longest=LONGEST_ANSWER)
+        connection = self._connection = Connection(from_worker.read, longest=LONGEST_ANSWER)
         connection.handle(lambda message: self._take(message, take), lambda reason: None)
         os.set_blocking(self._faults, False)
         loop.add_reader(self._faults, self._read_faults)
         self._watching = asyncio.create_task(self._watch(gone))
         await loop.create_connection(lambda: connection, sock=self._channel)
 
-    def _take(self, message: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> None:
-        self.said.update(message)
+    def _take(self, message: from_worker.FromWorker, take: Callable[[from_worker.FromWorker], None]) -> None:
+        self.said.add(type(message))
         self._spoke_at = time.monotonic()
-        self._is_blocked = message.get("blocked", self._is_blocked)
-        if "born" in message:
-            self.pid = int(message["born"])  # only the fork itself knows its pid
-            self._look_at_memory()
-        elif "memory" in message:
-            try:
-                self.records.open(self.pid, int(message["memory"]))
-            except (OSError, ValueError) as error:  # its last words are still to come; ValueError: it is no such memory
-                take({"not_compared": str(error)})
-        elif "group" in message:
-            self.records.add_group(message["group"])
-        elif "may_end" in message:
-            self._saving = not message["may_end"]
-        elif not {"quiet", "noticed"} & message.keys():
-            take(message)
-
-    def take_beat(self, beat: Mapping[str, Any] | None) -> bool:
-        """Take what the worker does now, None if that is unchanged; returns whether its phase is another one."""
-        before = self.beat.phase
-        self.beat = self.beat if beat is None else msgspec.convert(beat, Beat)
-        return self.beat.phase != before
+        match message:
+            case from_worker.Born():
+                self.pid = message.pid
+                self._look_at_memory()
+            case from_worker.RecordsMemory():
+                try:
+                    self.records.open(self.pid, message.descriptor)
+                except (OSError, ValueError) as error:  # its last words are still to come; ValueError: no such memory
+                    take(from_worker.NotCompared(str(error)))
+            case from_worker.GroupUsed():
+                self.records.add_group(asdict(message))
+            case from_worker.Doing():
+                self.beat, self._is_blocked = message.beat or self.beat, message.blocked
+        take(message)
 
     def heartbeat(self) -> Beat:
         """Return what the worker does now, as the next heartbeat is to say it."""
@@ -189,7 +181,7 @@ class Worker:
         self.status = signals.exit_status(self.pid)
         return self.status is not None or not signals.process_stat(self.pid)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: from_agent.FromAgent) -> None:
         if self._connection is not None:
             self._connection.write(encode_local(message))
 
@@ -241,13 +233,13 @@ class Worker:
         """Let it flush its output and then write no more: its agent prints the last lines. A program ends first, in so
         many seconds."""
         if self.program is None:
-            self.send({"quiet": True})
+            self.send(from_agent.BeQuiet())
         if not self.said:
             return
         if self.program is not None:
             await self._end_program(grace)
         elif not self.stopped_by():
-            await self._hear("quiet", within=ANSWER_WITHIN)
+            await self._hear(from_worker.IsQuiet, within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
         """End the process. A checkpoint that is being written is finished first, within 30 s at most.
@@ -275,8 +267,8 @@ class Worker:
         """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
         it is stopped. One that a signal has asked to end gets no second one."""
         self.children.look(self.pid)
-        if "notes" in self.said and not self.stopped_by():
-            if "failed" in self.said:  # what it has registered with atexit takes its time
+        if from_worker.ProgramBegins in self.said and not self.stopped_by():
+            if from_worker.Failed in self.said:  # what it has registered with atexit takes its time
                 await self._hear(within=WAY_OUT)
             elif self.program is not None and self.program.kind != EXECUTABLE:
                 await self._let_it_save()
@@ -295,15 +287,14 @@ class Worker:
 
     async def _let_it_save(self) -> None:
         """Ask whether the worker is writing a checkpoint, and wait until it is written."""
-        self.said.discard("may_end")
-        self.send({"end": True})
-        await self._hear("may_end", "noticed", within=ANSWER_WITHIN)
-        if self._saving:
-            self.said.discard("may_end")
-            await self._hear("may_end", "noticed", within=SAVE_WITHIN)
+        self.said -= {from_worker.IsSaving, from_worker.MayEnd}
+        self.send(from_agent.BeforeTheEnd())
+        await self._hear(from_worker.IsSaving, from_worker.MayEnd, from_worker.Noticed, within=ANSWER_WITHIN)
+        if from_worker.IsSaving in self.said:
+            await self._hear(from_worker.MayEnd, from_worker.Noticed, within=SAVE_WITHIN)
 
-    async def _hear(self, *kinds: str, within: float) -> None:
-        """Wait until the worker has sent a message of one of these kinds, or is gone."""
+    async def _hear(self, *kinds: type[from_worker.FromWorker], within: float) -> None:
+        """Wait until the worker has sent a message of one of these types, or is gone."""
         await wait_until(lambda: self.is_gone or not self.said.isdisjoint(kinds), within)
 
     def close(self) -> None:
@@ -352,7 +343,7 @@ class ScriptWorker(Worker):
         self._print_error = print_error
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if error is not None and "done" not in self.said:
+        if error is not None and self.said.isdisjoint((from_worker.Result, from_worker.StoppedInOrder)):
             if not self.is_gone:
                 await self._lead_out(error, own=own)
             elif not own:  # the script cannot say it any more
@@ -360,17 +351,17 @@ class ScriptWorker(Worker):
         self.close()
 
     async def _lead_out(self, error: DdpManualError, *, own: bool) -> None:
-        self.send({"verdict": {**last_words(error), "own": own}})
+        self.send(from_agent.RunEnds(LastWords.of(error), own))
         # The exception lets the script close what it has open, so it gets a moment to notice the verdict.
-        await self._hear("noticed", within=GRACE)
-        if "noticed" not in self.said:
+        await self._hear(from_worker.Noticed, within=GRACE)
+        if from_worker.Noticed not in self.said:
             await self._let_it_save()
-        if "noticed" in self.said:
+        if from_worker.Noticed in self.said:
             await self._hear(within=WAY_OUT)
         if self.is_gone:
             return
         self._print_error(error)
-        self.send({"exit": error.exit_code})
+        self.send(from_agent.Exit())
         await self._hear(within=KILL_AFTER)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not self.is_gone and (number == signal.SIGKILL or self.until is None):

@@ -16,9 +16,9 @@ from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.tasks import LISTENING, agent_in_this_terminal, command_template
 from ddp_manual.errors import MasterUnresolvable, from_dict
-from ddp_manual.messages import Step
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
+from ddp_manual.steps import Step
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec

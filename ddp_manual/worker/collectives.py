@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import CodeType, FrameType
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_manual import collectives
+from ddp_manual.from_worker import FromWorker, GroupUsed, NotCompared, RecordsMemory
 from ddp_manual.worker.collective_errors import first_line
 from ddp_manual.worker.process_group import (
     CODE_OF_COLLECTIVES,
@@ -99,7 +100,7 @@ class _Order:
         self.identity, self.number, self.chain = identity, 0, 0
 
 
-def record_collectives(spec: WorldSpec, tell: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
+def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> Callable[[], None]:
     """Record from now on the collectives of all process groups that are open, or that this process opens, unless
     ``--collectives off`` is set.
 
@@ -122,7 +123,7 @@ class Recorder:
         tell: sends a message to this rank's agent.
     """
 
-    def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, tell: Callable[[FromWorker], None]) -> None:
         self._tell = tell
         self._begun = 0
         self._groups: dict[Any, Callable[..., None] | None] = {}
@@ -143,9 +144,9 @@ class Recorder:
             os.ftruncate(self._descriptor, collectives.MEMORY_SIZE)
             self._memory = memoryview(mmap.mmap(self._descriptor, collectives.MEMORY_SIZE))
         except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
-            self._tell({"not_compared": first_line(error)})
+            self._tell(NotCompared(first_line(error)))
             return
-        self._tell({"memory": self._descriptor})
+        self._tell(RecordsMemory(self._descriptor))
         _recorders.append(self)
         self._undo.callback(self._forget)
         self._undo.callback(watch_process_groups(self._opened, self._closed))
@@ -232,7 +233,7 @@ class Recorder:
                     collectives.write(memory, (index, order.number, order.identity, order.chain), words[1], line)
             except Exception as error:  # the program goes on, and its agent says why nothing is compared any more
                 self._memory = None
-                self._tell({"not_compared": first_line(error)})
+                self._tell(NotCompared(first_line(error)))
 
         return record
 
@@ -243,8 +244,7 @@ class Recorder:
         with self._turn:
             again = self._names[members] = self._names.get(members, -1) + 1
             identity = sum(self._names.values()) + len(self._names)
-        about = {"key": f"{members}/{again}", "ranks": ranks, "description": str(group.group_desc), "device": device}
-        self._tell({"group": {"identity": identity, **about}})
+        self._tell(GroupUsed(identity, f"{members}/{again}", ranks, str(group.group_desc), device))
         return identity
 
     def _line(self, frame: FrameType | None) -> bytes:

@@ -14,7 +14,7 @@ import torch.distributed
 
 from ddp_manual import launchers
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
-from ddp_manual.messages import Step
+from ddp_manual.steps import Step
 from ddp_manual.terminal import counted
 from ddp_manual.world_spec import WorldSpec
 

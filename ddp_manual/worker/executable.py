@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from ddp_manual import launchers, signals
+from ddp_manual import from_agent, from_worker, launchers, signals
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import RUNNING, Beat, Place, Progress, Ready, last_words
-from ddp_manual.program import Program
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local, read_local
+from ddp_manual.messages import RUNNING, LastWords, Ready
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 
 
 def main(channel: int, ignored: Iterable[int]) -> None:
@@ -27,13 +25,13 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     agent = socket.socket(fileno=channel)
     messages = _messages(agent)
 
-    def send(message: Mapping[str, Any]) -> None:
+    def send(message: from_worker.FromWorker) -> None:
         agent.sendall(encode_local(message))
 
-    send({"born": os.getpid()})
-    start = next(message["start"] for message in messages if "start" in message)
-    program = Program(**start["program"])
-    reserved, address = socket.socket(), start.get("store_address")
+    send(from_worker.Born(os.getpid()))
+    start = next(message for message in messages if isinstance(message, from_agent.Start))
+    work, reserved, address = start.work, socket.socket(), start.store_address
+    assert isinstance(work, from_agent.OwnProgram)
     if address:  # where torch's store will be, which rank 0's program hosts itself
         reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,31 +46,29 @@ def main(channel: int, ignored: Iterable[int]) -> None:
         store=(address, reserved.getsockname()[1]) if address else None,
         chooses_device=True,
     )
-    send({"ready": ready})
-    placed = next(message for message in messages if "place" in message)
-    place = Place(**placed["place"])
-    launchers.become_rank(place, placed, restarts=start["restarts"], hosted=False)
-    beat = Beat.of(Progress(RUNNING), {}, inside=False, place="", debugging=False)
-    send({"beat": beat})
-    send({"notes": True, "heeds": True})
+    send(from_worker.Loaded(ready))
+    told = next(message for message in messages if isinstance(message, from_agent.TakePlace))
+    launchers.become_rank(told.placed, told.interfaces, restarts=work.restarts, hosted=False)
+    send(from_worker.Doing(from_worker.Progress(RUNNING).beat({}, inside=False, place="", debugging=False)))
+    send(from_worker.ProgramBegins())
     signals.handle_as_any_program(ignored)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would
         signal.signal(number, signal.SIG_DFL)
     os.set_inheritable(channel, True)  # its end would mean the end of this worker
     try:
-        os.execvp(program.name, [program.name, *program.arguments])
+        os.execvp(work.program.name, [work.program.name, *work.program.arguments])
     except OSError as error:
         failed = BadOption(
-            f"{program.name} cannot be started",
-            why=f"{error.strerror}: {program.name}",
+            f"{work.program.name} cannot be started",
+            why=f"{error.strerror}: {work.program.name}",
             next="name a program that this user may execute; a script in Python needs no --no_python",
         )
-        send({"failed": last_words(failed)})
+        send(from_worker.Failed(LastWords.of(failed)))
 
 
-def _messages(agent: socket.socket) -> Iterator[dict[str, Any]]:
+def _messages(agent: socket.socket) -> Iterator[from_agent.FromAgent]:
     """Return what the agent says, one message after the other; end this process when the agent is gone."""
-    reader = LineReader(read_local, LONGEST_ANSWER)
+    reader = LineReader(from_agent.read, LONGEST_ANSWER)
     while data := agent.recv(1 << 16):
         yield from reader.feed(data)
     raise SystemExit(1)

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_manual.from_worker import FromWorker, Holds
 from ddp_manual.held_memory import HeldMemory
+from ddp_manual.messages import Placed
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[Mapping[str, Any]], None]
+Tell = Callable[[FromWorker], None]
 
 
 class Holding:
     """What this process holds, as a rank that ``ddp-manual run`` has started.
 
     Args:
-        placed: what the agent has said when all ranks had joined.
+        placed: what rank 0 has said when all ranks had joined.
         tell: sends a message to the agent.
     """
 
-    def __init__(self, memory: HeldMemory, placed: Mapping[str, Any], tell: Tell) -> None:
+    def __init__(self, memory: HeldMemory, placed: Placed, tell: Tell) -> None:
         self._memory, self._tell = memory, tell
-        self._source: int | None = placed["state_from"]
-        self._is_quiet = placed["place"]["rank"] != 0  # ranks may share a terminal
-        self._holder = Holder(memory, placed["generation"], every=1)
+        self._source = placed.state_from
+        self._is_quiet = placed.place.rank != 0  # ranks may share a terminal
+        self._holder = Holder(memory, placed.generation, every=1)
         self._calls = 0
         self._has_asked = False
         """Whether the script has called ``held``, without which it begins again whatever is held."""
@@ -53,7 +55,7 @@ class Holding:
 
     def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
         self._has_asked = True
-        self._tell({"holds": True})  # though the first step may still be to come
+        self._tell(Holds())  # though the first step may still be to come
         if self._source is None:
             return None
         state = held_state.share(self._memory, self._source, next(model.parameters()).device)
@@ -69,10 +71,10 @@ class Holding:
 _here: Holding | None = None
 
 
-def begin(memory: HeldMemory | None, placed: Mapping[str, Any], tell: Tell) -> None:
+def begin(memory: HeldMemory | None, placed: Placed, tell: Tell) -> None:
     """Hold in this memory from now on, if the run keeps the seats of lost ranks."""
     global _here
-    _here = Holding(memory, placed, tell) if memory is not None and placed["holds"] else None
+    _here = Holding(memory, placed, tell) if memory is not None and placed.holds else None
 
 
 def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, every: int = 1) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 from ddp_manual import launchers, signals, terminal
 from ddp_manual.errors import BadOption, DdpManualError, Stopped
+from ddp_manual.from_agent import Start
+from ddp_manual.from_worker import Attach
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.training import own_code
 from ddp_manual.worker.main import Rank
@@ -87,7 +89,7 @@ def joined(
         spec = spec.of_script()
         reporter = _start_agent(spec, run_dir, command, undo)
         reporter.tell_before_exit = tell
-        rank = Rank(reporter, spec, reporter.wait("start")["start"])
+        rank = Rank(reporter, reporter.wait(Start))
         ended: SystemExit | Stopped | None = None
         with rank.live({}) as world:
             try:
@@ -116,17 +118,17 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
     signals.write_stacks_to(writing)
     program, arguments = launchers.typed_command()
     script = launchers.program_file()
-    attach = {
-        "spec": spec.values(),
-        "sources": dict(spec.sources),
-        "run_dir": run_dir,
-        "command": command,
-        "typed": [*program, *arguments],
-        "script": str(script.absolute()) if script else None,
-        "attempt": f"{launchers.restart_count()}.{next(_joins)}",
-        "pid": os.getpid(),
-    }
-    reporter = Reporter(ours, {"attach": attach}, own_process=False)
+    attach = Attach(
+        pid=os.getpid(),
+        spec=spec.values(),
+        sources=dict(spec.sources),
+        run_dir=run_dir,
+        command=command,
+        typed=[*program, *arguments],
+        script=str(script.absolute()) if script else None,
+        attempt=f"{launchers.restart_count()}.{next(_joins)}",
+    )
+    reporter = Reporter(ours, attach, own_process=False)
     undo.callback(reporter.close)
     return reporter
 

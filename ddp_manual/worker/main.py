@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
-from ddp_manual import errors, launchers
+from ddp_manual import errors, from_agent, from_worker, launchers
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import ENDED, LEAVING, RUNNING, Place, Ready, Steps, last_words, more_seconds, timeout_for
+from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Place, Ready, more_seconds, timeout_for
+from ddp_manual.steps import Steps
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
@@ -44,16 +46,14 @@ class Rank:
     """One rank of a run, in the process that has torch.
 
     Args:
-        start: what the agent has told: ``alone``, ``started``, and on rank 0 ``store_address``.
+        start: what the agent has told.
         held: the memory of this rank's agent, where there is one.
     """
 
-    def __init__(
-        self, reporter: Reporter, spec: WorldSpec, start: Mapping[str, Any], held: HeldMemory | None = None
-    ) -> None:
+    def __init__(self, reporter: Reporter, start: from_agent.Start, held: HeldMemory | None = None) -> None:
         self.reporter = reporter
         self.held = held
-        self.spec = spec
+        self.spec = WorldSpec(**start.spec, sources=start.sources)
         self.steps = Steps()
         self._start = start
 
@@ -73,10 +73,10 @@ class Rank:
         with ExitStack() as closing:
             try:
                 device, backend, store = self._get_ready(own_code)
-                placed = self.reporter.wait("place")
-                closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-                closing.callback(record_collectives(self.spec, self.reporter.send))
-                world = self._meet(placed, device, backend, store, closing)
+                if isinstance(self._start.work, from_agent.Training) and self._start.work.alone:
+                    world = self._work_alone(self.reporter.wait(from_agent.WorkAlone), device, closing)
+                else:
+                    world = self._meet(self.reporter.wait(from_agent.TakePlace), device, backend, store, closing)
                 yield world
                 self._leave(world.device)
             except BaseException as error:
@@ -94,10 +94,7 @@ class Rank:
         with self.steps.step("shared memory") as step:
             devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         process_group.check_none_open()
-        store, where = None, None
-        if address := self._start.get("store_address"):
-            store = process_group.open_store(address)
-            where = address, store.port
+        store, where = process_group.host_store(self._start.store_address)
         ready = Ready(
             pid=os.getpid(),
             device=device,
@@ -112,85 +109,96 @@ class Rank:
             store=where,
             may_use_cpu=devices.may_use_cpu(self.spec),
         )
-        self.reporter.send({"ready": ready, "steps": self.steps.as_dicts()})
+        self.reporter.send(from_worker.Loaded(ready, self.steps))
         self.steps.clear()
         return device, backend, store
 
     def _meet(
-        self, placed: Mapping[str, Any], device: str, backend: str, store: TCPStore | None, closing: ExitStack
+        self, told: from_agent.TakePlace, device: str, backend: str, store: TCPStore | None, closing: ExitStack
     ) -> World:
         """Pin the device and open the process group, at the place that the agent has told."""
-        spec, place, run, alone = self.spec, Place(**placed["place"]), placed["run"], bool(self._start.get("alone"))
-        address, port = ("", 0) if alone else placed["store"]
-        if why := placed.get("on_cpu"):
+        placed, place, run = told.placed, told.placed.place, told.placed.run
+        if placed.on_cpu:
             device, backend = "cpu", "gloo"
-            logger.warning("%s", why)
-        interfaces = placed.get("interfaces", {})
-        variables = (place, address, port, interfaces)
-        closing.enter_context(launchers.set_rank_variables(*variables))
-        if backend == "nccl" and place.rank == place.host_leader and (wrong := placed.get("wrong_for_nccl")):
-            logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", interfaces["NCCL_SOCKET_IFNAME"], wrong)
-        pinned = devices.pin(spec.rank, device, place.local_rank, place.local_world_size)
-        host, roster = launchers.host_name(), placed["roster"]
-        if alone:  # so that no coordinator has made the roster
-            versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
-            only = {"rank": 0, "host": host, "pid": os.getpid(), "device": str(pinned), "versions": versions}
-            roster = [only]
-        else:
-            with self.steps.step("process group") as step:
-                store = store or process_group.open_store(address, port)
-                # torch's time-out names no rank, so it comes after that of the agents, which do.
-                timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=timeout_for(run["stall_timeout"])))
-                group = (place.rank, place.world_size)
-                process_group.open_process_group(store, *group, backend, pinned, timeout)
-                step.detail = f"{backend} on {pinned}"
-            if spec.rank == 0:
-                store.set("ddp_manual/roster", json.dumps(roster))
-        path = Path(run["run_dir"]) if run["run_dir"] else None
-        world = World(
-            spec=spec,
+            logger.warning("%s", placed.on_cpu)
+        if backend == "nccl" and place.rank == place.host_leader and told.wrong_for_nccl:
+            named = told.interfaces["NCCL_SOCKET_IFNAME"]
+            logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", named, told.wrong_for_nccl)
+        closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+        closing.enter_context(launchers.set_rank_variables(place, *placed.store, told.interfaces))
+        pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
+        closing.callback(record_collectives(self.spec, self.reporter.send))
+        with self.steps.step("process group") as step:
+            store = store or process_group.open_store(*placed.store)
+            # torch's time-out names no rank, so it comes after that of the agents, which do.
+            timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=timeout_for(run.stall_timeout)))
+            process_group.open_process_group(store, place.rank, place.world_size, backend, pinned, timeout)
+            step.detail = f"{backend} on {pinned}"
+        if self.spec.rank == 0:
+            store.set("ddp_manual/roster", json.dumps(placed.roster))
+        world = self._world(
+            place,
+            closing,
             device=pinned,
-            backend="none" if alone else backend,
-            host=host,
-            run_id=run["run_id"],
-            rendezvous_seconds=0.0 if alone else time.monotonic() - self._start["started"],
+            backend=backend,
+            run_id=run.run_id,
+            rendezvous_seconds=time.monotonic() - self._start.started,
+            run_dir=run.run_dir,
+            run_dir_is_own=told.own,
+            generation=placed.generation,
+            held=self.held if placed.holds else None,
+            state_from=placed.state_from,
+            losses=asdict(placed.losses),
+            _store=store,
+            _roster=placed.roster,
+        )
+        logger.info(
+            "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
+            *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
+        )
+        return world
+
+    def _work_alone(self, told: from_agent.WorkAlone, device: str, closing: ExitStack) -> World:
+        """Pin the device of a rank that has no others, and no coordinator that would make the roster."""
+        place = told.place
+        closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+        closing.enter_context(launchers.set_rank_variables(place, "", 0, {}))
+        pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
+        versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
+        only = {"host": launchers.host_name(), "pid": os.getpid(), "device": str(pinned), "versions": versions}
+        facts: dict[str, Any] = {"backend": "none", "run_id": told.run_id, "_roster": [{"rank": 0, **only}]}
+        return self._world(place, closing, device=pinned, run_dir=told.run_dir, **facts)
+
+    def _world(self, place: Place, closing: ExitStack, *, run_dir: str | None, **facts: Any) -> World:
+        self.reporter.progress.phase = RUNNING  # a person's own script may leave it at that
+        path = Path(run_dir) if run_dir else None
+        return World(
+            spec=self.spec,
+            host=launchers.host_name(),
             progress=self.reporter.progress,
             run_dir=path,
-            run_dir_is_own=run["own"],
             run_dir_of_join=path,
-            generation=placed.get("generation", 0),
-            held=self.held if placed.get("holds") else None,
-            state_from=placed.get("state_from"),
-            losses=placed.get("losses", {}),
-            _store=store,
-            _roster=roster,
             _requests=self.reporter.requests,
             _tell=self.reporter.send,
             _own_process=self.reporter.own_process,
             _closing=closing,
             **vars(place),
+            **facts,
         )
-        self.reporter.progress.phase = RUNNING  # a person's own script may leave it at that
-        if not alone:
-            logger.info(
-                "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
-                *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
-            )
-        return world
 
     def _leave(self, device: torch.device) -> None:
         """Close the process group, together with the other ranks if they have finished too."""
         self.reporter.progress.phase = LEAVING
         self.reporter.send_beat()  # the number of collectives it has begun is final
-        self.reporter.send({"finished": True})
-        self.reporter.wait("close")
+        self.reporter.send(from_worker.Finished())
+        self.reporter.wait(from_agent.Close)
         if not process_group.close_process_group(device):
             within = process_group.CLOSE_WITHIN
             logger.warning("the process group does not close within %d s, and is left as it is", within)
-        self.reporter.send({"left": True})
+        self.reporter.send(from_worker.Left())
         if not self.reporter.own_process:
             with suppress(TimeoutError):
-                self.reporter.wait("over", LEAVE_WITHIN)
+                self.reporter.wait(from_agent.Over, LEAVE_WITHIN)
 
     def send_result(self, result: Any, stopped: errors.Stopped | None) -> None:
         """Tell the agent how this rank's run has ended, after the process group is closed.
@@ -199,8 +207,8 @@ class Rank:
             result: what the training or the check returned; None if it was stopped.
             stopped: set if a signal has stopped all ranks after the same training step, which is no failure.
         """
-        words = {"stopped": last_words(stopped)} if stopped is not None else {}
-        self.reporter.send({"done": result, **words})
+        done = from_worker.Result(result)
+        self.reporter.send(done if stopped is None else from_worker.StoppedInOrder(LastWords.of(stopped)))
 
     def tell(self, error: BaseException) -> None:
         """Tell the agent, once, that ``error`` ends this rank."""
@@ -208,10 +216,9 @@ class Rank:
             return
         self.reporter.unwinding = True
         self.reporter.send_beat()
-        said = last_words(as_ours(self.spec.rank, error))
-        broken = {"broken": is_broken_collective(error), "in_a_collective": was_raised_by_torch(error)}
-        said_so = {"exit": isinstance(error, SystemExit), "place": raised_at(error)}
-        self.reporter.send({"failed": said, **broken, **said_so})
+        words, by_torch = LastWords.of(as_ours(self.spec.rank, error)), was_raised_by_torch(error)
+        how = (is_broken_collective(error), by_torch, isinstance(error, SystemExit))
+        self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
 
     def _conclude(self, error: BaseException) -> BaseException:
         """Tell the agent that ``error`` ends this rank; return that, or in a person's script the failure behind it."""
@@ -220,17 +227,16 @@ class Rank:
         if self.reporter.own_process:
             return error
         with suppress(TimeoutError, errors.DdpManualError):
-            self.reporter.wait("verdict", VERDICT_WITHIN + more_seconds(self.spec.world_size))
+            self.reporter.wait(from_agent.RunEnds, VERDICT_WITHIN + more_seconds(self.spec.world_size))
         verdict = self.reporter.verdict
-        if verdict and not verdict["own"] and verdict["identifier"] in ALL_LIVE and is_broken_collective(error):
+        others = verdict.words if verdict is not None and not verdict.own else None
+        if others is not None and others.identifier in ALL_LIVE and is_broken_collective(error):
             # The end of another rank has broken it, and the agent is about to end this one: which rank is ended first,
             # and which one raises, would be luck.
             self.reporter.unwinding = False  # nothing is being closed that the agent would wait for
             time.sleep(VERDICT_WITHIN)
-        self.reporter.send({"noticed": True})
-        if verdict is None or verdict["own"]:
-            return error
-        cause = errors.from_dict(verdict, verdict["exit_code"])
+        self.reporter.send(from_worker.Noticed())
+        cause = others.error() if others is not None else None
         return cause if isinstance(cause, errors.PeerGone) else error
 
 

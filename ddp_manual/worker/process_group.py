@@ -55,6 +55,12 @@ def check_none_open() -> None:
         )
 
 
+def host_store(address: str | None) -> tuple[TCPStore | None, tuple[str, int] | None]:
+    """Host torch's store at this address, and return it and where it is; without an address, neither."""
+    store = open_store(address) if address else None
+    return store, (address, store.port) if address and store is not None else None
+
+
 def open_store(address: str, port: int | None = None) -> TCPStore:
     """Connect to torch's store at rank 0's address; without a port, host it there, and at no other address.
 

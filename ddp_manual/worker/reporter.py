@@ -20,19 +20,19 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from ddp_manual import orphans, terminal
-from ddp_manual.errors import DdpManualError, from_dict
-from ddp_manual.messages import Beat, Progress
+from ddp_manual import from_agent, from_worker, orphans, terminal
+from ddp_manual.errors import DdpManualError
+from ddp_manual.messages import Beat
 from ddp_manual.signals import SAVE, Requests
 from ddp_manual.terminal import counted
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local, read_local
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 from ddp_manual.worker.process_group import (
     collectives_begun,
     collectives_unfinished,
@@ -66,6 +66,8 @@ _SAVE = ("save", "save_file")
 _SAVING = (os.path.join("torch", "serialization.py"), os.path.join("safetensors", "torch.py"))
 _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 
+M = TypeVar("M")
+
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -87,8 +89,8 @@ class Reporter:
         own_process: False in a person's own script.
     """
 
-    def __init__(self, channel: socket.socket, first: Mapping[str, Any], *, own_process: bool) -> None:
-        self.progress = Progress()
+    def __init__(self, channel: socket.socket, first: from_worker.FromWorker, *, own_process: bool) -> None:
+        self.progress = from_worker.Progress()
         self.requests = Requests()
         self.thread = threading.get_ident()
         """The id of the thread that trains."""
@@ -101,10 +103,10 @@ class Reporter:
         self.own_process = own_process
         self._channel = channel
         _open.add(channel)
-        self._reader = LineReader(read_local, LONGEST_ANSWER)
+        self._reader = LineReader(from_agent.read, LONGEST_ANSWER)
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
-        self._said: dict[str, dict[str, Any]] = {}
+        self._said: dict[type[object], from_agent.FromAgent] = {}
         self._agent_spoke = threading.Event()
         self._ending = False
         self._sent_beat: Beat | None = None
@@ -112,7 +114,7 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="ddp_manual reporter", daemon=True)
         self._thread.start()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: from_worker.FromWorker) -> None:
         """Send a message from any thread or signal handler; a thread that is sending already sends this one too."""
         self._unsent.append(encode_local(message))
         while self._unsent and self._turn.acquire(blocking=False):
@@ -131,8 +133,7 @@ class Reporter:
         unfinished = collectives_unfinished() if self._sent_beat and begun == self._sent_beat.collectives else None
         # Of a tensor of the CPU such a method waits for nobody.
         waits_for_gpu = where.syncs and torch.cuda.is_initialized()
-        beat = Beat.of(
-            self.progress,
+        beat = self.progress.beat(
             begun,
             timeouts=timeouts_of_groups(),
             unfinished=unfinished or 0,
@@ -141,29 +142,31 @@ class Reporter:
             debugging=where.debugging,
         )
         # With NCCL a rank may be inside a collective while its program runs Python, such as a handler of SIGTERM.
-        self.send({"beat": beat if beat != self._sent_beat else None, "blocked": where.inside})
+        self.send(from_worker.Doing(beat if beat != self._sent_beat else None, where.inside))
         self._sent_beat = beat
 
     @property
-    def verdict(self) -> dict[str, Any] | None:
+    def verdict(self) -> from_agent.RunEnds | None:
         """Why the run ends, once the agent has said so, which it does only in a person's own script."""
-        return self._said.get("verdict", {}).get("verdict")
+        said = self._said.get(from_agent.RunEnds)
+        return said if isinstance(said, from_agent.RunEnds) else None
 
-    def wait(self, kind: str, timeout: float = math.inf) -> dict[str, Any]:
-        """Wait for a message that comes once: start, place, close, over or verdict.
+    def wait(self, kind: type[M], timeout: float = math.inf) -> M:
+        """Wait for a message of a type that comes once, such as ``Start``.
 
         Raises:
             TimeoutError: it has not come within ``timeout`` seconds. DdpManualError: the run has ended.
         """
         deadline = time.monotonic() + timeout
-        while kind not in self._said or (self.verdict is not None and kind != "verdict"):
-            if self.verdict is not None:
-                raise from_dict(self.verdict, int(self.verdict["exit_code"]))
+        while True:
+            if self.verdict is not None and kind is not from_agent.RunEnds:
+                raise self.verdict.words.error()
+            if isinstance(said := self._said.get(kind), kind):
+                return said
             if time.monotonic() >= deadline or not self._thread.is_alive():
-                raise TimeoutError(f"the agent did not say {kind}")
+                raise TimeoutError(f"the agent did not say {kind.__name__}")
             self._agent_spoke.wait(0.2)  # short, since Python handles no signal while it waits
             self._agent_spoke.clear()
-        return self._said[kind]
 
     def close(self) -> None:
         self.over = True
@@ -195,7 +198,7 @@ class Reporter:
                     break
                 if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
                     self._ending = False
-                    self.send({"may_end": True})
+                    self.send(from_worker.MayEnd())
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + LOOK_EVERY
@@ -213,28 +216,29 @@ class Reporter:
             self._take(message)
         return bool(data)
 
-    def _take(self, message: dict[str, Any]) -> None:
-        self._said.update(dict.fromkeys(message, message))
+    def _take(self, message: from_agent.FromAgent) -> None:
+        self._said[type(message)] = message
         self._agent_spoke.set()
-        if "stop" in message:
-            self.requests.add(int(message["stop"]))
-        if "save" in message:
-            self.requests.add(SAVE)
-        if "quiet" in message:  # the agent has the last word
-            terminal.LOGGER.disabled = True
-            if self.own_process:  # the user's own threads, or torch, may still print
-                flush_briefly()
-                with open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), 1)
-                    os.dup2(nowhere.fileno(), 2)
-            self.send({"quiet": True})
-        if "end" in message:
-            self._ending = True
-            self.send({"may_end": False})  # until the thread has looked what would be lost
-        if "exit" in message:
-            if self.tell_before_exit is not None and self.verdict is not None:
-                self.tell_before_exit(from_dict(self.verdict, int(message["exit"])))
-            end_process(int(message["exit"]))
+        match message:
+            case from_agent.Stop():
+                self.requests.add(message.number)
+            case from_agent.Save():
+                self.requests.add(SAVE)
+            case from_agent.BeQuiet():  # the agent has the last word
+                terminal.LOGGER.disabled = True
+                if self.own_process:  # the user's own threads, or torch, may still print
+                    flush_briefly()
+                    with open(os.devnull, "wb") as nowhere:
+                        os.dup2(nowhere.fileno(), 1)
+                        os.dup2(nowhere.fileno(), 2)
+                self.send(from_worker.IsQuiet())
+            case from_agent.BeforeTheEnd():
+                self._ending = True
+                self.send(from_worker.IsSaving())  # until the thread has looked what would be lost
+            case from_agent.Exit() if self.verdict is not None:
+                if self.tell_before_exit is not None:
+                    self.tell_before_exit(self.verdict.words.error())
+                end_process(self.verdict.words.exit_code)
 
 
 class Whereabouts(NamedTuple):

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
@@ -31,16 +31,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from ddp_manual import launchers, signals
+from ddp_manual import from_agent, from_worker, launchers, signals
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import RUNNING, Place, Ready, last_words
+from ddp_manual.messages import RUNNING, LastWords, Ready
 from ddp_manual.program import MODULE, Program
 from ddp_manual.worker import device, holding, process_group
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.world_spec import WorldSpec
 
 
 def preload(names: Iterable[str]) -> None:
@@ -60,34 +59,31 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
     """
-    reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=False)
-    start = reporter.wait("start")["start"]
-    spec, program = WorldSpec(**start["spec"], sources=start["sources"]), Program(**start["program"])
-    rank = Rank(reporter, spec, start, HeldMemory(held))
+    reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()), own_process=False)
+    start = reporter.wait(from_agent.Start)
+    work, rank = start.work, Rank(reporter, start, HeldMemory(held))
+    assert isinstance(work, from_agent.OwnProgram)
     try:
         store = _get_ready(rank, start)
-        _take_place(rank, start)
-        record_collectives(spec, reporter.send)
+        _take_place(rank, work.restarts)
+        record_collectives(rank.spec, reporter.send)
         # Registered before the program registers any, so that these are called after them.
         atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
         atexit.register(_leave, reporter, os.getpid(), store)
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         signals.handle_as_any_program(ignored)
-        reporter.send({"notes": True, "heeds": True})
+        reporter.send(from_worker.ProgramBegins())
     except BaseException as error:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
-    run(rank, program)
+    run(rank, work.program)
 
 
-def _get_ready(rank: Rank, start: Mapping[str, Any]) -> TCPStore | None:
+def _get_ready(rank: Rank, start: from_agent.Start) -> TCPStore | None:
     """Tell the agent what there is, without beginning to use a GPU; rank 0 hosts torch's store."""
     gpus = process_group.gpus_without_cuda()
     backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
-    store, where = None, None
-    if address := start.get("store_address"):
-        store = process_group.open_store(address)
-        where = address, store.port
+    store, where = process_group.host_store(start.store_address)
     kind = "cuda" if gpus else "cpu"
     ready = Ready(
         pid=os.getpid(),
@@ -99,17 +95,16 @@ def _get_ready(rank: Rank, start: Mapping[str, Any]) -> TCPStore | None:
         store=where,
         chooses_device=True,
     )
-    rank.reporter.send({"ready": ready})
+    rank.reporter.send(from_worker.Loaded(ready))
     return store
 
 
-def _take_place(rank: Rank, start: Mapping[str, Any]) -> None:
+def _take_place(rank: Rank, restarts: tuple[int, int]) -> None:
     """Wait until all ranks have joined, and set this rank's variables."""
-    placed = rank.reporter.wait("place")
-    place = Place(**placed["place"])
-    launchers.become_rank(place, placed, restarts=start["restarts"], hosted=True)
-    holding.begin(rank.held, placed, rank.reporter.send)
-    torch.set_num_threads(launchers.cpu_threads(place.local_world_size))
+    told = rank.reporter.wait(from_agent.TakePlace)
+    launchers.become_rank(told.placed, told.interfaces, restarts=restarts, hosted=True)
+    holding.begin(rank.held, told.placed, rank.reporter.send)
+    torch.set_num_threads(launchers.cpu_threads(told.placed.place.local_world_size))
     rank.reporter.progress.phase = RUNNING
     rank.reporter.send_beat()
 
@@ -141,7 +136,7 @@ def _fail(rank: Rank, error: BaseException) -> NoReturn:
         rank.tell(error)
     except Exception:  # the exception cannot be put into words
         traceback.print_exc()
-        rank.reporter.send({"failed": last_words(unreadable(rank.spec.rank, error))})
+        rank.reporter.send(from_worker.Failed(LastWords.of(unreadable(rank.spec.rank, error))))
     atexit.unregister(_leave)
     if isinstance(error, SystemExit):
         raise error
@@ -168,11 +163,11 @@ def _leave(reporter: Reporter, pid: int, store: TCPStore | None) -> None:
     long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
     if os.getpid() == pid:
         reporter.send_beat()  # the number of collectives it has begun is final
-        reporter.send({"finished": True})
+        reporter.send(from_worker.Finished())
         if store is not None:
-            reporter.send({"left": True})
+            reporter.send(from_worker.Left())
             with suppress(TimeoutError):  # the program has closed the channel to the agent
-                reporter.wait("over")
+                reporter.wait(from_agent.Over)
         reporter.over = True
 
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,11 @@ import torch.distributed as dist
 
 from ddp_manual import signals, terminal, unread
 from ddp_manual.errors import Stopped
+from ddp_manual.from_agent import Start, Training
+from ddp_manual.from_worker import Born
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import Steps, first_command_and
+from ddp_manual.messages import first_command_and
+from ddp_manual.steps import Steps
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import check_own_code, train_as_agreed
 from ddp_manual.wire import all_escaped
@@ -27,7 +30,6 @@ from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import import_dynamo
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.world import World
-from ddp_manual.world_spec import WorldSpec
 
 # Up to this many ranks all pairs are measured; with more ranks, only rank 0 with each other rank.
 ALL_PAIRS_UP_TO = 16
@@ -50,39 +52,38 @@ def main(channel: int, held: int) -> None:
     """
     signals.let_children_be_terminated()
     keep_freed_memory()
-    reporter = Reporter(socket.socket(fileno=channel), {"born": os.getpid()}, own_process=True)
-    start = reporter.wait("start")["start"]
-    spec = WorldSpec(**start["spec"], sources=start["sources"])
-    terminal.log_to_stderr(spec.rank)
+    reporter = Reporter(socket.socket(fileno=channel), Born(os.getpid()), own_process=True)
+    start = reporter.wait(Start)
+    rank = Rank(reporter, start, HeldMemory(held))
+    terminal.log_to_stderr(rank.spec.rank)
     terminal.escape_what_cannot_be_shown()
-    sys.path[0] = start["path"]
-    rank = Rank(reporter, spec, start, HeldMemory(held))
+    sys.path[0] = start.path
     try:
-        train_or_check(rank, start)
+        train_or_check(rank, start.work if isinstance(start.work, Training) else None)
     except BaseException as error:
         rank.tell(error)
     reporter.unwinding = False
     threading.Event().wait()
 
 
-def train_or_check(rank: Rank, start: Mapping[str, Any]) -> None:
+def train_or_check(rank: Rank, training: Training | None) -> None:
     """Join the process group, train (or measure, for ``ddp-manual check``), leave, and send the result to the agent.
 
     Args:
-        start: the agent's first message: ``config`` if the rank is to train, and how to go on if ``launched``.
+        training: what the agent has told to train; None: to measure.
 
     Raises:
         BaseException: what ends the rank; the caller tells the agent.
     """
-    config = TrainConfig(**start["config"], sources=start["config_sources"]) if "config" in start else None
+    config = TrainConfig(**training.config, sources=training.sources) if training is not None else None
     own_code = check_own_code(config, rank.spec.rank) if config is not None else {}
     result, stopped = None, None
     with rank.live(own_code) as world:
         try:
-            if config is None:
+            if training is None or config is None:
                 result = measure(world, rank.steps)
             else:
-                how = start["launched"] or first_command_and(str(world.run_dir))
+                how = training.launched or first_command_and(str(world.run_dir))
                 result = train_as_agreed(world, config, f"go on: {how}")
         except Stopped as error:  # all ranks have stopped after the same step, and leave in order
             stopped = error

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ddp_manual import signals, terminal
+from ddp_manual import from_worker, signals, terminal
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, escaped, from_dict
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import ENDED, Place, Progress
+from ddp_manual.messages import ENDED, Place
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.signals import Requests
 from ddp_manual.terminal import Waiting
@@ -37,9 +37,9 @@ class World(Place):
     """The backend of torch's default process group; "none" if the run has no process group."""
     host: str
     run_id: str
-    rendezvous_seconds: float
+    rendezvous_seconds: float = 0.0
     """Seconds from the start of the agent to the end of the first collective; 0 in a run without other ranks."""
-    progress: Progress
+    progress: from_worker.Progress
     """What this rank is doing, which ``ddp-manual status`` shows; the body keeps it up to date with
     ``world.progress(step=120, epoch=2)``."""
     run_dir: Path | None
@@ -58,11 +58,11 @@ class World(Place):
     """The rank from whose state to go on; None: no state is held."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """Of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
-    _store: Store | None = field(repr=False)
+    _store: Store | None = field(default=None, repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
     _requests: Requests = field(repr=False)
-    _tell: Callable[[Mapping[str, Any]], None] = field(repr=False)
+    _tell: Callable[[from_worker.FromWorker], None] = field(repr=False)
     """Sends a message to the agent."""
     _own_process: bool = field(repr=False)
     """False in a person's own script, which handles its signals itself."""
@@ -93,7 +93,7 @@ class World(Place):
         """
         mine = own_run_dir(named, own)
         self.run_dir, self.run_dir_is_own = Path(mine or named), mine is not None
-        self._tell({"run_dir": str(self.run_dir), "own": self.run_dir_is_own, "chosen": chosen})
+        self._tell(from_worker.RunFolder(str(self.run_dir), self.run_dir_is_own, chosen))
 
     def roster(self) -> list[Mapping[str, Any]]:
         """Describe all ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, UUID."""
@@ -160,16 +160,16 @@ class World(Place):
         After the body a person's script takes its signals itself again; in a process of ours a later signal is told
         that this rank is leaving, as after ``stop_heeding_signals``.
         """
-        self._tell({"notes": True, "heeds": True})
+        self._tell(from_worker.TakesRequests())
         try:
             if self._own_process:
                 yield self._requests
             else:
-                with signals.collect_requests(self._requests, lambda number: self._tell({"signalled": number})):
+                with signals.collect_requests(self._requests, lambda number: self._tell(from_worker.Signalled(number))):
                     yield self._requests
         finally:
-            self._tell({"notes": self._own_process, "heeds": False})
+            self._tell(from_worker.TakesNoRequests() if self._own_process else from_worker.TakesSignals())
 
     def stop_heeding_signals(self) -> None:
         """Answer a signal that comes from now on with: this rank is done, and is leaving."""
-        self._tell({"notes": True, "heeds": False})
+        self._tell(from_worker.TakesNoRequests())

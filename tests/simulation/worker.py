@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import asdict
-
+from ddp_manual import from_agent, from_worker
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
 from ddp_manual.held_memory import Moment
-from ddp_manual.messages import LEAVING, Beat, Ready, last_words
+from ddp_manual.messages import LEAVING, Beat, LastWords, Placed, Ready
 from ddp_manual.program import Program as UsersProgram
+from ddp_manual.wire import encode_local
 from tests.simulation.network import EMPTY
 
 if TYPE_CHECKING:
@@ -140,10 +141,10 @@ class Program:
             seen = self.run.random.uniform(0.0005, 0.02)
             self.run.loop.call_later(seen, agent.process_ended, status, context=self.rank.process.context)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: from_worker.FromWorker) -> None:
         if self.alive and self._agent is not None:
             context = self.rank.process.context
-            self.run.loop.call_later(0.0003, self._agent.hear, dict(message), context=context)
+            self.run.loop.call_later(0.0003, self._agent.hear, encode_local(message), context=context)
 
     def _beat(self) -> None:
         self.later(0.5, self._beat)
@@ -160,27 +161,29 @@ class Program:
             place="train.py:12 in main" if self.inside else "train.py:10 in main",
             debugging=self.debugs,
         )
-        self.send({"beat": asdict(beat)})
+        self.send(from_worker.Doing(beat))
 
     # -- what its agent says ------------------------------------------------------------------------------------------
 
-    def take(self, message: Mapping[str, Any]) -> None:
-        if "start" in message:
-            store = message["start"]["store_address"]
-            self.send({"born": self.pid})
-            self.later(self.run.random.uniform(*self.run.plan.loads), lambda: self._is_ready(store))
-        elif "place" in message and self.phase == WAITING:
-            self._begin(message)
-        elif "stop" in message:
-            self.asked_to_stop = self.asked_to_stop or int(message["stop"])
-        elif "close" in message and not self.rank.is_script:
-            self.later(0.01, lambda: self.send({"left": True}))
-        elif "over" in message:
-            self.later(0.01, (lambda: self.die(0)) if self.rank.is_script else self._is_done)
-        elif "quiet" in message:
-            self.later(0.001, lambda: self.send({"quiet": True}))
-        elif "end" in message:
-            self.later(0.02, lambda: self.send({"may_end": True}))
+    def take(self, message: from_agent.FromAgent) -> None:
+        match message:
+            case from_agent.Start():
+                self.send(from_worker.Born(self.pid))
+                self.later(
+                    self.run.random.uniform(*self.run.plan.loads), partial(self._is_ready, message.store_address)
+                )
+            case from_agent.TakePlace() if self.phase == WAITING:
+                self._begin(message.placed)
+            case from_agent.Stop():
+                self.asked_to_stop = self.asked_to_stop or message.number
+            case from_agent.Close() if not self.rank.is_script:
+                self.later(0.01, lambda: self.send(from_worker.Left()))
+            case from_agent.Over():
+                self.later(0.01, (lambda: self.die(0)) if self.rank.is_script else self._is_done)
+            case from_agent.BeQuiet():
+                self.later(0.001, lambda: self.send(from_worker.IsQuiet()))
+            case from_agent.BeforeTheEnd():
+                self.later(0.02, lambda: self.send(from_worker.MayEnd()))
 
     def _is_ready(self, store: str | None) -> None:
         self.phase = WAITING
@@ -193,21 +196,19 @@ class Program:
             options={},
             store=(store, self.pid) if store is not None else None,
         )
-        self.send({"ready": asdict(ready), "steps": []})
+        self.send(from_worker.Loaded(ready))
 
-    def _begin(self, placed: Mapping[str, Any]) -> None:
-        self.place, self.generation = placed["place"], placed["generation"]
-        address, port = placed["store"]
-        key = str(address), int(port)
+    def _begin(self, placed: Placed) -> None:
+        self.place, self.generation, key = asdict(placed.place), placed.generation, placed.store
         if (group := self.run.groups.get(key)) is None:
             group = self.run.groups[key] = Group(self.run, key, self.place["world_size"], self.generation)
         self.run.check_group(group, self)
         self.group = group
         group.members[self.place["rank"]] = self
         if self.rank.is_script:
-            self.send({"notes": True, "heeds": True})
+            self.send(from_worker.ProgramBegins())
         self.phase = AT_WORK
-        source = placed.get("state_from")
+        source = placed.state_from
         holder = self.run.programs_by_store(key)
         if holder is None or not holder.alive:  # torch's store is gone
             self.later(0.2, self.collective_breaks)
@@ -219,7 +220,7 @@ class Program:
         self.run.check_beginning(self, step)
         self.step = step
         if not self.rank.is_script:
-            self.send({"notes": True, "heeds": True})
+            self.send(from_worker.TakesRequests())
         self._say_where()
         self._work()
 
@@ -261,18 +262,18 @@ class Program:
         self.phase, self._stopped_with, self.inside = LEFT, stopped, ""
         self.run.note_finished(self)
         if not self.rank.is_script:
-            self.send({"notes": True, "heeds": False})
+            self.send(from_worker.TakesNoRequests())
         self._say_where()
-        self.later(0.01, lambda: self.send({"finished": True}))
+        self.later(0.01, lambda: self.send(from_worker.Finished()))
         if self.rank.is_script:
             if self.rank.number == 0:
-                self.later(0.011, lambda: self.send({"left": True}))
+                self.later(0.011, lambda: self.send(from_worker.Left()))
             else:
                 self.later(0.02, lambda: self.die(0))
 
     def _is_done(self) -> None:
-        words = {"stopped": last_words(self._stopped_with)} if self._stopped_with is not None else {}
-        self.send({"done": {} if not words else None, **words})
+        stopped = self._stopped_with
+        self.send(from_worker.StoppedInOrder(LastWords.of(stopped)) if stopped else from_worker.Result({}))
 
     def collective_breaks(self) -> None:
         if self.phase == AT_WORK:
@@ -281,10 +282,10 @@ class Program:
                 why="Connection closed",
                 next="look for it",
             )
-            self._fail(last_words(error), broken=True)
+            self._fail(LastWords.of(error), broken=True)
 
     def fail(self, error: TrainingFailed) -> None:
-        self._fail(last_words(error), broken=False)
+        self._fail(LastWords.of(error), broken=False)
 
     def debug(self) -> None:
         """Come to a breakpoint."""
@@ -294,19 +295,18 @@ class Program:
         """Get a signal that asks to stop: a program without a handler ends."""
         if self.rank.is_script and self.alive and self.phase != LEFT:
             if number == signal.SIGINT and self.phase == AT_WORK:
-                self.later(0.01, lambda: self._fail(last_words(Stopped(number)), broken=False))
+                self.later(0.01, lambda: self._fail(LastWords.of(Stopped(number)), broken=False))
             elif number != signal.SIGINT:
                 self.die(-number)
 
-    def _fail(self, words: Mapping[str, Any], *, broken: bool) -> None:
+    def _fail(self, words: LastWords, *, broken: bool) -> None:
         if self.failed:
             return
         self.failed = True
         if self.rank.is_script:
             self.later(0.05, lambda: self.die(1))
         self.hangs, self.inside = True, ""
-        place = "train.py:12 in main"
-        self.send({"failed": words, "broken": broken, "in_a_collective": broken, "exit": False, "place": place})
+        self.send(from_worker.Failed(words, broken=broken, in_a_collective=broken, place="train.py:12 in main"))
 
 
 class SimulatedWorker(Worker):
@@ -319,13 +319,13 @@ class SimulatedWorker(Worker):
     def _look_at_memory(self) -> None:
         """Do nothing: there are no cgroups."""
 
-    async def attach(self, take: Callable[[dict[str, Any]], None], gone: Callable[[], None]) -> None:
+    async def attach(self, take: Callable[[from_worker.FromWorker], None], gone: Callable[[], None]) -> None:
         self._take_message, self._gone = take, gone
         self._program._agent = self
 
-    def hear(self, message: dict[str, Any]) -> None:
+    def hear(self, line: bytes) -> None:
         if not self.closed:
-            self._take(message, self._take_message)
+            self._take(from_worker.read(line.decode()), self._take_message)
 
     def process_ended(self, status: int) -> None:
         self.status, self.ended = status, True
@@ -336,10 +336,10 @@ class SimulatedWorker(Worker):
     def is_gone(self) -> bool:
         return self.ended
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        program = self._program
+    def send(self, message: from_agent.FromAgent) -> None:
+        program, line = self._program, encode_local(message)
         if program.alive:
-            program.later(0.0003, lambda: program.take(message))
+            program.later(0.0003, lambda: program.take(from_agent.read(line.decode())))
 
     def signal(self, number: int) -> None:
         if self.ended or not self._program.alive:

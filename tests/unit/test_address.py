@@ -33,10 +33,11 @@ from ddp_manual.errors import (
     MasterUnresolvable,
     PortInUse,
 )
-from ddp_manual.messages import Greeting, RankInfo, RunInfo, Steps, read_from_stranger
+from ddp_manual.messages import Greeting, RankInfo, RunInfo, read_from_stranger
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
+from ddp_manual.steps import Steps
 from ddp_manual.terminal import Waiting
 from ddp_manual.wire import encode
 from ddp_manual.world_spec import WorldSpec

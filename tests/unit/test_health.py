@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ddp_manual.messages import Beat, LongestWait, Progress, RankInfo
+from ddp_manual.from_worker import Progress
+from ddp_manual.messages import Beat, LongestWait, RankInfo
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.health import SLOW_FOR, Health, Stall
 from ddp_manual.protocol.watch import Watch
@@ -415,13 +416,13 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
     progress = Progress(phase="a\nb")
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
-    beat = Beat.of(progress, {}, inside=False, place="\x1b[2J", debugging=False)
+    beat = progress.beat({}, inside=False, place="\x1b[2J", debugging=False)
     assert reader_of(Beat)(as_json(beat).decode()) == Beat(phase="a\\nb", place="\\x1b[2J")
 
 
 def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_program_opens() -> None:
     timeouts = {**{str(group): 1800.0 for group in range(20_000)}, "long": 14400.0}
-    beat = Beat.of(Progress(), {}, timeouts=timeouts, inside=False, place="", debugging=False)
+    beat = Progress().beat({}, timeouts=timeouts, inside=False, place="", debugging=False)
     assert beat.timeouts == {"": 1800.0, "long": 14400.0} == reader_of(Beat)(as_json(beat).decode()).timeouts
 
 

@@ -1,15 +1,20 @@
-"""The messages of the network: the list in docs/how-ranks-meet.md is the one in ``messages.py``."""
+"""The messages of the network, whose list in docs/how-ranks-meet.md is the one in ``messages.py``, and those between an
+agent and its own worker."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import typing
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 
-from ddp_manual import messages
-from ddp_manual.wire import as_json, reader_of
+from ddp_manual import from_agent, from_worker, messages
+from ddp_manual.program import SCRIPT, Program
+from ddp_manual.wire import LineReader, Unreadable, as_json, encode_local, reader_of
 from tests.conftest import REPOSITORY
 
 SENDERS = {
@@ -17,6 +22,8 @@ SENDERS = {
     "the agent of a rank": messages.FromRank,
     "the coordinator": messages.FromRank0,
 }
+
+LOCAL = {from_worker: from_worker.FromWorker, from_agent: from_agent.FromAgent}
 
 
 def table() -> str:
@@ -33,11 +40,24 @@ def test_the_document_lists_all_messages_in_the_words_of_their_docstrings() -> N
     assert table() in (REPOSITORY / "docs" / "how-ranks-meet.md").read_text(encoding="utf-8"), table()
 
 
+def messages_in(module: ModuleType) -> set[type[messages.Message]]:
+    """Return the messages that a module defines."""
+    defined = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__]
+    bases = (messages.Message, messages.Signed, messages.OfWorker)
+    return {kind for kind in defined if issubclass(kind, messages.Message) and kind not in bases}
+
+
 def test_every_message_belongs_to_one_sender() -> None:
     listed = [kind for kinds in SENDERS.values() for kind in typing.get_args(kinds)]
-    bases = (messages.Message, messages.Signed, messages.OfWorker)
-    defined = [kind for kind in vars(messages).values() if inspect.isclass(kind) and issubclass(kind, messages.Message)]
-    assert sorted(map(repr, listed)) == sorted(repr(kind) for kind in defined if kind not in bases)
+    assert sorted(map(repr, listed)) == sorted(map(repr, messages_in(messages)))
+
+
+@pytest.mark.parametrize("module", LOCAL, ids=lambda module: module.__name__)
+def test_what_agent_and_worker_say_is_one_type_each_with_words_for_it(module: ModuleType) -> None:
+    listed = typing.get_args(LOCAL[module])
+    assert set(listed) == messages_in(module) and len({kind.__struct_config__.tag for kind in listed}) == len(listed)
+    says = [inspect.getdoc(kind) or "" for kind in listed]
+    assert len(set(says)) == len(says) and all(text.endswith(".") for text in says)
 
 
 def test_an_option_may_come_from_a_file_with_any_name() -> None:
@@ -56,7 +76,46 @@ def test_a_greeting_may_say_more_and_other_messages_may_not() -> None:
     assert msgspec.convert({"type": "greeting", **greeting}, messages.Greeting).protocol == 9
 
 
-KINDS = [kind for kinds in SENDERS.values() for kind in typing.get_args(kinds) if kind is not messages.Greeting]
+@pytest.mark.parametrize(
+    "said",
+    [
+        from_worker.Attach(1, {"lr": 0.1}, {"lr": "from donn\udce9es"}, "\udcff/run", None, ["a\n"], None, "0.0"),
+        from_worker.Result({"loss": math.nan, "largest": math.inf, "name": "\x1b[2J\udcff"}),
+        from_worker.Doing(messages.Beat(phase="training", step=7, collectives={"0": 7}), blocked=True),
+        from_agent.Start(
+            *({"rank": 0}, {}, "/\udcff", 1.5, None),
+            work=from_agent.OwnProgram(Program(kind=SCRIPT, name="\udcff.py", arguments=("--name", "\udce9")), (1, 3)),
+        ),
+    ],
+    ids=lambda said: type(said).__name__,
+)
+def test_what_agent_and_worker_say_arrives_as_it_is(said: Any) -> None:
+    """Names of files that are not Unicode, and numbers that JSON does not have, included."""
+    reader = LineReader(from_agent.read if isinstance(said, from_agent.Start) else from_worker.read)
+    assert list(map(repr, reader.feed(encode_local(said)))) == [repr(said)]
+
+
+def test_a_text_of_another_class_arrives_as_text() -> None:
+    class Version(str): ...
+
+    said = from_worker.Result({"torch_version": Version("2.9")})
+    assert from_worker.read(encode_local(said).decode()) == from_worker.Result({"torch_version": "2.9"})
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{}", "beat", '{"beat":null}', '{"type":"born"}', '{"type":"born","pid":"1"}', '{"type":"stop"}']
+)
+def test_what_a_worker_does_not_say_is_no_message(line: str) -> None:
+    with pytest.raises(Unreadable):
+        list(LineReader(from_worker.read).feed(f"{line}\n".encode()))
+
+
+KINDS = [
+    kind
+    for kinds in (*SENDERS.values(), *LOCAL.values())
+    for kind in typing.get_args(kinds)
+    if kind is not messages.Greeting
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
 import torch
 
-from ddp_manual.wire import LineReader, encode_local, read_local
+from ddp_manual import from_agent, from_worker
+from ddp_manual.errors import Stopped
+from ddp_manual.messages import LastWords
+from ddp_manual.wire import LineReader, encode_local
 from ddp_manual.worker import reporter as reporter_module
 from ddp_manual.worker.reporter import Reporter, Whereabouts
 
@@ -15,13 +19,13 @@ from ddp_manual.worker.reporter import Reporter, Whereabouts
 def test_the_first_message_comes_before_any_heartbeat() -> None:
     """Even if the agent has spoken already, which wakes the thread that sends heartbeats."""
     channel, agents = socket.socketpair()
-    agents.sendall(encode_local({"start": {}}))
-    reporter = Reporter(channel, {"born": 1}, own_process=False)
-    reader, said = LineReader(read_local), []
+    agents.sendall(encode_local(from_agent.Save()))
+    reporter = Reporter(channel, from_worker.Born(1), own_process=False)
+    reader, said = LineReader(from_worker.read), []
     while len(said) < 2:
         said += reader.feed(agents.recv(1 << 16))
-    assert [list(message) for message in said[:2]] == [["born"], ["beat", "blocked"]]
-    assert reporter.wait("start", 5)["start"] == {}
+    assert [type(message) for message in said[:2]] == [from_worker.Born, from_worker.Doing]
+    assert reporter.wait(from_agent.Save, 5) == from_agent.Save()
     reporter.close()
     agents.close()
 
@@ -47,12 +51,26 @@ def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
     channel, agents = socket.socketpair()
     agents.settimeout(10)
-    reporter = Reporter(channel, {"born": 1}, own_process=False)
-    reader, beats = LineReader(read_local), []
-    while len(beats) < 3:
-        beats += [message["beat"] for message in reader.feed(agents.recv(1 << 16)) if "beat" in message]
+    reporter = Reporter(channel, from_worker.Born(1), own_process=False)
+    reader, said = LineReader(from_worker.read), []
+    while len(said) < 4:
+        said += reader.feed(agents.recv(1 << 16))
     reporter.close()
     agents.close()
-    last = [beat for beat in beats if beat is not None][-1]
-    assert last["collectives"] == {"0": 7} and last.get("unfinished", 0) == (unfinished or 0)
-    assert last.get("inside", False) is inside
+    last = [message.beat for message in said[1:] if message.beat is not None][-1]
+    assert last.collectives == {"0": 7} and last.unfinished == (unfinished or 0)
+    assert last.inside is inside
+
+
+def test_a_script_that_waits_for_anything_is_told_why_the_run_ends() -> None:
+    channel, agents = socket.socketpair()
+    reporter = Reporter(channel, from_worker.Born(1), own_process=False)
+    with pytest.raises(TimeoutError):
+        reporter.wait(from_agent.TakePlace, 0.01)
+    agents.sendall(encode_local(from_agent.RunEnds(LastWords.of(Stopped(signal.SIGTERM)), own=False)))
+    assert reporter.wait(from_agent.RunEnds, 5) == reporter.verdict
+    with pytest.raises(Stopped) as ended:
+        reporter.wait(from_agent.TakePlace, 5)
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+    reporter.close()
+    agents.close()

@@ -16,7 +16,7 @@ from ddp_manual import held_memory
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
-from ddp_manual.messages import RankInfo, RunSoFar, Verdict
+from ddp_manual.messages import Losses, Place, Placed, RankInfo, RunSoFar, Verdict
 from ddp_manual.on_loss import WAIT
 from ddp_manual.protocol.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.run_folder import holds_another_run
@@ -34,6 +34,11 @@ SO_FAR |= {"host": "a", "pid": 7, "address": "10.0.0.1"}
 
 def here(*ranks: int) -> dict[int, RankInfo]:
     return {rank: info(rank, "a", world_size=3) for rank in ranks}
+
+
+def placed(rank: int) -> Placed:
+    place = Place(rank=rank, world_size=3, local_rank=rank, local_world_size=3, node=0, nodes=1, host_leader=0)
+    return Placed(place, ("10.0.0.1", 1), 0, holds=True, state_from=None, losses=Losses(0, 0.0), run=KEEPS)
 
 
 def begun() -> Seats:
@@ -189,8 +194,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
     said: list[Any] = []
     log_to_root(monkeypatch)
-    placed = {"holds": True, "state_from": None, "generation": 0, "place": {"rank": 0}}
-    holding.begin(memory, placed, said.append)
+    holding.begin(memory, placed(0), said.append)
     try:
         assert holding.held(model) is None
         holding.hold(model)
@@ -203,7 +207,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
             "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
         ]
     finally:
-        holding.begin(None, {}, said.append)
+        holding.begin(None, placed(0), said.append)
 
 
 def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a_loss_will_cost(
@@ -211,11 +215,10 @@ def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a
 ) -> None:
     log_to_root(monkeypatch)
     for rank in (0, 1):
-        placed = {"holds": True, "state_from": None, "generation": 0, "place": {"rank": rank}}
-        holding.begin(HeldMemory.create(), placed, lambda message: None)
+        holding.begin(HeldMemory.create(), placed(rank), lambda message: None)
         for _ in range(3):
             holding.hold(torch.nn.Linear(2, 1))
-    holding.begin(None, {}, lambda message: None)
+    holding.begin(None, placed(0), lambda message: None)
     assert caplog.messages == [
         "this script calls hold() without held(): after a loss it begins again from its beginning"
     ]

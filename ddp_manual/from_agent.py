@@ -1,0 +1,118 @@
+"""What an agent says to its worker: this module is the whole list. What the worker says is in ``from_worker``, with how
+both travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddp_manual.messages import Checked, LastWords, Message, Place, Placed
+from ddp_manual.program import Program
+from ddp_manual.wire import Read, local_reader_of
+
+
+class Work(Checked, tag_field="kind", tag=True):
+    """What a worker is to do."""
+
+
+class Training(Work):
+    """The built-in training."""
+
+    config: Mapping[str, Any]
+    """The options of ``TrainConfig``."""
+    sources: dict[str, str]
+    """Option -> where its value comes from."""
+    alone: bool
+    """Whether the rank has no others, and no process group."""
+    launched: str | None
+    """The command that resumes the run, if ``launch`` has started its ranks."""
+
+
+class OwnProgram(Work):
+    """A program of the user's own."""
+
+    program: Program
+    restarts: tuple[int, int]
+    """How often the ranks were started again, and how often they may be."""
+
+
+class Start(Message):
+    """Load what the work needs; sent at once, on rank 0 once it listens."""
+
+    spec: Mapping[str, Any]
+    """The options of ``WorldSpec``."""
+    sources: Mapping[str, str]
+    path: str
+    """The first entry of ``sys.path``, where the user's own code is found."""
+    started: float
+    """When the agent began, on the monotonic clock of this machine."""
+    store_address: str | None
+    """From rank 0 the address at which the worker hosts torch's store."""
+    work: Training | OwnProgram | None
+    """None: what ``check`` measures, or the script that has started its agent itself."""
+
+
+class TakePlace(Message):
+    """All ranks are here: begin to work at this place among them."""
+
+    placed: Placed
+    """As the coordinator has said it; of the run's folder as this rank calls it."""
+    own: bool
+    """Whether this rank writes its failure into that folder."""
+    interfaces: Mapping[str, str]
+    """The variables for gloo and NCCL that name the network interface."""
+    wrong_for_nccl: str | None = None
+    """Why NCCL has to be told it."""
+
+
+class WorkAlone(Message):
+    """Begin to work, without a process group: the rank has no others."""
+
+    place: Place
+    run_id: str
+    run_dir: str | None
+
+
+class Stop(Message):
+    """Stop in order, with all ranks after the same step: a signal has asked for it."""
+
+    number: int
+
+
+class Save(Message):
+    """Save a checkpoint at the next step that all ranks agree on: SIGUSR1 has asked for it."""
+
+
+class Close(Message):
+    """Close the process groups: all ranks have finished, or will not come any more."""
+
+
+class Over(Message):
+    """This rank has left the run, and if it is rank 0, nobody needs torch's store any more: end."""
+
+
+class BeQuiet(Message):
+    """Write what is in buffers, and nothing more: the agent has the last word. ``IsQuiet`` is the reply."""
+
+
+class BeforeTheEnd(Message):
+    """Say whether a checkpoint is being written, and once it is: the worker is about to be killed."""
+
+
+class RunEnds(Message):
+    """Why the run ends, to a user's own script, which raises it and ends by itself."""
+
+    words: LastWords
+    own: bool
+    """Whether that is what the script itself has raised."""
+
+
+class Exit(Message):
+    """End at once: the script was told why the run ends, and has not noticed it in time."""
+
+
+FromAgent = (
+    Start | TakePlace | WorkAlone | Stop | Save | Close | Over | BeQuiet | BeforeTheEnd | RunEnds | Exit
+)  # fmt: skip
+
+read: Read[FromAgent] = local_reader_of(FromAgent)

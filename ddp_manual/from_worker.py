@@ -1,0 +1,252 @@
+"""What a worker says to its agent: this module is the whole list. What the agent says is in ``from_agent``.
+
+Both are processes of one rank on one machine, connected by a pair of sockets that nobody else has. What goes over it is
+a JSON object on a line (``wire.encode_local``), of a type of its own below; its docstring says who sends it when. It is
+checked as it is read. Texts, such as the names of files, arrive as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from ddp_manual.messages import JOINING, Beat, LastWords, Message, Ready
+from ddp_manual.steps import Step
+from ddp_manual.wire import Read, local_reader_of, printable
+
+# Characters of a line of the program.
+LONGEST_PLACE = 200
+
+
+@dataclass
+class Progress:
+    """What a rank is doing: the training loop writes it, the reporter's thread reads it.
+
+    ``world.progress(step=120, epoch=2)`` in a script's own loop sets what it names; ``status`` shows it, and messages
+    say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading it could wait for a GPU.
+    """
+
+    phase: str = JOINING
+    """joining, loading, training, evaluating, saving, leaving or ended; running in a script that does not say."""
+    epoch: int = 0
+    step: int = 0
+    samples_per_second: float = 0.0
+    """Of this rank."""
+    step_seconds: float = 0.0
+    """This rank's own work per step, without waiting for the others; 0 if not measured."""
+    saving: bool = False
+    """Whether it is writing files that it must finish before its process is ended."""
+
+    def __call__(
+        self,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        phase: str | None = None,
+        samples_per_second: float | None = None,
+    ) -> None:
+        given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second}
+        vars(self).update({name: value for name, value in given.items() if value is not None})
+
+    def beat(
+        self,
+        collectives: Mapping[str, int],
+        *,
+        timeouts: Mapping[str, float] | None = None,
+        unfinished: int = 0,
+        inside: bool,
+        place: str,
+        debugging: bool,
+    ) -> Beat:
+        """Make a heartbeat that can be read, whatever a script has put in here.
+
+        Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is said once.
+        """
+        shortest = min(timeouts.values()) if timeouts else 0.0
+        longer = {group: seconds for group, seconds in (timeouts or {}).items() if seconds > shortest}
+        return Beat(
+            phase=printable(str(self.phase)),
+            epoch=int(_number(self.epoch)),
+            step=int(_number(self.step)),
+            samples_per_second=round(_number(self.samples_per_second), 1),
+            step_seconds=round(_number(self.step_seconds), 6),
+            collectives=collectives,
+            timeouts={"": shortest, **longer} if shortest > 0 else {},
+            unfinished=unfinished,
+            inside=inside,
+            place=printable(place, LONGEST_PLACE),
+            debugging=debugging,
+        )
+
+
+def _number(value: Any) -> float:
+    """Return a finite number as it is, anything else as 0; reading a tensor could wait for a GPU that hangs."""
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
+
+
+class Born(Message):
+    """The worker's process runs; its first message, except from a script that has started its agent itself."""
+
+    pid: int
+    """Which only the process itself knows, if it was forked."""
+
+
+class Attach(Message):
+    """A user's own script has called ``join``; its first message to the agent that it has started."""
+
+    pid: int
+    spec: Mapping[str, Any]
+    """The options of ``WorldSpec``."""
+    sources: Mapping[str, str]
+    """Option -> where its value comes from."""
+    run_dir: str | None
+    command: str | None
+    """What to type for a missing rank, if the agent is not to find that out itself."""
+    typed: Sequence[str]
+    """What was typed to start the script."""
+    script: str | None
+    """The file of the script, if it has one."""
+    attempt: str
+    """Differs for each time that the ranks of one torchrun join."""
+
+
+class Loaded(Message):
+    """The worker has loaded torch, and waits for its place."""
+
+    ready: Ready
+    steps: Sequence[Step] = ()
+    """What it has done for that, as ``check`` shows it."""
+
+
+class Doing(Message):
+    """The worker is alive; its reporter sends it every 0.25 s, and at once when its work is done."""
+
+    beat: Beat | None = None
+    """What the worker does, if that is not what it said last."""
+    blocked: bool = False
+    """Whether its main thread is in a collective, where Python calls no handler of a signal."""
+
+
+class RecordsMemory(Message):
+    """The worker records its collectives from now on; before it opens a process group."""
+
+    descriptor: int
+    """Of the memory that it shares with its agent: its number in the worker."""
+
+
+class GroupUsed(Message):
+    """The worker begins its first collective in a process group, or its first there with another type of device."""
+
+    identity: int
+    """The number that its records have for the group."""
+    key: str
+    """What the group is called on all its ranks."""
+    ranks: Sequence[int]
+    description: str
+    device: str
+    """Its type, if the group has a backend for each; otherwise ""."""
+
+
+class NotCompared(Message):
+    """The collectives of this worker cannot be recorded any more, or, as its agent itself finds out, cannot be read."""
+
+    why: str
+
+
+class TakesRequests(Message):
+    """Our own training has begun, which takes requests to stop or to save; also ``train`` in a user's own script."""
+
+
+class TakesNoRequests(Message):
+    """The worker of our own training has done its part: a signal is told that this rank is leaving."""
+
+
+class TakesSignals(Message):
+    """A user's own script is out of ``train``, and handles its signals itself again."""
+
+
+class ProgramBegins(Message):
+    """The worker becomes the user's own program, which handles its signals itself; sent just before its first line."""
+
+
+class Signalled(Message):
+    """A user's own script that is in ``train`` has got a signal."""
+
+    number: int
+
+
+class RunFolder(Message):
+    """The ranks that train have agreed on the folder of the run."""
+
+    run_dir: str
+    own: bool
+    """Whether this rank writes its failure there."""
+    chosen: bool
+    """Whether the user has named the folder."""
+
+
+class Holds(Message):
+    """A user's own program has asked for the state that is held of it, and so will hold it."""
+
+
+class Finished(Message):
+    """The worker has done its work, and still has its process groups open."""
+
+
+class Failed(Message):
+    """An exception ends the worker; sent before it closes anything."""
+
+    words: LastWords
+    broken: bool = False
+    """Whether it is that a collective has broken."""
+    in_a_collective: bool = False
+    """Whether torch has raised it in a collective."""
+    exits: bool = False
+    """Whether the program ends itself by it: SystemExit."""
+    place: str = ""
+    """The line of the user's program that has raised it."""
+
+
+class Left(Message):
+    """The worker has closed its process groups, or is a program that has ended, and has only torch's store to keep."""
+
+
+class Result(Message):
+    """The worker's work is done and its files are written; after ``Left``."""
+
+    result: Any = None
+
+
+class StoppedInOrder(Message):
+    """A signal has stopped all ranks after the same step, and they have left in order; instead of ``Result``."""
+
+    words: LastWords
+
+
+class IsQuiet(Message):
+    """The worker writes nothing more; the reply to ``BeQuiet``."""
+
+
+class IsSaving(Message):
+    """The worker may be writing a checkpoint; the first reply to ``BeforeTheEnd``. ``MayEnd`` follows."""
+
+
+class MayEnd(Message):
+    """The worker writes no checkpoint, or no longer: nothing is lost if it is killed."""
+
+
+class Noticed(Message):
+    """An exception is on its way through a user's own script, which ends by itself; sent once the script knows why the
+    run ends, or has waited for that."""
+
+
+FromWorker = (
+    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | TakesRequests | TakesNoRequests
+    | TakesSignals | ProgramBegins | Signalled | RunFolder | Holds | Finished | Failed | Left | Result
+    | StoppedInOrder | IsQuiet | IsSaving | MayEnd | Noticed
+)  # fmt: skip
+
+read: Read[FromWorker] = local_reader_of(FromWorker)
