@@ -34,8 +34,6 @@ ACCEPTED_AT_ONCE = 16
 MOST_WAITING = 65_535
 # Of the time of this process, for observers.
 LOOKS_SHARE = 0.2
-# Seconds that rank 0 keeps torch's store for ranks that are still working.
-LEAVE_TIMEOUT = 60.0
 # In a world of this many ranks heartbeats are gathered for this many seconds: a wake-up for each would cost more than
 # to read it.
 MANY_RANKS = 256
@@ -78,7 +76,7 @@ class Coordinator:
         listener.listen(MOST_WAITING)  # which asyncio would also accept in one turn
         self._tick()
 
-    async def wait_for_goodbyes(self, log: Callable[[str], None], within: float = LEAVE_TIMEOUT) -> None:
+    async def wait_for_goodbyes(self, log: Callable[[str], None], within: float) -> None:
         """Keep torch's store until the other ranks have left, or for so many seconds."""
         waiting = Waiting(within, log)
         while late := self.protocol.others_still_here:

@@ -23,10 +23,10 @@ import ddp_manual
 from ddp_manual import launchers, orphans, signals
 from ddp_manual.agent import local
 from ddp_manual.agent.program_source import source_of
-from ddp_manual.agent.worker_process import SAVE_WITHIN
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.messages import LastWords
 from ddp_manual.program import Program
+from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local, read_local
 from ddp_manual.world_spec import WorldSpec

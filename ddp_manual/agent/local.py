@@ -370,7 +370,7 @@ class Launch:
                 await orphans.Children().end()  # those in sessions of their own may be any rank's
             finally:  # before the logs are closed
                 await asyncio.wrap_future(writer.submit(lambda: None))
-        self.has_trained |= any(agent.has_trained for agent in self.agents)
+        self.has_trained |= any(agent.protocol.has_trained for agent in self.agents)
         return first_of(failed)
 
     def give_up(self, error: DdpManualError) -> None:

@@ -21,11 +21,11 @@ from ddp_manual.agent import local, tasks
 from ddp_manual.agent.hosted import END_WITHIN
 from ddp_manual.agent.program_source import check_program, source_of
 from ddp_manual.agent.ssh_session import NotReady, Remote, Session
-from ddp_manual.agent.worker_process import SAVE_WITHIN
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped, from_dict
 from ddp_manual.host_list import Host
 from ddp_manual.options import as_flags
 from ddp_manual.program import Program, without_secrets
+from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.terminal import in_words, say
 from ddp_manual.training.config import TrainConfig

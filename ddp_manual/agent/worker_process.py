@@ -31,6 +31,7 @@ from ddp_manual.launchers import start_python
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
 from ddp_manual.messages import Beat, LastWords
 from ddp_manual.program import EXECUTABLE, Program
+from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.wire import LONGEST_ANSWER, encode_local
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
@@ -49,9 +50,6 @@ KILLED_WITHIN = 10.0
 # A script whose collective breaks ends by itself; what it does on its way has time limits of its own.
 GRACE = 0.7
 WAY_OUT = 10.0
-# What is being saved when the run ends is finished first: a checkpoint, or what a program does about a signal that has
-# asked it to stop, on this host or another one. torchrun gives as long.
-SAVE_WITHIN = 30.0
 ANSWER_WITHIN = 0.5
 PROGRAM = Path(__file__).parent.parent / "worker"
 

@@ -420,7 +420,7 @@ class CoordinatorProtocol:
             return
         if isinstance(state, Working):
             back = self.roll_call.ranks(Seat.READY_TO_RETURN)
-            if back and not (self._watch.is_undecided or self._watch.health.has_finished()):
+            if back and self._may_begin_anew:
                 self.roll_call.take_back(back)
                 self._begin_again({}, back)
         elif isinstance(state, Gathering) and self.roll_call.all_here:
@@ -433,6 +433,10 @@ class CoordinatorProtocol:
                 self._give_up_unreachable(failing)
             elif failing is not None and self.roll_call.all_ready:
                 self._complete()
+
+    @property
+    def _may_begin_anew(self) -> bool:
+        return not (self._watch.is_undecided or self._watch.health.has_finished())
 
     def _complete(self) -> None:
         """Send each rank its place, with which its worker begins: all ranks are here."""
@@ -510,7 +514,11 @@ class CoordinatorProtocol:
         never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
         if never_taken is None:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited, self._own_addresses))
-        elif self.run.script or self.seats.newest(self.roll_call.members)[0] is None:
+        elif self.run.script:
+            self._refuse_all(never_taken.error())
+        elif not self.seats.held.keys() >= self.roll_call.have_worked:
+            pass  # some ranks, which end their workers, have not said yet what they hold
+        elif self.seats.newest(self.roll_call.members)[0] is None:
             self._refuse_all(never_taken.error())
         else:
             self._watch.send_to_all(messages.Expired(never_taken))

@@ -39,6 +39,10 @@ class Pause:
     has_said: bool = False
     """Whether it was said what is lost and what is held, and no other rank was lost since."""
 
+    @property
+    def is_said(self) -> bool:
+        return self.has_judged and self.has_said
+
 
 class Seats:
     """What happens to the seats of a run.
@@ -84,7 +88,7 @@ class Seats:
     @property
     def is_unsaid(self) -> bool:
         """Whether it is still to be said what is lost and held, or to be looked if ranks are lost again and again."""
-        return self._pause is not None and not (self._pause.has_judged and self._pause.has_said)
+        return self._pause is not None and not self._pause.is_said
 
     @property
     def adopted(self) -> bool:

@@ -245,7 +245,7 @@ class Watch:
     @property
     def is_undecided(self) -> bool:
         """Whether a rank may be lost already."""
-        return bool(self.lost or self.waiting or self._broken)
+        return any((self.lost, self.waiting, self._broken))
 
     def take_lost(self) -> Mapping[int, Loss]:
         """Return the ranks without which the others begin anew, also those that only wait for an inquiry."""

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
 from ddp_manual.messages import OfWorker
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import silent_after
@@ -181,8 +181,8 @@ def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
 
 def believed(agent: Any) -> tuple[Any, ...]:
     """Return what an agent has taken from its worker."""
-    work = agent._work
-    return work.own_words, work.result, work.ready.done(), agent._signals.noted, type(agent.state)
+    protocol, work = agent.protocol, agent.protocol.work
+    return work.own_words, work.result, work.ready, protocol.signals.noted, type(protocol.state)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def watched(run: Run) -> Iterator[None]:
 
     def hear_watched(worker: SimulatedWorker, message: Any) -> None:
         agent = worker._program.rank.agent
-        work = agent._work if agent is not None and not worker.closed else None
+        work = agent.protocol.work if agent is not None and not worker.closed else None
         if work is not works.setdefault(worker, work):
             what = f"what an old worker of {worker._program.rank.who} says"
             unchanged(14, what, lambda: believed(agent), lambda: hear(worker, message))

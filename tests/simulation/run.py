@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from ddp_manual import launchers, signals
-from ddp_manual.agent import ending, join, local, main, name_lookup, probe, reachability
+from ddp_manual.agent import coordinator, ending, join, local, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
 from ddp_manual.program import Program as UsersProgram
@@ -765,6 +765,7 @@ def patched(run: Run) -> Iterator[None]:
         (secrets, {"token_hex": token_hex}),
         (roll_call, {"datetime": utc}),
         (join, {"own_addresses": lambda: [here().address]}),
+        (coordinator, {"own_addresses": lambda: [here().address]}),
         (probe, {"resolve_in_thread": resolve_in_thread}),
         (name_lookup, {"own_address": lambda: here().address, "resolve_in_thread": resolve_in_thread}),
         (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),

@@ -17,9 +17,8 @@ import pytest
 import yaml
 
 from ddp_manual import WorldSpec, cli, errors, identity, launchers
-from ddp_manual.agent.coordinator import LEAVE_TIMEOUT
 from ddp_manual.agent.tasks import command_template
-from ddp_manual.agent.worker_process import SAVE_WITHIN
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN
 from ddp_manual.training.epoch_plan import SYNC_EVERY
 from ddp_manual.worker.process_group import CLOSE_WITHIN
 from tests.conftest import REPOSITORY

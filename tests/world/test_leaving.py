@@ -55,8 +55,8 @@ def test_a_rank_that_works_on_alone_after_rank_0_has_left_ends_well(start_script
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.path.basename(sys.orig_argv[1]) == 'agent':\n"
-        "    from ddp_manual.agent import coordinator\n"
-        "    coordinator.LEAVE_TIMEOUT = 1\n"
+        "    from ddp_manual.protocol import agent\n"
+        "    agent.LEAVE_TIMEOUT = 1\n"
     )
     body = (
         "import torch\n"

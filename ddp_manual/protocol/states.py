@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,8 @@ class Work:
     started: float
     is_begun: bool = False
     """Whether the worker was told what to load."""
-    ready: asyncio.Future[Ready] = field(default_factory=asyncio.Future)
+    ready: Ready | None = None
+    """What it knows since it has loaded torch."""
     sent_beat: Beat = field(default_factory=Beat)
     """What rank 0 was told last that it does."""
     result: Any = None
@@ -29,16 +28,6 @@ class Work:
     """Whether a broken collective is what it has failed with."""
     words_of_another: str | None = None
     """The identifier of what another rank has failed with, for a moment in which this worker may say the same."""
-    _timers: list[asyncio.TimerHandle] = field(default_factory=list)
-
-    def call_later(self, seconds: float, fail: Callable[[DdpManualError], None], error: DdpManualError) -> None:
-        """Fail, unless the rank has ended by then, or begins anew."""
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, fail, error))
-
-    def drop(self) -> None:
-        """Let nothing happen because of this worker any more."""
-        for timer in self._timers:
-            timer.cancel()
 
 
 @dataclass(frozen=True)
@@ -65,11 +54,8 @@ class Waiting:
     """When the rank 0 before this one was lost, if the ranks have not gone on since."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Replacing(Waiting):
     """As ``Waiting``, while the worker is ended, which is killed after a time, and another one is started."""
-
-    replacement: asyncio.Task[None]
 
 
 @dataclass(frozen=True)
@@ -90,11 +76,8 @@ class Alone(Placed):
     rank 0 has left, or it has ``until`` to end by itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Leaving(Placed):
     """The worker has left. Rank 0 waits for the goodbyes of the others, which a program may make late as it likes."""
-
-    goodbyes: asyncio.Task[None]
 
 
 class Left(Placed):
