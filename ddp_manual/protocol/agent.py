@@ -609,9 +609,8 @@ class AgentProtocol:
         """Do what only time brings."""
         self._now = now
         passed, self._ticked = now - self._ticked, now
-        if isinstance(self.state, (states.Searching, states.Looking, states.Alone, states.Left, states.Ended)):
-            return
-        assert self.run is not None
+        if self.run is None or isinstance(self.state, (states.Looking, states.Alone, states.Left, states.Ended)):
+            return  # nobody to tell, or to hear of
         self._shell.look_around(waits=isinstance(self.state, states.Waiting))
         if passed > self.run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now

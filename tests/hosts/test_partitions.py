@@ -21,13 +21,16 @@ from tests.world.deaths import PEER_TIMEOUT, STALL_TIMEOUT, TRAINING, WHERE_SILE
 
 CUTS = int(os.environ.get("DDP_MANUAL_SOAK_CUTS", "1"))
 NAMES = ("hostA", "hostB", "hostC")
+# Seconds. What a worker does is also 0.25 s old when its agent tells it.
+TWO_HEARTBEATS = 1.0
 SILENT = rf"has been silent for {PEER_TIMEOUT + 1} s\n"
 
 
 def start_ranks(three: list[Host], *options: object) -> list[RankProcess]:
-    """Start one rank per host, and wait until they train."""
+    """Start one rank per host, and wait until they train and have heard of a step of each other."""
     ranks = [host.start_rank(rank, 3, *TRAINING, *options) for rank, host in enumerate(three)]
     ranks[0].wait_for("[rank 0] step 100/")
+    time.sleep(TWO_HEARTBEATS)
     return ranks
 
 

@@ -54,7 +54,7 @@ def test_a_signal_stops_a_run_without_ddp_and_it_resumes_to_the_same_parameters(
     stopped = start_rank(0, 1, *options)
     stopped.wait_for(" epoch 3/30 ")
     stopped.process.send_signal(signal.SIGTERM)
-    assert stopped.wait(10) == 143
+    assert stopped.wait(10) == 143, stopped.err
     assert "SIGTERM: stopping after the next step" in stopped.err
     run = tmp_path / "run"
     failure = json.loads((run / "failure-rank0.json").read_text())
