@@ -97,7 +97,7 @@ def run_info(world_size: int) -> RunInfo:
 
 def rank_infos(world_size: int) -> list[RankInfo]:
     """Return what training ranks say about themselves, with all options, versions and digests: 2 KB each."""
-    options = {name: list(option) for name, option in TrainConfig().shared_options().items()}
+    options = dict(TrainConfig().shared_options())
     rank_0 = RankInfo(
         rank=0,
         world_size=world_size,
@@ -114,8 +114,8 @@ def rank_infos(world_size: int) -> list[RankInfo]:
         allow_mismatch=False,
         options={
             **options,
-            "command": ["train", "command"],
-            "address_family": ["IPv4", "eth0, on the way to 10.0.0.1"],
+            "command": ("train", "command"),
+            "address_family": ("IPv4", "eth0, on the way to 10.0.0.1"),
         },
     )
     infos = []
