@@ -99,6 +99,7 @@ class Ending:
         task = asyncio.create_task(guarded())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        task.add_done_callback(lambda task: work.close())  # if it was cancelled before its turn, nobody has awaited it
         return task
 
     def cancel_background(self) -> None:
