@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -272,6 +273,7 @@ class Agent:
 
     async def _replace_worker(self, number: int) -> None:
         if self.task.program is not None:
+            self.worker.send(from_agent.Over())  # nobody goes on with torch's store, which it may keep on its way out
             await self.worker.silence()
         self.worker.children.look_at_all(self.worker.pid)
         saves = self.worker.beat.phase == SAVING  # a checkpoint, which is finished first
@@ -395,6 +397,8 @@ class Agent:
         if error is not None:
             await self._say_goodbye(error, last)
         self._ending.cancel_background()
+        if self.task.program is not None and isinstance(last, states.Leaving):  # which waits on its way out
+            self._ending.in_background(self._leave_in_order(math.inf))
         if error is not None:
             await self._explain(error, last, in_folder=not leaves_no_folder)
         own = error is not None and error is self.protocol.work.own_words
@@ -444,6 +448,7 @@ class Agent:
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
         if self.protocol.run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
             leave_failure(self.protocol.run_dir, self.spec.rank, self.worker.pid, error, self.protocol.run)
+        self._ending.cancel_background()  # which might say something after the last word
         self._print_error(error)
 
     async def _let_others_read(self) -> None:

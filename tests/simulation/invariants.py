@@ -6,15 +6,17 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ddp_manual.errors import PeerLost, TrainingFailed
+from ddp_manual.protocol import states
 from ddp_manual.signals import ONCE_WITHIN
-from tests.simulation.plan import FOR_EVER, OF_AGENTS, RECOVERABLE, Fault
+from tests.simulation.plan import FOR_EVER, RECOVERABLE, Fault
 from tests.simulation.run import Rank, Run
 from tests.simulation.worker import LEFT
 
 # Faults for which a rank has nothing to answer: the run goes on.
 HARMLESS = ("type twice", "wrong world size", "type without the token", "garbage", "mute stranger", "shrink")
 # Seconds of a pause that is no fault: less than peer_timeout, and than probes of rank 0's address and of hosts wait.
-SHORT = {"stop": 9.0, "freeze agent": 2.5, "freeze host": 2.5, "cut": 2.5, "cut one way": 2.5}
+SHORT = {"stop": 9.0, "freeze agent": 2.5, "freeze host": 2.5, "cut": 2.0, "cut one way": 2.0}
 
 # Seconds from what ends a process until every rank has left, or has said that it waits: see docs/faults.md.
 IN_SECONDS = 2.0
@@ -34,8 +36,10 @@ def affected(run: Run, fault: Fault) -> set[int]:
     if fault.kind in ("cut", "cut one way"):
         hosts.add(run.plan.hosts[fault.other])
     elif "host" not in fault.kind and not run.plan.launched:  # a launch ends as a whole
-        return {fault.rank}
-    return {rank for rank, host in enumerate(run.plan.hosts) if host in hosts}
+        hosts.clear()
+    ranks = {fault.rank, *(rank for rank, host in enumerate(run.plan.hosts) if host in hosts)}
+    # Once a frozen rank 0 goes on, those that have given it up meanwhile are gone for it.
+    return ranks | run.have_given_up if fault.kind.startswith("freeze") and 0 in ranks else ranks
 
 
 def check(run: Run) -> None:
@@ -65,6 +69,7 @@ def check(run: Run) -> None:
         gave_up = errors == 1 and rank.errors[0].what.endswith(" has left") and rank.held and rank.held.moment
         if gave_up and plan.launched and plan.on_loss != "leave" and not run.finished:
             breaks(7, f"{rank.who} gives up {rank.held.moment}: {rank.errors[0].what}")
+        check_what_is_held(run, rank)
         work_is_done = rank.program is not None and rank.program.phase == LEFT
         if rank.exit_code == 0 and not work_is_done:
             breaks(12, f"{rank.who} ends with 0, and its work is not done")
@@ -76,8 +81,8 @@ def check(run: Run) -> None:
         and len(run.struck) <= 3
     )
     recoverable = recoverable and run.began is not None
-    agents = {fault.rank for _, fault in run.struck if fault.kind in OF_AGENTS}
-    recoverable = recoverable and len(agents) < plan.ranks  # somebody holds the state
+    lost = {fault.rank for _, fault in run.struck}
+    recoverable = recoverable and len(lost) < plan.ranks  # somebody is there all the time, with the state
     first_finished = min((at for at in run.finished.values()), default=run.loop.now)
     if recoverable and all(
         fault.kind in RECOVERABLE
@@ -95,6 +100,7 @@ def check(run: Run) -> None:
     if len(run.struck) == 1 and faults:
         check_time(run, *run.struck[0])
     check_signals(run)
+    check_ways_out(run)
     if len(faults) == 1:
         for rank in verdicts(run, faults[0]):
             if not names(run, rank, faults[0]):
@@ -105,15 +111,17 @@ def check(run: Run) -> None:
 def check_time(run: Run, struck: float, fault: Fault) -> None:
     """Check that every rank is gone in time after the only fault of a run, which struck while all worked; in a run that
     keeps seats, that each has said something."""
-    plan, within = run.plan, IN_SECONDS
+    plan, within = run.plan, IN_SECONDS + 2 * run.plan.saves
     if fault.kind in ("freeze agent", "freeze host", "host vanishes", "stop") and fault.seconds == FOR_EVER:
         within += plan.peer_timeout + 1
     elif fault.kind in ("cut", "cut one way") and fault.seconds == FOR_EVER:
         of_rank_0 = plan.hosts[0] in (plan.hosts[fault.rank], plan.hosts[fault.other])
         within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout
     elif fault.kind == "hang":
-        within += plan.stall_timeout
-    elif fault.kind not in ("kill", "abort", "exit", "raise", "kill agent"):
+        within += plan.stall_timeout + 1.2 * plan.step_seconds
+    elif fault.kind == "raise":  # before its next collective
+        within += 1.2 * plan.step_seconds
+    elif fault.kind not in ("kill", "abort", "exit", "kill agent"):
         return
     finished = min(run.finished.values(), default=run.loop.now)
     if run.began is None or not run.began < struck < finished or (plan.launched and plan.on_loss != "leave"):
@@ -129,22 +137,60 @@ def check_time(run: Run, struck: float, fault: Fault) -> None:
             run.break_invariant(3, f"{rank.who} has said nothing {within:.1f} s after {fault}")
 
 
+def check_what_is_held(run: Run, rank: Rank) -> None:
+    """Check that a rank which looks for rank 0 keeps what it holds, whatever becomes of its idle worker."""
+    state = rank.agent.protocol.state if rank.agent is not None else None
+    looked = isinstance(state, states.Ended) and isinstance(state.was, states.Looking)
+    if looked and rank.errors and rank.errors[0].identifier in (PeerLost.identifier, TrainingFailed.identifier):
+        run.break_invariant(7, f"{rank.who} looked for rank 0, and gives up: {rank.errors[0].what}")
+
+
+def check_ways_out(run: Run) -> None:
+    """Check that nobody fails for another's way out, once all have done their work, nor leaves late. In a run that
+    keeps no seats any end of a worker ends all."""
+    struck = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in HARMLESS))
+    for rank in run.ranks:
+        program = rank.program
+        if rank.number in struck or not rank.belongs or rank.killed or rank.signals or rank.ended is None:
+            continue
+        told = next((worker._program for worker in rank.workers if worker._program.closes_with_all), None)
+        told = None if run.plan.on_loss == "leave" else told
+        if told is not None and told.has_left_by_itself and (rank.exit_code != 0 or told is not program):
+            how = rank.errors[0].what if rank.errors else "another worker"
+            run.break_invariant(12, f"{rank.who} ends with {rank.exit_code}, and all had done their work: {how}")
+        late = rank.ended - max(run.finished.values(), default=rank.ended)
+        if not run.struck and late > IN_SECONDS + run.plan.closes[1]:
+            run.break_invariant(12, f"{rank.who} leaves {late:.1f} s after all had done their work")
+
+
 def check_signals(run: Run) -> None:
     """Check that the first signal stops all ranks after one step more, or gives a verdict; the second ends its rank."""
     for rank in run.ranks:
+        if rank.insists and rank.errors and "at once" not in rank.errors[0].what:
+            run.break_invariant(9, f"{rank.who} does not end by a second signal: {rank.errors[0].what}")
         times = [at for at, _ in rank.signals]
         second = next((at for at in times if at > times[0] + ONCE_WITHIN), None)
+        if any(fault.kind.startswith("freeze") and rank.number in affected(run, fault) for _, fault in run.struck):
+            continue
         if second is not None and rank.ended is not None and rank.ended - second > IN_SECONDS + STOPS_WITHIN:
             run.break_invariant(9, f"{rank.who} leaves {rank.ended - second:.1f} s after a second signal")
     plan, asked = run.plan, [rank for rank in run.ranks if rank.signals]
     others = [fault for _, fault in run.struck if not fault.kind.startswith("ctrl-c") and fault.kind not in HARMLESS]
-    if not asked or others or plan.script:
+    if not asked or others:
         return
     at, step = min(rank.signals[0] for rank in asked)
     if run.began is None or not run.began < at < min(run.finished.values(), default=run.loop.now):
         return
     for rank in run.ranks:
+        late = rank.ended - at if rank.belongs and rank.ended is not None else 0.0
+        if plan.script and late > STOPS_WITHIN + 2 * plan.saves:
+            run.break_invariant(9, f"{rank.who} leaves {late:.1f} s after the first signal")
+    # One that comes before a step is done ends its rank, and one that comes as all finish finds nothing to stop.
+    stops = 0 < step < plan.steps - 2 and all(len(rank.signals) == 1 for rank in asked)
+    for rank in run.ranks if not plan.script else ():
         last = rank.program.step if rank.program is not None else 0
+        if stops and rank.belongs and rank.program is not None and not rank.program.has_stopped:
+            run.break_invariant(9, f"{rank.who} does not stop in order at the first signal")
         if rank.belongs and rank.ended is not None and (rank.ended - at > STOPS_WITHIN or last > step + 2):
             run.break_invariant(9, f"{rank.who} leaves after step {last}: step {step} was done at the first signal")
         if rank.belongs and rank.exit_code == 0 and last < plan.steps:
@@ -176,6 +222,9 @@ def _judged(rank: Rank) -> bool:
 def names(run: Run, rank: Rank, fault: Fault) -> bool:
     """Return whether the error that has ended a rank names the rank or the host of the fault."""
     error = rank.errors[0]
+    if run.plan.launched and error.what.endswith(" has left"):  # in the same terminal the rank that has left says why
+        beside = [one for one in run.of_process(rank) if one.errors and not one.errors[0].what.endswith(" has left")]
+        return any(names(run, one, fault) for one in beside)
     text = f"{error.what}\n{error.why}"
     ranks = affected(run, fault)
     hosts = {run.network.hosts[run.plan.hosts[number]].name for number in ranks}

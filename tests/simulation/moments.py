@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ddp_manual.messages import OfWorker
-from ddp_manual.protocol.agent import LEAVE_TIMEOUT
-from ddp_manual.protocol.coordinator import CoordinatorProtocol
+from ddp_manual.protocol import states
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT, AgentProtocol
+from ddp_manual.protocol.coordinator import SURVIVORS_WITHIN, CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import silent_after
+from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 # Seconds until rank 0 has looked around, TCP has tried again after a cut, and somebody has looked here.
 SLACK = 2.5
+# Seconds until rank 0 has heard that a rank which was lost works again.
+SAID_WITHIN = 1.0
 # Workers that an agent may start before a step is done: as many as a rank can come back to die within a time-out.
 MOST_WORKERS = 30
 # Seconds within which a rank that has lost rank 0 has found another one, if it is not cut off.
@@ -42,7 +46,7 @@ class Moments:
         self.shrunk: set[int] = set()
         """The ranks that an order to go on without them has left out, and that have not worked since."""
         self.worked: dict[int, float] = {}
-        """Rank -> when it has done a step last."""
+        """Rank -> when it has done a step last, of which rank 0 has heard."""
         self.workers: Counter[Rank] = Counter()
         """How many workers each agent has started since then."""
         self.done_at: dict[Program, float] = {}
@@ -79,6 +83,22 @@ class Moments:
         elif zero is None:
             self._store_is_kept()
 
+    def begin(self) -> None:
+        """Note that the run has begun: which ranks are missed, and for how long, is counted anew."""
+        self._missing_for = 0.0
+
+    def hears(self, rank: Rank) -> None:
+        """Note that a rank has just been told something: it is heard, if only for a moment."""
+        if not rank.process.frozen:
+            self.unheard_since.pop(rank, None)
+
+    @property
+    def all_are_known_to_be_done(self) -> bool:
+        """Whether rank 0 has heard that all have done their work."""
+        coordinators = (one.agent._join.coordinator for one in reversed(self.run.ranks) if one.runs and one.agent)
+        coordinator = next(filter(None, coordinators), None)
+        return coordinator is not None and coordinator.protocol._watch.health.all_finished
+
     # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
 
     def _seats_can_be_taken(self, zero: Rank) -> None:
@@ -106,7 +126,8 @@ class Moments:
             return  # where it loads torch, all have another time-out for that
         if len(heard) < plan.ranks:
             self._missing_for += passed
-        waits = (plan.join_timeout if run.began is None else plan.rejoin_timeout) + plan.peer_timeout + 1
+        waits = plan.join_timeout if run.began is None else plan.rejoin_timeout
+        waits += (plan.peer_timeout + 1) * max(1, sum(fault.kind in SILENT for _, fault in run.struck))
         if self._missing_for > waits + plan.loads[1] + 3 * plan.step_seconds + SLACK:
             run.break_invariant(11, f"{zero.who} waits on for ranks that have been missing for too long")
             self._missing_for = 0.0
@@ -117,8 +138,8 @@ class Moments:
             if program.phase != AT_WORK or not program.alive or program.group is None or program.rank.errors:
                 continue
             holder = self.run.programs_by_store(program.group.store)
-            if holder is None or holder.alive or holder.phase != LEFT or holder.rank.exit_code != 0:
-                continue
+            if holder is None or holder.alive or holder.phase != LEFT or holder.rank.exit_code != 0 or holder.saves:
+                continue  # of one that was to end, nobody has the store
             left, limit = holder.rank.ended or 0.0, math.inf if program.rank.is_script else LEAVE_TIMEOUT
             late = self.run.loop.now - left > SLACK and left - self.done_at[holder] < limit
             if late and program.rank not in self.unheard_since:
@@ -134,7 +155,11 @@ class Moments:
         if program.step not in self.run.line:
             self.workers.clear()
         self.shrunk.discard(program.rank.number)
-        self.worked[program.rank.number], self._missing_for = self.run.loop.now, 0.0
+        self._missing_for = 0.0
+        now = self.run.loop.now
+        is_heard = not program.rank.process.frozen and now - (program.first_step or now) > SAID_WITHIN
+        if program.generation == 0 or is_heard:
+            self.worked[program.rank.number] = now
 
     # -- 6: from where the run goes on --------------------------------------------------------------------------------
 
@@ -153,13 +178,37 @@ class Moments:
     # -- 10: who is left out ------------------------------------------------------------------------------------------
 
     def grouped(self, here: set[int]) -> None:
-        """10: where ranks work together without others, an order to leave those out is in force."""
+        """10: where ranks work together without others, an order to leave those out is in force, and none of those is
+        on its way to a new rank 0."""
         plan, left_out = self.run.plan, set(range(self.run.plan.ranks)) - here - self.shrunk
+        if late := left_out & self._on_their_way():
+            self.run.break_invariant(10, f"ranks {sorted(late)} are left out, which are on their way to the new rank 0")
         waited = self.run.loop.now - max((self.worked.get(rank, 0.0) for rank in left_out), default=0.0)
         if plan.on_loss == "shrink" or waited >= min(plan.rejoin_timeout, plan.shrink_after or math.inf):
             self.shrunk |= left_out
         elif left_out and not any(rank.signals and self._counts(rank) for rank in self.run.ranks):
             self.run.break_invariant(10, f"ranks {sorted(left_out)} are left out, which nobody has ordered")
+
+    def _on_their_way(self) -> set[int]:
+        """Return the ranks that have worked under another rank 0, and that the new one still has to await: nobody has
+        asked to stop, and nothing has kept them from it since it is there."""
+        run = self.run
+        zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
+        if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
+            return set()
+        until = zero.typed + run.plan.peer_timeout + 1 + SURVIVORS_WITHIN
+        cut = any(fault.kind in OF_LINKS and at + fault.seconds > zero.typed for at, fault in run.struck)
+        if run.loop.now > until or cut:
+            return set()
+        return {
+            rank.number
+            for rank, since in self.heard_since.items()
+            if rank.belongs
+            and rank.generation >= 0
+            and since <= zero.typed + 0.5
+            # What ends a rank is said to all, and it may be lost once more.
+            and not (rank.errors or not rank.runs or rank.leaves)
+        }
 
     def _counts(self, rank: Rank) -> bool:
         """Return whether rank 0 still counts on a process, as far as it can know."""
@@ -188,7 +237,7 @@ def believed(agent: Any) -> tuple[Any, ...]:
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
     """Check of each message that changes nothing whether it does."""
-    take, hear = CoordinatorProtocol.take, SimulatedWorker.hear
+    take, hear, enter = CoordinatorProtocol.take, SimulatedWorker.hear, AgentProtocol.enter
     works: dict[SimulatedWorker, Any] = {}
     """Worker -> the record that its agent has of it."""
 
@@ -220,6 +269,10 @@ def watched(run: Run) -> Iterator[None]:
         else:
             hear(worker, message)
 
+    def enter_watched(agent: AgentProtocol, state: states.State) -> None:
+        enter(agent, state)
+        run.comes_to_another_state(agent)
+
     def _sender(peer: Peer) -> Rank | None:
         transport: Any = peer.connection._transport
         process = transport.out.receiver.process
@@ -228,4 +281,5 @@ def watched(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(CoordinatorProtocol, "take", take_watched))
         stack.enter_context(mock.patch.object(SimulatedWorker, "hear", hear_watched))
+        stack.enter_context(mock.patch.object(AgentProtocol, "enter", enter_watched))
         yield

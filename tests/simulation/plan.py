@@ -16,11 +16,31 @@ OF_HOSTS = ("host vanishes", "freeze host")
 OF_LINKS = ("cut", "cut one way")
 # After which a run that keeps seats goes on, if a person types what is missing.
 RECOVERABLE = ("kill", "abort", "kill agent", "freeze agent")
+# After which nobody hears of ranks that rank 0 takes to be here until then.
+SILENT = ("stop", "freeze agent", *OF_HOSTS, *OF_LINKS)
 OF_PEOPLE = ("ctrl-c", "ctrl-c twice", "type twice", "wrong world size", "shrink")
 OF_STRANGERS = ("garbage", "mute stranger")
 # Of a rank whose workers die one after the other, and of a process that lacks the token which all others have.
 OF_FLAPPING = ("keep dying", "keep dying", "keep dying at work")
 OF_TOKENS = ("type without the token", "garbage")
+# What takes a rank away: its worker, its agent, or its host.
+LOSSES = ("kill", "abort", "kill agent", "kill agent", "freeze agent", "freeze host", "host vanishes", "host vanishes")
+# What a person asks of a run.
+REQUESTS = ("ctrl-c", "ctrl-c", "ctrl-c", "ctrl-c", "ctrl-c twice", "shrink")
+# What a rank comes to or is at, with the state of its agent: protocol/states.py; "again" is not what it is at now.
+STATES = {
+    "looks for rank 0": "Looking",
+    "waits": "Waiting",
+    "begins anew": "Replacing",
+    "works": "Working",
+    "works again": "Working",
+    "closes": "Closing",
+    "leaves": "Leaving",
+    "has left": "Left",
+    "has ended": "Ended",
+}
+# Of a fault that strikes at the moment of the one before it, or so much later.
+THAT = "that"
 WORDS = {
     "kill": "SIGKILL ends the worker of rank {rank}",
     "abort": "SIGABRT ends the worker of rank {rank}",
@@ -51,6 +71,10 @@ WORDS = {
     "garbage": "a stranger sends garbage to rank 0's port",
     "mute stranger": "a stranger connects to rank 0's port and says nothing",
 }
+WHEN = (
+    r"(?:at (?P<at>[\d.]+) s|(?P<later>[\d.]+) s after "
+    rf"(?:(?P<that>{THAT})|rank (?P<of>\d+) (?P<state>{'|'.join(STATES)})),)"
+)
 FOR_EVER = 1e9
 # Seconds for ranks that are here to load torch: see roll_call.LOAD_WITHIN.
 LOAD_WITHIN = 600.0
@@ -58,10 +82,10 @@ LOAD_WITHIN = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that strikes at a moment."""
+    """Something that strikes at a moment: at a time, or while ranks deal with something, whenever that is."""
 
     at: float
-    """Seconds from the beginning of the run."""
+    """Seconds from the beginning of the run; if ``after`` says what, from that."""
     kind: str
     rank: int
     other: int = 0
@@ -69,11 +93,17 @@ class Fault:
     seconds: float = FOR_EVER
     """How long it lasts; of ``ctrl-c twice``, until the second one."""
     detail: str = ""
+    after: str = ""
+    """What the rank ``of`` comes to or is at, one of ``STATES``, once the fault before has had its turn; ``THAT``: when
+    that fault has."""
+    of: int = 0
 
     def __str__(self) -> str:
         while_ = f" for {self.seconds:.2f} s" if self.seconds < FOR_EVER else ""
         named = {"rank": self.rank, "other": self.other, "seconds": self.seconds, "detail": self.detail}
-        return f"at {self.at:.3f} s {WORDS[self.kind].format(**named, while_=while_)}"
+        after = self.after if self.after in ("", THAT) else f"rank {self.of} {self.after}"
+        when = f"{self.at:.3f} s after {after}," if after else f"at {self.at:.3f} s"
+        return f"{when} {WORDS[self.kind].format(**named, while_=while_)}"
 
     @classmethod
     def from_words(cls, line: str) -> Fault | None:
@@ -89,11 +119,12 @@ class Fault:
             pattern = re.escape(words)
             for name, group in groups.items():
                 pattern = pattern.replace(re.escape(name), group)
-            if found := re.fullmatch(rf"at (?P<at>[\d.]+) s {pattern}", line):
+            if found := re.fullmatch(rf"{WHEN} {pattern}", line):
                 given = {name: value for name, value in found.groupdict().items() if value is not None}
-                numbers = {name: int(given[name]) for name in ("rank", "other") if name in given}
-                seconds = {name: float(given[name]) for name in ("at", "seconds") if name in given}
-                return cls(**{"rank": 0, **numbers, **seconds}, kind=kind, detail=given.get("detail", ""))
+                numbers = {name: int(given[name]) for name in ("rank", "other", "of") if name in given}
+                at, seconds = float(given.get("later") or given["at"]), float(given.get("seconds", FOR_EVER))
+                after, detail = given.get("that") or given.get("state", ""), given.get("detail", "")
+                return cls(**{"rank": 0, **numbers}, kind=kind, at=at, seconds=seconds, after=after, detail=detail)
         return None
 
 
@@ -117,6 +148,12 @@ class Plan:
     hold_every: int = 1
     loads: tuple[float, float] = (0.5, 3.0)
     """Between how many seconds a worker takes to load torch."""
+    closes: tuple[float, float] = (0.01, 0.01)
+    """Between how many seconds a worker takes to close its process group, once all have done their work."""
+    works_on: float = 0.0
+    """Up to how many seconds the ranks of a program, without rank 0, work after their last collective."""
+    saves: float = 0.0
+    """For how many seconds a program saves that gets SIGTERM, before it leaves in order; 0: the signal ends it."""
     join_timeout: float = 40.0
     rejoin_timeout: float = 40.0
     stall_timeout: float = 20.0
@@ -160,6 +197,9 @@ class Plan:
             *([] if self.seed is None else [f"seed {self.seed}"]),
             *(f"--{name} {value:g}" for name, value in options.items()),
             *([] if self.loads == Plan.loads else [f"loads torch for {self.loads[0]:g} to {self.loads[1]:g} s"]),
+            *([] if self.closes == Plan.closes else [f"closes for {self.closes[0]:g} to {self.closes[1]:g} s"]),
+            *([f"works on for up to {self.works_on:g} s"] if self.works_on else []),
+            *([f"saves for {self.saves:g} s after SIGTERM"] if self.saves else []),
             *(["all ranks have a token"] if self.token else []),
             *(["rank 0's address is given as a name"] if self.by_name else []),
             *(
@@ -200,6 +240,12 @@ class Plan:
                 values["seed"] = int(seed[1])
             elif loads := re.fullmatch(r"loads torch for ([\d.]+) to ([\d.]+) s", line):
                 values["loads"] = float(loads[1]), float(loads[2])
+            elif closes := re.fullmatch(r"closes for ([\d.]+) to ([\d.]+) s", line):
+                values["closes"] = float(closes[1]), float(closes[2])
+            elif works_on := re.fullmatch(r"works on for up to ([\d.]+) s", line):
+                values["works_on"] = float(works_on[1])
+            elif saves := re.fullmatch(r"saves for ([\d.]+) s after SIGTERM", line):
+                values["saves"] = float(saves[1])
             elif (option := re.fullmatch(r"--(\w+) ([\d.]+)", line)) and option[1] in OPTIONS:
                 values[option[1]] = float(option[2])
             elif line == "all ranks have a token":
@@ -234,10 +280,11 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
     number = ranks or chance.choice((2, 2, 3, 3, 3, 4, 4, 5, 6))
     kind = chance.choice(("one host", "own hosts", "two hosts"))
     hosts = [0 if kind == "one host" else rank if kind == "own hosts" else rank % 2 for rank in range(number)]
-    on_loss = chance.choice(("leave", "wait", "wait", "shrink"))
+    on_loss = chance.choice(("leave", "wait", "wait", "shrink", "shrink"))
     script, launched = chance.random() < 0.35, chance.random() < 0.15
     if launched:
         hosts.sort()
+    steps, step_seconds = chance.choice(((5, 0.05), (20, 0.05), (40, 0.05), (5, 0.2), (20, 0.2), (40, 0.2), (10, 1.0)))
     plan = Plan(
         seed=seed,
         hosts=hosts,
@@ -245,58 +292,116 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
         on_loss=on_loss,
         script=script or launched,
         launched=launched,
-        steps=chance.choice((5, 20, 40)),
-        step_seconds=chance.choice((0.05, 0.2)),
+        steps=steps,
+        step_seconds=step_seconds,
         hold_every=chance.choice((1, 1, 3)),
+        closes=chance.choice((Plan.closes, (0.01, 1.5))),
+        works_on=chance.choice((0.0, 0.0, 8.0)) if script or launched else 0.0,
+        saves=chance.choice((0.0, 2.0)) if script or launched else 0.0,
         shrink_after=chance.choice((None, None, 5.0)) if on_loss == "wait" else None,
         types_again=chance.choice((0, 1, 3, 3)),
         moves=chance.random() < 0.3,
     )
     count = chance.choice((0, 1, 1, 1, 2, 2, 3, 4)) if faults is None else faults
     end = max(plan.typed) + plan.loads[1] + plan.steps * plan.step_seconds + 1
-    found = [_fault(chance, plan, end) for _ in range(count)]
-    for at in range(1, count):
-        if chance.random() < 0.5:  # while the ranks still deal with the fault before
-            found[at] = replace(found[at], at=round(found[at - 1].at + chance.uniform(0, 4), 3))
-    plan = replace(plan, faults=tuple(sorted(found, key=lambda fault: fault.at)))
+    plan = replace(plan, faults=_chains(chance, plan, count, end))
     return plan if faults is not None else _with_more(random.Random(seed ^ 0x70C3), plan, end)
 
 
 def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
-    """Add to some plans a rank that dies again and again, to others a token, and a process that lacks it."""
+    """Add to some plans a rank that dies again and again, to others a token, and a process that lacks it; let others be
+    a chain of losses."""
     dice, at, rank = chance.random(), round(chance.uniform(0.1, end), 3), chance.randrange(plan.ranks)
-    if dice < (0.3 if plan.launched else 0.06) and plan.on_loss != "leave":
+    if dice < (0.5 if plan.launched else 0.06) and plan.on_loss != "leave":
         seconds = round(chance.choice((0.3, 2.0, chance.uniform(0.3, 8))), 1)
         more = Fault(at=at, kind=chance.choice(OF_FLAPPING), rank=rank, seconds=seconds)
+        plan = replace(plan, step_seconds=min(plan.step_seconds, 0.2))  # a step is done before it is back
     elif dice < 0.12:
         more = Fault(at=at, kind=chance.choice(OF_TOKENS), rank=max(rank, 1))
         plan = replace(plan, token=True)
-    elif dice < 0.15 and plan.on_loss == "wait" and plan.ranks > 2 and not plan.launched:
-        lost, asks = chance.sample(range(plan.ranks), 2)  # a seat is free when somebody asks to stop, and is lost too
-        times = itertools.accumulate((at, chance.uniform(0.1, 2), chance.uniform(0.1, 3)))
-        struck = zip(times, ("kill agent", "ctrl-c", "kill agent"), (lost, asks, asks), strict=True)
-        faults = tuple(Fault(at=round(at, 3), kind=kind, rank=rank) for at, kind, rank in struck)
-        return replace(plan, types_again=3, faults=faults)
+    elif dice < 0.6 and plan.on_loss != "leave" and not plan.launched:
+        return _while_lost(chance, plan)
     else:
         return plan
-    return replace(plan, faults=tuple(sorted([*plan.faults, more], key=lambda fault: fault.at)))
+    return replace(plan, faults=(*plan.faults, more))
 
 
-def _fault(chance: random.Random, plan: Plan, end: float) -> Fault:
-    kinds = [*OF_WORKERS, *OF_WORKERS, *OF_AGENTS, *OF_HOSTS, *OF_PEOPLE, *OF_STRANGERS]
-    if len(set(plan.hosts)) > 1:
-        kinds += [*OF_LINKS, *OF_LINKS]
+def _chains(chance: random.Random, plan: Plan, count: int, end: float) -> tuple[Fault, ...]:
+    """Draw faults: each strikes at any moment, or while the ranks still deal with the one before."""
+    chains: list[list[Fault]] = []
+    for _ in range(count):
+        kind, rank = chance.choice(_kinds(plan)), chance.choice((0, *range(plan.ranks)))
+        if not chains or chance.random() < 0.5:
+            at, after = _moment(chance, plan, end)
+            chains.append([_fault(chance, plan, kind, rank, at, after)])
+        else:
+            chains[-1].append(_amid(chance, plan, chains[-1][-1], kind, rank))
+    chains.sort(key=lambda chain: (("waits", "works", "", "closes").index(chain[0].after), chain[0].at))
+    return tuple(itertools.chain.from_iterable(chains))
+
+
+def _moment(chance: random.Random, plan: Plan, end: float) -> tuple[float, str]:
+    """Draw a moment: any, one while the rank waits or works, or one as all have finished."""
+    after = chance.choice(("", "", "waits", "waits", "works", "works", "closes"))
+    until = {"": end, "waits": 4.0, "works": plan.steps * plan.step_seconds, "closes": plan.closes[1]}[after]
+    return chance.uniform(0 if after else 0.1, until), after
+
+
+def _amid(chance: random.Random, plan: Plan, before: Fault, kind: str, rank: int) -> Fault:
+    """Draw a fault that strikes while the ranks deal with the one before: just after that, or when a rank that goes on,
+    or one that is typed again, comes to what follows."""
+    at = chance.choice((chance.uniform(0, 0.1), chance.uniform(0, 1), chance.uniform(0, 4)))
+    if plan.on_loss == "leave":
+        return _fault(chance, plan, kind, rank, at, THAT)
+    if rank == before.rank:
+        after = chance.choice((THAT, "waits", "waits", "works again"))
+    elif before.rank == 0 and before.kind not in OF_WORKERS:
+        after = chance.choice((THAT, "looks for rank 0", "looks for rank 0", "waits", "works again"))
     else:
-        kinds = [kind for kind in kinds if kind not in OF_HOSTS]
-    kind, rank = chance.choice(kinds), chance.randrange(plan.ranks)
+        after = chance.choice((THAT, "begins anew", "begins anew", "waits", "works again"))
+    return _fault(chance, plan, kind, rank, at, after)
+
+
+def _while_lost(chance: random.Random, plan: Plan) -> Plan:
+    """Let a rank be lost while all work; while its seat is free, or as it is back, somebody asks the run for something
+    or another rank is lost; then comes a third loss, perhaps of whoever has asked."""
+    lost, other = chance.sample(range(plan.ranks), 2)
+    first, second, third = (chance.choice(LOSSES) for _ in range(3))
+    if chance.random() < 0.7:
+        second = chance.choice(REQUESTS)
+        # With rank 0 all that was asked is lost, and awaited by nobody.
+        lost, other = (other, lost) if other == 0 else (lost, other)
+    if chance.random() < 0.5:  # the work lasts until a silent rank is noticed
+        plan = replace(plan, steps=40, step_seconds=1.0)
+    loads, shrink_after = chance.choice((plan.loads, (0.5, 6.0), (0.5, 6.0))), chance.choice((None, plan.shrink_after))
+    plan = replace(plan, types_again=3, loads=loads, shrink_after=shrink_after)
+    begins = chance.uniform(0, min(4.0, plan.steps * plan.step_seconds))
+    faults = [_fault(chance, plan, first, lost, begins, "works")]
+    faults.append(_amid(chance, plan, faults[0], second, chance.choice((other, other, lost))))
+    asks = faults[1].rank
+    faults.append(_amid(chance, plan, faults[1], third, chance.choice((other, lost, asks, asks))))
+    return replace(plan, faults=tuple(faults))
+
+
+def _kinds(plan: Plan) -> list[str]:
+    several_hosts = len(set(plan.hosts)) > 1
+    kinds = [*OF_WORKERS, *OF_WORKERS, *OF_AGENTS, *OF_AGENTS, *OF_PEOPLE, *OF_STRANGERS]
+    return kinds + [*OF_HOSTS, *OF_LINKS, *OF_LINKS] * several_hosts
+
+
+def _fault(chance: random.Random, plan: Plan, kind: str, rank: int, at: float, after: str) -> Fault:
+    """Complete a fault: how long it lasts, and between which hosts."""
+    if kind in OF_HOSTS and len(set(plan.hosts)) == 1:  # with which the run would be gone
+        kind = "freeze agent" if kind == "freeze host" else "kill agent"
     seconds = FOR_EVER
     if kind in ("stop", "freeze agent", "freeze host", "cut", "cut one way"):
         seconds = chance.choice((chance.uniform(0.2, 8), chance.uniform(8, 30), FOR_EVER))
     elif kind == "ctrl-c twice":
-        seconds = chance.uniform(0.2, 4)
+        seconds = chance.choice((chance.uniform(0.3, 0.3 + plan.step_seconds), chance.uniform(0.2, 4)))
     away = [other for other in range(plan.ranks) if plan.hosts[other] != plan.hosts[rank]]
     other = chance.choice(away) if away and kind in OF_LINKS else 0
-    return Fault(at=round(chance.uniform(0.1, end), 3), kind=kind, rank=rank, other=other, seconds=round(seconds, 2))
+    where = {"rank": rank, "other": other, "of": rank if after in STATES else 0}
+    return Fault(at=round(at, 3), kind=kind, seconds=round(seconds, 2), after=after, **where)
 
 
 def shrunk(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
@@ -326,6 +431,9 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         {"types_again": 1},
         {"shrink_after": None},
         {"loads": (1.0, 1.0)},
+        {"closes": Plan.closes},
+        {"saves": 0.0},
+        {"works_on": 0.0},
         {"launched": False},
         {"script": False, "launched": False},
     ):

@@ -28,11 +28,12 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.protocol import reachability as rounds
-from ddp_manual.protocol import roll_call
+from ddp_manual.protocol import roll_call, states
+from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.world_spec import WorldSpec
 from tests.simulation.moments import Moments, watched
 from tests.simulation.network import EMPTY, Host, Listener, Network
-from tests.simulation.plan import FOR_EVER, Fault, Plan
+from tests.simulation.plan import FOR_EVER, STATES, THAT, Fault, Plan
 from tests.simulation.virtual_time import EPOCH, PROCESS, Process, VirtualLoop
 from tests.simulation.worker import Group, HeldState, Program, SimulatedWorker
 
@@ -81,6 +82,8 @@ class Rank:
     workers: list[SimulatedWorker] = field(default_factory=list)
     signals: list[tuple[float, int]] = field(default_factory=list)
     """When its agent has got a signal, and how far the run was."""
+    insists: bool = False
+    """Whether a second one has come while it still worked."""
 
     @property
     def is_script(self) -> bool:
@@ -105,6 +108,11 @@ class Rank:
     @property
     def runs(self) -> bool:
         return self.ended is None and not self.killed
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its agent has its result or its error."""
+        return self.agent is not None and isinstance(self.agent.protocol.state, states.Ended)
 
 
 class Witness:
@@ -170,6 +178,10 @@ class Run:
         self.moments = Moments(self)
         self.dying: dict[int, float | None] = {}
         """The ranks whose workers die one after the other: so many seconds after each has started; None: at work."""
+        self.have_given_up: set[int] = set()
+        """The ranks that have looked for another rank 0."""
+        self._awaited: set[int] = set()
+        """The faults that strike once a rank comes to what they wait for."""
         self._pids = itertools.count(1000)
         self._asked_to_stop: set[int] = set()
 
@@ -355,6 +367,41 @@ class Run:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
+    def _await(self, number: int) -> None:
+        """Let a fault strike at its time; or, now that the fault before has had its turn, after what it waits for."""
+        fault = self.plan.faults[number]
+        if not fault.after:
+            return
+        is_at = not fault.after.endswith("again") and any(self._is_at(rank, fault) for rank in self.ranks)
+        if fault.after == THAT or is_at:
+            self.loop.call_later(fault.at, self._take_turn, number, context=EMPTY)
+        else:
+            self._awaited.add(number)
+
+    def _is_at(self, rank: Rank, fault: Fault) -> bool:
+        """Return whether a rank is at what a fault waits for."""
+        is_that_rank = rank.number == fault.of and rank.belongs and rank.runs and rank.agent is not None
+        return is_that_rank and type(rank.agent.protocol.state).__name__ == STATES.get(fault.after)
+
+    def comes_to_another_state(self, agent: AgentProtocol) -> None:
+        """Let the faults strike that wait for this."""
+        rank = next((rank for rank in self.ranks if rank.agent is not None and rank.agent.protocol is agent), None)
+        if rank is None:
+            return  # it is being made
+        self.moments.hears(rank)
+        if isinstance(agent.state, states.Looking):
+            self.have_given_up.add(rank.number)
+        for number in [*self._awaited]:
+            fault = self.plan.faults[number]
+            if self._is_at(rank, fault):
+                self._awaited.remove(number)
+                self.loop.call_later(fault.at, self._take_turn, number, context=EMPTY)
+
+    def _take_turn(self, number: int) -> None:
+        self._strike(self.plan.faults[number])
+        if number + 1 < len(self.plan.faults):
+            self._await(number + 1)
+
     def _strike(self, fault: Fault) -> None:
         rank = next((one for one in reversed(self.ranks) if one.number == fault.rank and one.belongs), None)
         strikes = rank is not None and rank.runs and rank.host.up and rank.agent is not None
@@ -397,8 +444,8 @@ class Run:
 
     def _hang(self, fault: Fault, rank: Rank) -> bool:
         program = rank.program
-        if program is None or program.phase != "at work" or program.inside:
-            return False
+        if program is None or program.phase != "at work" or program.inside or program.step >= self.plan.steps:
+            return False  # after its last collective a program may take as long as it likes
         return self._to_program(rank, lambda program: setattr(program, "hangs", True))
 
     def _stop(self, fault: Fault, rank: Rank) -> bool:
@@ -432,6 +479,8 @@ class Run:
         def thaw() -> None:
             self.frozen_hosts -= {rank.host.number for rank in ranks} if "host" in fault.kind else set()
             for rank in ranks:
+                if rank.host_is_frozen:  # meanwhile
+                    continue
                 rank.process.go_on()
                 if rank.program is not None and "host" in fault.kind:
                     rank.program.go_on()
@@ -490,6 +539,9 @@ class Run:
 
     def _take_signal(self, rank: Rank, number: int = signal.SIGINT) -> None:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
+            again = bool(rank.signals) and self.loop.now - rank.signals[0][0] > signals.ONCE_WITHIN
+            protocol = rank.agent.protocol
+            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.noted
             rank.signals.append((self.loop.now, max(self.line, default=0)))
             rank.agent.take_signal(number)
 
@@ -595,7 +647,9 @@ class Run:
         return self.programs.get(key[1])
 
     def check_group(self, group: Group, program: Program) -> None:
-        self.began = self.loop.now if self.began is None else self.began
+        if self.began is None:
+            self.began = self.loop.now
+            self.moments.begin()
         if group.generation != program.generation or group.size != program.place["world_size"]:
             self.break_invariant(5, f"{program.rank.who} joins a group of another generation")
         here = {member.rank.number for member in group.members.values()}
@@ -619,6 +673,16 @@ class Run:
         if step != (newest.step if newest else 0):
             self.break_invariant(6, f"{program.rank.who} goes on from step {step}, {newest} is held")
 
+    def check_kill(self, program: Program) -> None:
+        """Check that a program which waits on its way out is let go, in place of killed, where its rank goes on or no
+        other one is left."""
+        rank = program.rank
+        others = [other for other in self.ranks if other is not rank and other.belongs]
+        is_last = all(other.ended is not None for other in others) and not self.network.cuts
+        goes_on = rank.agent is not None and not isinstance(rank.agent.protocol.state, states.Ended)
+        if program.waits_for_its_agent and len(rank.signals) < 2 and (goes_on or is_last):
+            self.break_invariant(12, f"the program of {program.rank.who} is killed while it waits on its way out")
+
     def check_step(self, program: Program) -> None:
         """Check that one line of steps is committed: no older generation does a step again."""
         before = self.line.get(program.step, -1)
@@ -630,7 +694,8 @@ class Run:
 
     def note_finished(self, program: Program) -> None:
         self.moments.done_at[program] = self.loop.now
-        self.finished.setdefault(program.rank.number, self.loop.now)
+        if not program.saves:
+            self.finished.setdefault(program.rank.number, self.loop.now)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -656,8 +721,11 @@ class Run:
                     self.loop.call_at(at, self.type_rank, number, self.network.hosts[node], context=EMPTY)
                 elif node not in self.plan.hosts[:number]:
                     self.loop.call_at(at, self.launch, node, context=EMPTY)
-            for fault in self.plan.faults:
-                self.loop.call_at(fault.at, self._strike, fault, context=EMPTY)
+            for number, fault in enumerate(self.plan.faults):
+                if not fault.after:
+                    self.loop.call_at(fault.at, self._take_turn, number, context=EMPTY)
+                elif number == 0:
+                    self._await(number)
             self.loop.run_until_complete(self._wait())
             self.over = self.loop.now
             self.loop.wind_up()
@@ -776,6 +844,7 @@ def patched(run: Run) -> Iterator[None]:
             {
                 "handle_in_event_loop": lambda handle: contextlib.nullcontext(),
                 "Witness": Witness,
+                "is_caught": lambda pid, number: run.plan.saves > 0,
             },
         ),
         (local, {"RankOutput": Output}),

@@ -12,7 +12,7 @@ import secrets
 import pytest
 
 from tests.simulation.__main__ import first_failure, simulate
-from tests.simulation.plan import draw
+from tests.simulation.plan import Plan, draw
 from tests.simulation.planted import FAULTS, Planted, found_by
 
 RUNS = int(os.environ.get("DDP_MANUAL_SOAK_RUNS", "3000"))
@@ -37,8 +37,14 @@ def test_simulated_runs_break_no_invariant(block: int) -> None:
 @pytest.mark.timeout(0 if RUNS_TO_FIND > 100 else 300)
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name.replace(" ", "-"))
 def test_simulated_runs_find_a_planted_fault(planted: Planted) -> None:
-    found, said = found_by(planted, RUNS_TO_FIND)
-    assert found, said
+    finding = found_by(planted, RUNS_TO_FIND)
+    assert finding.runs is not None, finding.said
+
+
+def test_a_plan_is_read_as_it_was_put_into_words() -> None:
+    for seed in range(300):
+        words = str(draw(seed))
+        assert str(Plan.from_words(words)) == words
 
 
 def test_a_seed_gives_the_same_transcript_again() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.simulation.run import Rank, Run
 
 LOADING, WAITING, AT_WORK, LEFT = "loading", "waiting", "at work", "left"
+# Seconds until our training leaves without a word of its agent: see worker/main.py.
+LEAVE_WITHIN = 70.0
 
 
 class HeldState:
@@ -48,6 +50,8 @@ class Group:
     def __init__(self, run: Run, store: tuple[str, int], size: int, generation: int) -> None:
         self.run, self.store, self.size, self.generation = run, store, size, generation
         self.members: dict[int, Program] = {}
+        self.done: set[int] = set()
+        """The ranks that have done their work."""
         self._arrived: dict[str, dict[int, tuple[Program, int, Callable[[int], None]]]] = {}
         self.broken = False
 
@@ -100,7 +104,13 @@ class Program:
         self.alive, self.stopped, self.hangs, self.failed, self.debugs = True, False, False, False, False
         self.place: dict[str, Any] = {}
         self.step = self.generation = 0
+        self.first_step: float | None = None
+        """When it has done one."""
         self.asked_to_stop = 0
+        self.saves = self.closes_with_all = False
+        """Whether it saves, since it was told to end; whether it was told to close once all had done their work."""
+        self._steps_here = 0
+        self._is_on_its_way_out = self._may_go = self._is_done = False
         self.group: Group | None = None
         self.failing: TrainingFailed | None = None
         self._stopped_with: Stopped | None = None
@@ -109,6 +119,21 @@ class Program:
         self._said_last = 0.0
         run.programs[self.pid] = self
         self._beat()
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it has left in order after a step, since a signal has asked for that."""
+        return self.phase == LEFT and self._stopped_with is not None
+
+    @property
+    def has_left_by_itself(self) -> bool:
+        """Whether its work is done, which nobody has stopped."""
+        return self.phase == LEFT and not self.saves and self._stopped_with is None
+
+    @property
+    def waits_for_its_agent(self) -> bool:
+        """Whether it is on its way out, and may not go yet."""
+        return self.rank.is_script and self.alive and self._is_on_its_way_out and not self._may_go
 
     # -- as its kernel sees it ----------------------------------------------------------------------------------------
 
@@ -155,8 +180,8 @@ class Program:
         beat = Beat(
             phase=LEAVING if self.phase == LEFT else "training" if self.phase == AT_WORK else "joining",
             epoch=1 if self.step else 0,
-            step=self.step,
-            collectives={"0": self.step} if self.step else {},
+            step=self.step if self._steps_here else 0,
+            collectives={"0": self._steps_here} if self._steps_here else {},
             inside=bool(self.inside),
             place="train.py:12 in main" if self.inside else "train.py:10 in main",
             debugging=self.debugs,
@@ -176,10 +201,15 @@ class Program:
                 self._begin(message.placed)
             case from_agent.Stop():
                 self.asked_to_stop = self.asked_to_stop or message.number
-            case from_agent.Close() if not self.rank.is_script:
-                self.later(0.01, lambda: self.send(from_worker.Left()))
+            case from_agent.Close():
+                all_are_done = self.group is not None and len(self.group.done) == self.group.size
+                self.closes_with_all = all_are_done and self.run.moments.all_are_known_to_be_done
+                if not self.rank.is_script:
+                    self.later(self.run.random.uniform(*self.run.plan.closes), self._wait_to_go)
             case from_agent.Over():
-                self.later(0.01, (lambda: self.die(0)) if self.rank.is_script else self._is_done)
+                self._may_go = True
+                if self._is_on_its_way_out:
+                    self.later(0.01, self._go)
             case from_agent.BeQuiet():
                 self.later(0.001, lambda: self.send(from_worker.IsQuiet()))
             case from_agent.BeforeTheEnd():
@@ -228,7 +258,8 @@ class Program:
 
     def _work(self) -> None:
         if self.step >= self.run.plan.steps:
-            self._finish(None)
+            works_on = self.run.plan.works_on if self.rank.number else 0.0  # after its last collective, by itself
+            self.later(self.run.random.uniform(0, works_on), self._end_work) if works_on else self._finish(None)
         elif not self.hangs:
             self.inside = ""
             self.later(self.run.plan.step_seconds * self.run.random.uniform(0.8, 1.2), self._meet)
@@ -249,6 +280,8 @@ class Program:
 
     def _stepped(self, stop: int) -> None:
         self.step += 1
+        self._steps_here += 1
+        self.first_step = self.run.loop.now if self.first_step is None else self.first_step
         self.run.check_step(self)
         self.held.steps_done = self.step
         if self.run.plan.on_loss != "leave" and self.step % self.run.plan.hold_every == 0:
@@ -258,25 +291,43 @@ class Program:
         else:
             self._work()
 
+    def _end_work(self) -> None:
+        if self.failing is not None:
+            self.fail(self.failing)
+        elif not (self.hangs or self.failed):
+            self._finish(None)
+
     def _finish(self, stopped: Stopped | None) -> None:
         self.phase, self._stopped_with, self.inside = LEFT, stopped, ""
+        if self.group is not None and not self.saves:
+            self.group.done.add(self.place["rank"])
         self.run.note_finished(self)
         if not self.rank.is_script:
             self.send(from_worker.TakesNoRequests())
         self._say_where()
         self.later(0.01, lambda: self.send(from_worker.Finished()))
         if self.rank.is_script:
-            if self.rank.number == 0:
-                self.later(0.011, lambda: self.send(from_worker.Left()))
-            else:
-                self.later(0.02, lambda: self.die(0))
+            self.later(0.011, self._wait_to_go) if self.rank.number == 0 else self.later(0.02, self._go)
 
-    def _is_done(self) -> None:
-        stopped = self._stopped_with
-        self.send(from_worker.StoppedInOrder(LastWords.of(stopped)) if stopped else from_worker.Result({}))
+    def _wait_to_go(self) -> None:
+        """Wait on the way out until its agent says that nobody needs torch's store any more: our training for a time,
+        a program for ever."""
+        self._is_on_its_way_out = True
+        self.send(from_worker.Left())
+        if self._may_go:
+            self._go()
+        elif not self.rank.is_script:
+            self.later(LEAVE_WITHIN, self._go)
+
+    def _go(self) -> None:
+        if self.rank.is_script:
+            self.die(0)
+        elif not self._is_done:
+            self._is_done, stopped = True, self._stopped_with
+            self.send(from_worker.StoppedInOrder(LastWords.of(stopped)) if stopped else from_worker.Result({}))
 
     def collective_breaks(self) -> None:
-        if self.phase == AT_WORK:
+        if self.phase == AT_WORK and not self.saves:
             error = PeerLost(
                 f"rank {self.rank.number} lost its connection to another rank",
                 why="Connection closed",
@@ -292,12 +343,17 @@ class Program:
         self.hangs = self.debugs = True
 
     def interrupt(self, number: int) -> None:
-        """Get a signal that asks to stop: a program without a handler ends."""
-        if self.rank.is_script and self.alive and self.phase != LEFT:
-            if number == signal.SIGINT and self.phase == AT_WORK:
+        """Get a signal that asks to stop: a program without a handler ends, another one saves and leaves in order."""
+        if not self.rank.is_script or not self.alive:
+            return
+        if number == signal.SIGINT:
+            if self.phase == AT_WORK:
                 self.later(0.01, lambda: self._fail(LastWords.of(Stopped(number)), broken=False))
-            elif number != signal.SIGINT:
-                self.die(-number)
+        elif not self.run.plan.saves or self.phase in (LOADING, WAITING):
+            self.die(-number)
+        elif self.phase == AT_WORK and not self.saves:
+            self.saves = self.hangs = True
+            self.later(self.run.plan.saves, partial(self._finish, None))
 
     def _fail(self, words: LastWords, *, broken: bool) -> None:
         if self.failed:
@@ -345,6 +401,7 @@ class SimulatedWorker(Worker):
         if self.ended or not self._program.alive:
             return
         if number == signal.SIGKILL:
+            self._program.run.check_kill(self._program)
             self._program.die(-signal.SIGKILL)
         elif number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             self._program.later(0.001, lambda: self._program.interrupt(number))
