@@ -71,15 +71,15 @@ FAULTS = (
     Planted("the newest state is the oldest", "max(found, default=(None, 0))", "min(found, default=(None, 0))"),
     Planted("no state is said to be held", "if source is not None else None,", "if False else None,"),
     Planted("a generation never passes", "        self.generation += 1\n", ""),
-    Planted("join_timeout never comes", "if waited > self._wait_within and", "if False and"),
-    Planted("a newcomer restarts the clock", "else now - self._missing_for", "else now"),
+    Planted("join_timeout never comes", "if waited > state.limit:", "if False:"),
     Planted(
-        "left out for ever",
-        "            self.roll_call.left_out -= self._left_out_to_stop\n",
-        "",
+        "a newcomer restarts the clock",
+        "self.missing_since, self.loading_since = now - self.missing_for(now), None",
+        "self.missing_since, self.loading_since = now, None",
     ),
+    Planted("left out for ever", "            self._become(rank, Seat.EMPTY)\n", "            pass\n"),
     Planted("survivors are not awaited", "silent_after(self.run) + SURVIVORS_WITHIN", "0.0"),
-    Planted("a silent newcomer keeps its seat", "if not begun or rank in newcomers]", "if not begun]"),
+    Planted("a silent newcomer keeps its seat", "if not begun or self.roll_call.is_left_out(rank)]", "if not begun]"),
     Planted("a second holder of a rank", "if refusal is None and holder is not None:", "if False:"),
     Planted(
         "the worker is not replaced",
@@ -87,24 +87,22 @@ FAULTS = (
         "            pass\n        except",
     ),
     Planted(
-        "rank 0's silence is no loss",
-        "if now - self._heard > silent_after(self._run) and passed < 1:",
-        "if False:",
+        "rank 0's silence is no loss", "if now - self._heard > silent_after(self.run) and passed < 1:", "if False:"
     ),
     Planted(
         "give up with what is held",
-        "if not isinstance(self.state, states.Placed) and self._so_far is None:",
+        "if not isinstance(self.state, states.Placed) and self.so_far is None:",
         "if not isinstance(self.state, states.Placed):",
     ),
     Planted(
         "lines after the last error",
-        "case _ if isinstance(self.state, states.Ended):",
-        "case _ if False:",
+        "case _ if isinstance(self.state, states.Ended):\n                pass  # it has told",
+        "case _ if False:\n                pass  # it has told",
     ),
     Planted(
         "a rank that is done looks for rank 0",
         "if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more\n"
-        "            self._enter(states.Alone())\n"
+        "            self.enter(states.Alone())\n"
         "        if not isinstance(self.state, (states.Waiting, states.Working))",
         "if not isinstance(self.state, (states.Waiting, states.Working, states.Closing))",
     ),
@@ -123,7 +121,11 @@ FAULTS = (
         "elif now - self._first.get(seen_by, now) > ONCE_WITHIN:",
         "elif False:",
     ),
-    Planted("what is held is thrown away", "elif self._expired or self.run.script or", "elif True or"),
+    Planted(
+        "what is held is thrown away",
+        "elif self.run.script:\n            self._refuse_all(never",
+        "elif True:\n            self._refuse_all(never",
+    ),
     Planted(
         "rank 0 leaves first",
         "            await coordinator.wait_for_goodbyes(",
@@ -131,8 +133,8 @@ FAULTS = (
     ),
     Planted(
         "a verdict about a replaced worker is awaited",
-        "            timer.cancel()\n",
-        "            pass\n",
+        "if work is self.work:\n                call()",
+        "if True:\n                call()",
     ),
     Planted(
         "an ended rank comes to life",
@@ -145,13 +147,19 @@ FAULTS = (
         "hear(rank, None, max(member.heard, self._goes_on_since))",
         "hear(rank, None, now)",
     ),
-    Planted("the first Ctrl-C does nothing", "if (heeded or goes_on) and not self._is_script:", "if goes_on:"),
-    Planted("a dying newcomer restarts the clock", "self._waits_since -= missing_for", "pass"),
-    Planted("a rank may be lost for ever", "(rank in restarted and before >= MOST_WITHOUT_A_STEP)", "False"),
+    Planted("the first Ctrl-C does nothing", "is_followed = heeded or goes_on", "is_followed = goes_on"),
+    Planted(
+        "a dying newcomer restarts the clock", "missing_for=state.missing_for if no_further else 0.0", "missing_for=0.0"
+    ),
+    Planted(
+        "a rank may be lost for ever",
+        "too_often = rank in restarted and before >= MOST_WITHOUT_A_STEP",
+        "too_often = False",
+    ),
     Planted(
         "an old worker is heard",
-        "if work is self._work:\n                self._take_from",
-        "if True:\n                self._take_from",
+        "if work is self.protocol.work:\n                if isinstance(message",
+        "if True:\n                if isinstance(message",
     ),
     Planted(
         "no token is needed",
@@ -160,7 +168,7 @@ FAULTS = (
     ),
     Planted(
         "a program waits on its way out for ever",
-        "self._ending.in_background(self._leave_in_order(math.inf))  # torch's store ends with it",
+        "self._shell.leave_in_order(math.inf)  # torch's store ends with it",
         "pass",
     ),
     Planted("any token will do", "if not hmac.compare_digest(", "if None is hmac.compare_digest("),
