@@ -80,7 +80,9 @@ class CoordinatorProtocol:
         self.handshakes = Handshakes(self.roll_call, seal, own_nonce)
         self._own_addresses, self._folder_of, self._show = own_addresses, folder_of, show
         self._peers: dict[int, Peer] = {}
-        self._now = self._ticked = self._goes_on_since = now
+        self._now = self._ticked = now
+        self._goes_on_since = -math.inf
+        """Since when this process goes on, if it was stopped for long: the others may have given it up."""
         self._watch = Watch(self.roll_call, self._peers, now)
         self._next_news = self._next_beat = 0.0
         self._line_for_rank_0 = ""
@@ -345,8 +347,10 @@ class CoordinatorProtocol:
         """
         shrink_after = math.inf if self.run.shrink_after is None else self.run.shrink_after
         shrink_after = 0.0 if self.run.on_loss == SHRINK else shrink_after
-        if self.seats.adopted:  # other survivors may be on their way to the new rank 0
-            shrink_after = max(shrink_after, silent_after(self.run) + SURVIVORS_WITHIN)
+        # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
+        until_they_are_here = silent_after(self.run) + SURVIVORS_WITHIN
+        if self.seats.adopted or self._now - self._goes_on_since < until_they_are_here:
+            shrink_after = max(shrink_after, until_they_are_here)
         alone = self.run.world_size > 2 and self.roll_call.members.keys() <= {0}
         if waited >= shrink_after and not alone:
             self.shrink()
