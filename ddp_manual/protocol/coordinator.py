@@ -440,7 +440,10 @@ class CoordinatorProtocol:
 
     @property
     def _may_begin_anew(self) -> bool:
-        return not (self._watch.is_undecided or self._watch.health.has_finished())
+        """Whether the ranks at work can begin anew with others: none of them is lost, or has finished."""
+        if self._watch.is_undecided or self._watch.health.has_finished():
+            return False
+        return self._watch.health.late(self._now) is None  # what it has said last may still be read
 
     def _complete(self) -> None:
         """Send each rank its place, with which its worker begins: all ranks are here."""

@@ -42,6 +42,12 @@ def affected(run: Run, fault: Fault) -> set[int]:
     return ranks | run.have_given_up if fault.kind.startswith("freeze") and 0 in ranks else ranks
 
 
+def is_stuck_alone(rank: Rank) -> bool:
+    """Return whether a rank is stuck in a world that has shrunk to it: nobody waits for it, who could say so."""
+    program = rank.program
+    return program is not None and program.hangs and program.group is not None and program.group.size == 1
+
+
 def check(run: Run) -> None:
     """Add to ``run.broken`` what does not hold at its end."""
     breaks = run.break_invariant
@@ -51,7 +57,7 @@ def check(run: Run) -> None:
     faults = [fault for _, fault in run.struck if is_fault(fault)]
     for rank in run.ranks:
         stopped = rank.process.frozen or not rank.host.up
-        if rank.runs and not stopped:
+        if rank.runs and not stopped and not is_stuck_alone(rank):
             breaks(1, f"{rank.who}, typed at {rank.typed:.2f} s, never ends")
         if rank.ended is None:
             continue
