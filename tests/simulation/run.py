@@ -153,6 +153,8 @@ class Run:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, max(plan.hosts) + 2, self.random)
         self.ranks: list[Rank] = []
+        self._launches: list[asyncio.Task[None]] = []
+        """Kept, also of hosts that lose their power: a task that nobody has is collected where it waits."""
         self.struck: list[tuple[float, Fault]] = []
         """The faults that struck something, and when."""
         self.broken: list[str] = []
@@ -304,7 +306,7 @@ class Run:
             self.see(ranks[0].host.name, f"*** launch ends: {[rank.exit_code for rank in ranks]}")
             self.loop.call_soon(lambda: [self._end_processes(rank) for rank in ranks], context=EMPTY)
 
-        self.loop.create_task(attempt())
+        self._launches.append(self.loop.create_task(attempt()))
 
     def _say(self, rank: Rank, line: str) -> None:
         if self.over is not None:
@@ -680,7 +682,9 @@ class Run:
         others = [other for other in self.ranks if other is not rank and other.belongs]
         is_last = all(other.ended is not None for other in others) and not self.network.cuts
         goes_on = rank.agent is not None and not isinstance(rank.agent.protocol.state, states.Ended)
-        if program.waits_for_its_agent and len(rank.signals) < 2 and (goes_on or is_last):
+        frozen = {fault.rank for _, fault in self.struck if fault.kind.startswith("freeze")} | self.frozen_with_host
+        is_known = rank.number not in frozen  # otherwise its time may be up before its agent hears of it
+        if program.waits_for_its_agent and len(rank.signals) < 2 and is_known and (goes_on or is_last):
             self.break_invariant(12, f"the program of {program.rank.who} is killed while it waits on its way out")
 
     def check_step(self, program: Program) -> None:
