@@ -523,7 +523,7 @@ class CoordinatorProtocol:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited, self._own_addresses))
         elif self.run.script:
             self._refuse_all(never_taken.error())
-        elif not self.seats.held.keys() >= self.roll_call.have_worked:
+        elif not self.seats.have_said(self.roll_call.have_worked):
             pass  # some ranks, which end their workers, have not said yet what they hold
         elif self.seats.newest(self.roll_call.members)[0] is None:
             self._refuse_all(never_taken.error())

@@ -122,6 +122,10 @@ class Seats:
         if self._pause is not None:
             self._pause.steps_done = max(self._pause.steps_done, steps_done)
 
+    def have_said(self, ranks: Collection[int]) -> bool:
+        """Return whether all these ranks have said which state they hold."""
+        return self.held.keys() >= {*ranks}
+
     def lose_too(self, info: RankInfo, how: str) -> None:
         """Take that one more rank is lost, while the others begin anew."""
         error = PeerLost(f"{info.who} {how}", why="it was lost while the others began anew", next="")
@@ -159,7 +163,7 @@ class Seats:
             restarted: the lost ranks whose agents start another worker by themselves.
         """
         pause = self._pause
-        if pause is None or pause.has_judged or not self.held.keys() >= {*among}:
+        if pause is None or pause.has_judged or not self.have_said(among):
             return None
         pause.has_judged = True
         moment, _ = self.newest(among)
@@ -235,7 +239,7 @@ class Seats:
         """
         if self._pause is None or self._pause.has_said:
             return None
-        waits = not run.script and not all(rank in self.held for rank in here)
+        waits = not run.script and not self.have_said(here)
         if waits or not self.lost:
             return None
         self._pause.has_said = True
