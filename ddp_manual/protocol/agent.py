@@ -295,7 +295,7 @@ class AgentProtocol:
 
     def _lose_peer(self, error: DdpManualError) -> None:
         """Fail with a peer; if signals have asked both to stop, only once the program had the time to end by itself."""
-        stopped = self.signals.stopped_by(None, self.again)
+        stopped = self.signals.stopped_by(None, self.again) if self.work.own_words is None else None
         if stopped is None or self.work.words_of_another != Stopped.identifier:
             self._shell.fail(error)
             return

@@ -456,7 +456,8 @@ class CoordinatorProtocol:
             self._send_news()
         now, ready = self._now, self.roll_call.members[0].ready
         assert ready is not None and ready.store is not None
-        newcomers = places.keys() & self._newcomers
+        came = self._newcomers if self.seats.adopted else self.roll_call.members.keys() - self.roll_call.have_worked
+        newcomers = places.keys() & came - {0}
         gone_on = self.seats.complete(self.run, {info.rank: info for info in self.roll_call.infos()}, now)
         self.roll_call.complete(now)
         if gone_on is not None:

@@ -180,7 +180,10 @@ class RollCall:
             self.refuse(info.who, refusal, now)
             return refusal
         self.members[info.rank] = Member(_without_copies(info, self.rank_0), now)
-        self._follow(info.rank, TAKEN)
+        if info.goes_on and isinstance(self.state, Gathering):  # it may be the only one that still has the state
+            self._become(info.rank, Seat.LOADING)
+        else:
+            self._follow(info.rank, TAKEN)
         self.warnings += warnings
         self.changed = True
         return True

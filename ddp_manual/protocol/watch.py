@@ -101,7 +101,7 @@ class Watch:
         self.lost: dict[int, Loss] = {}
         """The ranks that were lost, in a run that keeps their seats, until the coordinator has heard of them."""
         self.newcomers: set[int] = set()
-        """The ranks that have come to a run which had begun."""
+        """The ranks that have come, or come back, to a run which had begun."""
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
@@ -238,9 +238,10 @@ class Watch:
         return self._roll_call.run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
 
     def _has_worked(self, rank: int) -> bool:
-        """Return whether a rank has begun to work with the others: our training, with its first step."""
-        beat = self.health.beat(rank)
-        return bool(beat.collectives) if self._roll_call.run.script else beat.step > 0
+        """Return whether a rank has begun to work with the others: our training, with the first step of any of them."""
+        if self._roll_call.run.script:
+            return bool(self.health.beat(rank).collectives)
+        return any(self.health.beat(other).step > 0 for other in self._all_ranks)
 
     @property
     def is_undecided(self) -> bool:

@@ -51,7 +51,8 @@ class Moments:
         """How many workers each agent has started since then."""
         self.done_at: dict[Program, float] = {}
         """When the work of a program was done."""
-        self._missing_for = self._looked = 0.0
+        self._looked = 0.0
+        self._miss_anew()
         self._cut_off: set[Rank] = set()
         self._zero: Rank | None = None
 
@@ -76,7 +77,8 @@ class Moments:
                 self.heard_since.pop(rank, None)
                 self.unheard_since[rank] = self.unheard_since.get(rank, now) if can_judge else now
         if zero is not self._zero or not can_judge:
-            self._zero, self._missing_for = zero, 0.0
+            self._zero = zero
+            self._miss_anew()
         if can_judge and zero is not None:
             self._seats_can_be_taken(zero)
             self._the_wait_ends(zero, passed)
@@ -84,7 +86,12 @@ class Moments:
             self._store_is_kept()
 
     def begin(self) -> None:
-        """Note that the run has begun: which ranks are missed, and for how long, is counted anew."""
+        """Note that the run has begun."""
+        self._miss_anew()
+
+    def _miss_anew(self) -> None:
+        """Count anew which ranks are missed, and for how long."""
+        self._missed: set[int] = set()
         self._missing_for = 0.0
 
     def hears(self, rank: Rank) -> None:
@@ -124,13 +131,17 @@ class Moments:
             return
         if any(rank.program is not None and rank.program.stopped for rank in run.ranks):
             return  # where it loads torch, all have another time-out for that
-        if len(heard) < plan.ranks:
+        missing = {*range(plan.ranks)} - heard
+        if missing - self._missed:  # the seat of a rank that was not lost before is kept for as long as any
+            self._missed |= missing
+            self._missing_for = 0.0
+        if missing:
             self._missing_for += passed
         waits = plan.join_timeout if run.began is None else plan.rejoin_timeout
         waits += (plan.peer_timeout + 1) * max(1, sum(fault.kind in SILENT for _, fault in run.struck))
         if self._missing_for > waits + plan.loads[1] + 3 * plan.step_seconds + SLACK:
             run.break_invariant(11, f"{zero.who} waits on for ranks that have been missing for too long")
-            self._missing_for = 0.0
+            self._miss_anew()
 
     def _store_is_kept(self) -> None:
         """13: rank 0's worker, whose work is done, keeps torch's store for those that still work."""
@@ -151,11 +162,14 @@ class Moments:
         if self.workers[rank] > MOST_WORKERS:
             self.run.break_invariant(11, f"{rank.who} starts {self.workers[rank]} workers without a step in between")
 
-    def stepped(self, program: Program) -> None:
+    def stepped(self, program: Program, *, alive: bool) -> None:
+        """Note that a program has done a step; all processes of its group are ``alive``, or this one is behind."""
+        if not alive:
+            return
         if program.step not in self.run.line:
             self.workers.clear()
         self.shrunk.discard(program.rank.number)
-        self._missing_for = 0.0
+        self._miss_anew()
         now = self.run.loop.now
         is_heard = not program.rank.process.frozen and now - (program.first_step or now) > SAID_WITHIN
         if program.generation == 0 or is_heard:

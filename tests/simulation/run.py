@@ -26,6 +26,7 @@ from ddp_manual import launchers, signals
 from ddp_manual.agent import coordinator, ending, join, local, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
+from ddp_manual.held_memory import Moment
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call, states
@@ -608,11 +609,13 @@ class Run:
 
     def _keep_dying(self, fault: Fault, rank: Rank) -> bool:
         self.dying[rank.number] = fault.seconds
-        return self._kill(fault, rank)
+        self._kill(fault, rank)
+        return True  # if there is no worker at the moment, the next one dies
 
     def _keep_dying_at_work(self, fault: Fault, rank: Rank) -> bool:
         self.dying[rank.number] = None
-        return self._kill(fault, rank)
+        self._kill(fault, rank)
+        return True
 
     def _type_without_the_token(self, fault: Fault, rank: Rank | None) -> None:
         host = self.network.hosts[self.plan.hosts[fault.rank]]
@@ -667,11 +670,14 @@ class Run:
         if program.rank.number in self.dying and self.dying[program.rank.number] is None:
             program.later(0.0, partial(program.die, -signal.SIGKILL))
 
+    def newest_moment(self, group: Group) -> Moment | None:
+        """Return the newest moment that a living holder has."""
+        ranks = {member.rank for member in group.members.values()} | {*self.moments.living_holders()}
+        return max((rank.held.moment for rank in ranks if rank.held and rank.held.moment), default=None)
+
     def check_beginning(self, program: Program, step: int) -> None:
-        """Check that the run goes on from the newest moment that a living holder has."""
-        members = {member.rank for member in program.group.members.values()} if program.group else set()
-        members.update(self.moments.living_holders())
-        newest = max((one.held.moment for one in members if one.held and one.held.moment), default=None)
+        """Check that the run goes on from the newest moment that a living holder had when the state was given out."""
+        newest = program.group.newest if program.group is not None else None
         if step != (newest.step if newest else 0):
             self.break_invariant(6, f"{program.rank.who} goes on from step {step}, {newest} is held")
 
@@ -693,7 +699,7 @@ class Run:
         alive = program.group is not None and len(program.group.members) == program.group.size
         if before > program.generation and alive:
             self.break_invariant(5, f"{program.rank.who} does step {program.step} in generation {program.generation}")
-        self.moments.stepped(program)
+        self.moments.stepped(program, alive=alive)
         self.line[program.step] = max(before, program.generation)
 
     def note_finished(self, program: Program) -> None:

@@ -54,6 +54,8 @@ class Group:
         """The ranks that have done their work."""
         self._arrived: dict[str, dict[int, tuple[Program, int, Callable[[int], None]]]] = {}
         self.broken = False
+        self.newest: Moment | None = None
+        """The newest state that anybody held when it was given to all."""
 
     def arrive(self, program: Program, what: str, brings: int, go_on: Callable[[int], None]) -> None:
         """Take part in a collective; ``go_on`` is called with the largest number that any rank has brought."""
@@ -73,6 +75,8 @@ class Group:
             if len(here) < self.size or not all(run.network.reaches(a, b) for a in hosts for b in hosts):
                 continue
             del self._arrived[what]
+            if what == "state":
+                self.newest = run.newest_moment(self)
             largest = max(brings for _, brings, _ in here.values())
             for program, _, go_on in here.values():
                 self._later(program, 0.001, 0.006, partial(program.leave, go_on, largest))
