@@ -499,6 +499,12 @@ class Stopping(Message):
     """A signal has asked this rank to stop the run in order."""
 
 
+class Tell(Message):
+    """Tell the others this about this rank."""
+
+    text: str
+
+
 class LostRank0(Message):
     """The agent leaves, since it has heard nothing of rank 0; which reads it if it was only stopped."""
 
@@ -658,8 +664,8 @@ class Rank0Leaves(Message):
 
 FromStranger = Hello | Look
 FromRank = (
-    WorkerReady | Heartbeat | Finished | Failed | Held | StacksReply | RecordsReply | Probed | Stopping | LostRank0
-    | Leaves | Goodbye
+    WorkerReady | Heartbeat | Finished | Failed | Held | StacksReply | RecordsReply | Probed | Stopping | Tell
+    | LostRank0 | Leaves | Goodbye
 )  # fmt: skip
 FromRank0 = (
     Greeting | Welcome | Refused | Later | Seen | News | Line | Probe | Placed | Alive | AskStacks | AskRecords

@@ -57,7 +57,9 @@ class WorldSpec(Options):
         1800.0, "Seconds to wait for rank 0, and then for all ranks to join (check: 30).", above=0
     )
     peer_timeout: float = rendezvous(
-        10.0, "Seconds without a sign of life after which a rank counts as lost; rank 0's counts for all.", minimum=1
+        60.0,
+        "Seconds of silence after which a rank counts as lost (it is named after 10); rank 0's counts for all.",
+        minimum=1,
     )
     stall_timeout: float | None = rendezvous(
         None,

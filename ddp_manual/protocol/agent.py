@@ -31,7 +31,7 @@ from ddp_manual.messages import (
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.program import Program
 from ddp_manual.protocol import states, verdicts
-from ddp_manual.protocol.health import heartbeat_period, silent_after
+from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import ProgramSignals, StopSignals
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
@@ -176,6 +176,7 @@ class AgentProtocol:
         self._expired: DdpManualError | None = None
         """Why the run ends after a last step, for which a rank is missing."""
         self._now = self._heard = self._ticked = now
+        self._silence = Silence(lambda _: "rank 0")
         self._next_beat = 0.0
         self._worker_number = 0
         """Of the worker that this agent speaks of, as rank 0 counts them on this connection."""
@@ -582,12 +583,16 @@ class AgentProtocol:
         again = self.again if leads or isinstance(self.state, states.Placed) else ""
         goes_on = self.so_far is not None and isinstance(self.state, states.Waiting)
         if error := self.signals.take(number, seen_by, self._shell.here, again, now, goes_on=goes_on):
-            worker.until = 0
-            self._shell.fail(error)
+            self._end_at_once(error)
             return
         is_asked = self._is_script and self.signals.stop
         if is_asked and worker.until is None:
             worker.until = now + SAVE_WITHIN
+
+    def _end_at_once(self, error: Stopped) -> None:
+        """End this rank, and give its worker no time."""
+        self._shell.worker.until = 0
+        self._shell.fail(error)
 
     def _ask_worker(self, number: int) -> None:
         """Tell the worker what a signal asks for, as soon as it works, and rank 0 that the run is about to end."""
@@ -609,6 +614,13 @@ class AgentProtocol:
         """Do what only time brings."""
         self._now = now
         passed, self._ticked = now - self._ticked, now
+        match self.signals.look(self._shell.worker.beat, now):
+            case str(unreached):
+                self._shell.log(unreached)
+                self.send(messages.Tell(unreached))
+            case Stopped() as error:
+                error.next = self.again
+                self._end_at_once(error)
         if self.run is None or isinstance(self.state, (states.Looking, states.Alone, states.Left, states.Ended)):
             return  # nobody to tell, or to hear of
         self._shell.look_around(waits=isinstance(self.state, states.Waiting))
@@ -617,6 +629,9 @@ class AgentProtocol:
         if now >= self._next_beat:
             self._next_beat = now + heartbeat_period(self.run)
             self._send_beat()
+            line = self._silence.look({0: self._heard}, self.run, now) if passed < 1 else None
+            if line is not None:
+                self._shell.log(line)
         if now - self._heard > silent_after(self.run) and passed < 1:
             what = f"has been silent for {now - self._heard:.0f} s"
             why = "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"

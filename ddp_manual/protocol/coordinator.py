@@ -21,7 +21,7 @@ from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
-from ddp_manual.protocol.health import heartbeat_period, silent_after
+from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import Gathering, RollCall, Seat, Working, missing_ranks_error
 from ddp_manual.protocol.seal import Seal
@@ -84,6 +84,7 @@ class CoordinatorProtocol:
         self._goes_on_since = -math.inf
         """Since when this process goes on, if it was stopped for long: the others may have given it up."""
         self._watch = Watch(self.roll_call, self._peers, now)
+        self._silence = Silence(self.roll_call.who)
         self._next_news = self._next_beat = 0.0
         self._line_for_rank_0 = ""
         """What its agent is told as soon as it is here."""
@@ -576,6 +577,9 @@ class CoordinatorProtocol:
                     self._advance()
             case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
                 self.roll_call.stopping.update({rank} if self.roll_call.works or self.seats.began else ())
+            case messages.Tell(text):
+                line = f"{self.roll_call.info(rank).who}: {printable(text)}"
+                self._watch.send_to_all(messages.Line(line), without=[rank])
             case messages.Leaves(words, at_work):
                 if at_work and self._works(rank):
                     verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged=False)
@@ -664,6 +668,9 @@ class CoordinatorProtocol:
                 peer.connection.write(ALIVE)
             if self.failure is None:
                 self._watch.check_health(now)
+                line = self._silence.look(self._watch.heard(), self.run, now) if passed < 1 else None
+                if line is not None:
+                    self._watch.send_to_all(messages.Line(line), without=self._silence.named)
         # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
         if self.roll_call.admits:
             self._admit()

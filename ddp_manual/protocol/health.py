@@ -20,6 +20,10 @@ SLOW = 1.5
 SLOW_FOR = 30.0
 # A rank is late once it has said nothing for as long as so many heartbeats.
 LATE_AFTER_BEATS = 2.5
+# Seconds of silence after which it is said who is silent, and after so many more again, until they are given up; of the
+# last seconds before that nothing is said.
+NAMED_AFTER = 10.0
+GIVEN_UP_SOON = 2.0
 # Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
 
@@ -34,6 +38,39 @@ def heartbeat_period(run: RunInfo) -> float:
 def silent_after(run: RunInfo) -> float:
     """Return the seconds after which a rank is silent: a heartbeat may be unsent, and another on its way."""
     return run.peer_timeout + 2 * heartbeat_period(run)
+
+
+class Silence:
+    """What is said of ranks that nothing is heard of, before they are given up: a network may come back.
+
+    Args:
+        who: names these ranks.
+    """
+
+    def __init__(self, who: Callable[[Sequence[int]], str]) -> None:
+        self._who = who
+        self.named: dict[int, int] = {}
+        """Rank that is silent -> how often it was named."""
+
+    def look(self, heard: Mapping[int, float], run: RunInfo, now: float) -> str | None:
+        """Return what is to be said now, if anything is.
+
+        Args:
+            heard: when the ranks were heard last; of those that are left out nothing is said any more.
+        """
+        seconds = {rank: now - at for rank, at in heard.items() if now - at >= NAMED_AFTER}
+        given_up_in = silent_after(run) - max(seconds.values(), default=0.0)
+        if given_up_in < GIVEN_UP_SOON:
+            return None
+        times = {rank: int(silent / NAMED_AFTER) for rank, silent in seconds.items()}
+        back = [rank for rank in self.named if rank in heard and rank not in times]
+        newly = [rank for rank, count in times.items() if count > self.named.get(rank, 0)]
+        self.named = times
+        if newly:
+            has = "has" if len(newly) == 1 else "have"
+            silent = f"{self._who(newly)} {has} been silent for {seconds[newly[0]]:.0f} s"
+            return f"{silent}, and will be given up in {given_up_in:.0f} s (--peer_timeout)"
+        return f"{self._who(back)} {'is' if len(back) == 1 else 'are'} heard again" if back else None
 
 
 @dataclass(frozen=True)

@@ -405,6 +405,10 @@ class RollCall:
     def info(self, rank: int) -> RankInfo:
         return self.members[rank].info
 
+    def who(self, ranks: Sequence[int]) -> str:
+        """Name ranks that are here: one with its host and pid."""
+        return self.info(ranks[0]).who if len(ranks) == 1 else in_words(as_ranges(sorted(ranks)))
+
     def silent(self, now: float) -> list[int]:
         """The ranks, without rank 0, that have been silent for too long."""
         return [rank for rank, member in self.members.items() if rank and now - member.heard > silent_after(self.run)]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ddp_manual.errors import DdpManualError, Stopped, asked_by
+from ddp_manual.messages import Beat
 from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 from ddp_manual.world_spec import WorldSpec
+
+# Seconds after which Ctrl-C ends a program that does not come out of a collective, where Python cannot react to it, and
+# after which that is said.
+OUT_WITHIN = 5.0
+SAID_AFTER = 1.0
 
 
 class StopSignals:
@@ -71,6 +78,10 @@ class StopSignals:
         self._first.setdefault(seen_by, now)
         return error
 
+    def look(self, beat: Beat, now: float) -> str | Stopped | None:
+        """Return what all are to be told, or what ends this rank, because a signal does not reach the worker."""
+        return None
+
     def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:
         """Return the error for a program that has ended itself with this exit code after a signal; None without one.
 
@@ -104,10 +115,41 @@ class StopSignals:
         return Stopped(number, next=again or "start this rank again: the others wait for it")
 
 
+@dataclass
+class Unreached:
+    """A program that is in a collective, after so many of each process group, since Ctrl-C was sent to it."""
+
+    collectives: Mapping[str, int]
+    said_at: float
+    ended_at: float
+
+    @classmethod
+    def since(cls, now: float, collectives: Mapping[str, int]) -> Unreached:
+        return cls(collectives, now + SAID_AFTER, now + OUT_WITHIN)
+
+
 class ProgramSignals(StopSignals):
     """What signals do to a rank that runs a user's own program: the program gets them, as it would from a terminal, and
-    a second one that asks to stop ends the rank at once.
+    a second one that asks to stop ends the rank at once. So does Ctrl-C itself, if the program stays in a collective.
     """
+
+    _unreached: Unreached
+    """Since the last time that the program has moved after Ctrl-C."""
+
+    def look(self, beat: Beat, now: float) -> str | Stopped | None:
+        if self.stop != signal.SIGINT:
+            return None
+        if not beat.inside or beat.collectives != self._unreached.collectives:
+            self._unreached = Unreached.since(now, beat.collectives)
+        wait = self._unreached
+        where = f"in a collective, on {beat.place or 'no line of Python'}"
+        if now >= wait.ended_at:
+            why = f"the program was {where}, and Python does not react to Ctrl-C there"
+            return Stopped(self.stop, f"after {OUT_WITHIN:.0f} s", why=why)
+        if now >= wait.said_at:
+            wait.said_at = wait.ended_at
+            return f"Ctrl-C cannot reach the program, which is {where}; it is ended in {wait.ended_at - now:.0f} s"
+        return None
 
     def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, goes_on: bool) -> Stopped | None:
         if not self.noted:
@@ -115,7 +157,7 @@ class ProgramSignals(StopSignals):
         if number == SAVE:
             self._to_worker(number)
         elif not self.stop:
-            self.stop, self._asked = number, now
+            self.stop, self._asked, self._unreached = number, now, Unreached.since(now, {})
             self._to_worker(number)
             self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
         elif now - self._asked > ONCE_WITHIN:

@@ -37,8 +37,8 @@ STACKS = 0
 FINISH_TOGETHER = 1.0
 # Seconds from a collective that broke until it is known which rank is to blame.
 BLAME_WITHIN = 1.5
-# Seconds until a line says that ranks of a program wait for others, long before that ends the run.
-STALL_LINE = 300.0
+# Seconds until a line says that ranks wait for others, long before that ends the run.
+STALL_LINE = 30.0
 # Ranks that have a line each, of those that are stopped, slow or in a debugger at the same moment.
 MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
@@ -123,6 +123,11 @@ class Watch:
         if beat is not None and self._comparison.hear(rank, beat.calls, now):
             self._look_at_records(now)
 
+    def heard(self) -> dict[int, float]:
+        """Return when each rank was heard last, without those that leave."""
+        members = self._roll_call.members.items()
+        return {rank: member.heard for rank, member in members if rank in self._peers and not self._peers[rank].left}
+
     def check(self, now: float) -> None:
         """Decide what only time shows."""
         for answers in [*self._inquiries]:
@@ -169,12 +174,16 @@ class Watch:
             self._look_at_records(now, lagging)
         if vain := health.waiting_in_vain(now, IN_VAIN):
             self._end_because_of_finished(vain[0], health.beat(vain[0]).place, now)
-        elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := health.find_stall(now)) is not None:
+        elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := self._find_stall(now)) is not None:
             beats = {rank: health.beat(rank) for rank in stall.waiting}
             ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
             self.ask_for_stacks(WHERE_ARE_THEY_STUCK, ranks, partial(self._end_because_of_stall, stall), now)
-        elif self._roll_call.run.script:
-            self._say_that_ranks_wait(health.find_stall(now, STALL_LINE))
+        else:
+            self._say_that_ranks_wait(self._find_stall(now, STALL_LINE))
+
+    def _find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
+        """Find ranks that wait for others, unless a rank is late: what is known of that one is old."""
+        return self.health.find_stall(now, longer_than) if self.health.late(now) is None else None
 
     def _first_of(self, ranks: Sequence[int], state: str, only: int | None = None) -> Sequence[int]:
         """Return the ranks that have a line each, after one line for the others: a line about each of N ranks, sent to
@@ -189,10 +198,13 @@ class Watch:
         return ranks[:MOST_LINES]
 
     def _say_that_ranks_wait(self, stall: Stall | None) -> None:
-        """Log once that ranks of a program wait for others, which may be what the program means them to do."""
+        """Log once that ranks wait for others, which may be what a program means them to do."""
         if stall is not None and self._said_stall is None:
+            verb = "waits" if len(stall.waiting) == 1 else "wait"
             busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
-            line = f"{in_words(as_ranges(sorted(stall.waiting)))} wait for {busy}, for {STALL_LINE:.0f} s so far"
+            places = {self.health.beat(rank).place for rank in stall.behind}
+            at = f" (on {places.pop()})" if len(places) == 1 and all(places) else ""
+            line = f"{in_words(as_ranges(sorted(stall.waiting)))} {verb} for {busy}{at}, for {STALL_LINE:.0f} s so far"
             limit = f"the run ends after {stall.longest.seconds:.0f} s ({stall.longest.reason})"
             self.send_to_all(messages.Line(f"{line}; {limit}"))
         self._said_stall = stall
@@ -341,7 +353,7 @@ class Watch:
 
     def _end_because_of_stall(self, stall: Stall, stacks: Mapping[int, str], now: float) -> None:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""
-        now_stalled = self.health.find_stall(now)
+        now_stalled = self._find_stall(now)
         # What was heard last may be from before the ranks went on.
         if now_stalled is None or set(now_stalled.behind) - set(stall.behind):
             return

@@ -305,6 +305,8 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
     count = chance.choice((0, 1, 1, 1, 2, 2, 3, 4)) if faults is None else faults
     end = max(plan.typed) + plan.loads[1] + plan.steps * plan.step_seconds + 1
     plan = replace(plan, faults=_chains(chance, plan, count, end))
+    if random.Random(seed ^ 0x51E7).random() < 0.2:
+        plan = replace(plan, peer_timeout=60.0)
     return plan if faults is not None else _with_more(random.Random(seed ^ 0x70C3), plan, end)
 
 

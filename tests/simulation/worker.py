@@ -110,7 +110,7 @@ class Program:
         self.step = self.generation = 0
         self.first_step: float | None = None
         """When it has done one."""
-        self.asked_to_stop = 0
+        self.asked_to_stop = self.interrupted = 0
         self.saves = self.closes_with_all = False
         """Whether it saves, since it was told to end; whether it was told to close once all had done their work."""
         self._steps_here = 0
@@ -278,9 +278,12 @@ class Program:
         self.group.arrive(self, f"step {self.step + 1}", self.asked_to_stop, self._stepped)
 
     def leave(self, go_on: Callable[[int], None], brought: int) -> None:
-        """Come out of a collective."""
+        """Come out of a collective, and react to a signal that has come meanwhile."""
         self.inside = ""
-        go_on(brought)
+        if self.interrupted:
+            self._fail(LastWords.of(Stopped(self.interrupted)), broken=False)
+        else:
+            go_on(brought)
 
     def _stepped(self, stop: int) -> None:
         self.step += 1
@@ -331,7 +334,9 @@ class Program:
             self.send(from_worker.StoppedInOrder(LastWords.of(stopped)) if stopped else from_worker.Result({}))
 
     def collective_breaks(self) -> None:
-        if self.phase == AT_WORK and not self.saves:
+        if self.interrupted:
+            self.leave(lambda _: None, 0)
+        elif self.phase == AT_WORK and not self.saves:
             error = PeerLost(
                 f"rank {self.rank.number} lost its connection to another rank",
                 why="Connection closed",
@@ -351,7 +356,9 @@ class Program:
         if not self.rank.is_script or not self.alive:
             return
         if number == signal.SIGINT:
-            if self.phase == AT_WORK:
+            if self.inside:
+                self.interrupted = number
+            elif self.phase == AT_WORK:
                 self.later(0.01, lambda: self._fail(LastWords.of(Stopped(number)), broken=False))
         elif not self.run.plan.saves or self.phase in (LOADING, WAITING):
             self.die(-number)

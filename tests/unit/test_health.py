@@ -387,11 +387,11 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
     watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
     for rank in range(2):
         watch.hear(rank, replace(training(7, 8 - rank, inside=rank == 0), timeouts={"": 14400.0}), 0.0)
-        watch.hear(rank, None, 300.0)
-    for now in (300.0, 300.5, 301.0):
+        watch.hear(rank, None, 30.0)
+    for now in (30.0, 30.5, 31.0):
         watch.check_health(now)
     [line] = sent
-    waits = "rank 0 wait for rank 1, for 300 s so far"
+    waits = "rank 0 waits for rank 1 (on train.py:1 in f), for 30 s so far"
     assert line["text"] == (f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)")
 
 
