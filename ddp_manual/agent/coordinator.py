@@ -25,6 +25,7 @@ from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.run_folder import holds_another_run, own_run_dir
+from ddp_manual.signals import process_stat, stopped_by
 from ddp_manual.terminal import Waiting, as_ranges, in_words
 
 TICK = 0.1
@@ -40,6 +41,13 @@ MANY_RANKS = 256
 GATHER = 0.05
 
 
+def stopped_agent(worker: int) -> str:
+    """Say which signal has stopped the agent of a worker on this host, and what lets it go on; "" if none has."""
+    fields = process_stat(worker)
+    signal = stopped_by(int(fields[1])) if fields else ""
+    return f"{signal} has stopped its agent; kill -CONT {fields[1]} lets it go on" if signal else ""
+
+
 class Coordinator:
     """Accepts connections from ``serve`` until ``close``. See ``CoordinatorProtocol`` for the arguments."""
 
@@ -51,6 +59,7 @@ class Coordinator:
             own_addresses=own_addresses() if run.only_on_its_host else [],
             folder_of=self._folder_of,
             show=self._show_soon,
+            stopped=stopped_agent,
         )
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None

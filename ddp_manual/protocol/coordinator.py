@@ -57,6 +57,7 @@ class CoordinatorProtocol:
         folder_of: where this rank writes the files of a run that it takes over, and whether another run is in the one
             that was named.
         show: shows the run to an observer, with more besides, as often as that may cost.
+        stopped: says which signal has stopped the agent of a worker with this pid on this host; "" if none has.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class CoordinatorProtocol:
         own_addresses: Sequence[str],
         folder_of: Callable[[RunSoFar], tuple[str | None, bool]],
         show: Callable[[Peer, Mapping[str, Any]], None],
+        stopped: Callable[[int], str],
     ) -> None:
         self.roll_call = RollCall(run, rank_0, now, join_timeout)
         self.seats = seats
         self.record: dict[str, Any] | None = None
         """Of the last loss, once all ranks have gone on after it."""
         self.handshakes = Handshakes(self.roll_call, seal, own_nonce)
-        self._own_addresses, self._folder_of, self._show = own_addresses, folder_of, show
+        self._own_addresses, self._folder_of, self._show, self._stopped = own_addresses, folder_of, show, stopped
         self._peers: dict[int, Peer] = {}
         self._now = self._ticked = now
         self._goes_on_since = -math.inf
@@ -668,9 +670,8 @@ class CoordinatorProtocol:
                 peer.connection.write(ALIVE)
             if self.failure is None:
                 self._watch.check_health(now)
-                line = self._silence.look(self._watch.heard(), self.run, now) if passed < 1 else None
-                if line is not None:
-                    self._watch.send_to_all(messages.Line(line), without=self._silence.named)
+                if passed < 1:
+                    self._name_silent(now)
         # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
         if self.roll_call.admits:
             self._admit()
@@ -680,6 +681,15 @@ class CoordinatorProtocol:
             self._advance_or_wait()
         self._watch.check(now)
         self._give_up_lost()
+
+    def _name_silent(self, now: float) -> None:
+        """Say who is silent, and which of them a signal has stopped on rank 0's own host, as Ctrl-Z does."""
+        line, silent = self._silence.look(self._watch.heard(), self.run, now), self._silence.named
+        if line is not None:
+            infos = [self.roll_call.info(rank) for rank in silent]
+            here = [info.pid for info in infos if info.host_id == self.roll_call.rank_0.host_id]
+            stopped = filter(None, map(self._stopped, here))
+            self._watch.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
 
     # -- observers ---------------------------------------------------------------------------------------------
 

@@ -470,6 +470,11 @@ class Run:
             self._end_processes(one)
             self.see(one.who, "*** killed")
 
+    def stopped_agent(self, worker: int) -> str:
+        """Say which signal has stopped the agent of a worker, as /proc does."""
+        is_stopped = self.programs[worker].rank.process.frozen
+        return "SIGSTOP has stopped its agent; kill -CONT lets it go on" if is_stopped else ""
+
     def of_process(self, rank: Rank) -> list[Rank]:
         """Return the ranks whose agents live in one process with that of this rank, as under ``launch``."""
         return [one for one in self.ranks if one.process is rank.process]
@@ -843,7 +848,7 @@ def patched(run: Run) -> Iterator[None]:
         (secrets, {"token_hex": token_hex}),
         (roll_call, {"datetime": utc}),
         (join, {"own_addresses": lambda: [here().address]}),
-        (coordinator, {"own_addresses": lambda: [here().address]}),
+        (coordinator, {"own_addresses": lambda: [here().address], "stopped_agent": run.stopped_agent}),
         (probe, {"resolve_in_thread": resolve_in_thread}),
         (name_lookup, {"own_address": lambda: here().address, "resolve_in_thread": resolve_in_thread}),
         (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),
