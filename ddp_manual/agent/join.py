@@ -26,16 +26,16 @@ from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
-from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
+from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.from_agent import Training
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.program_arguments import named_arguments
-from ddp_manual.protocol.reachability import compare_mtu
 from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
+from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Step, Steps
 from ddp_manual.terminal import POLL_EVERY, Waiting, at, counted
@@ -184,23 +184,15 @@ class Join:
                 self._roll_call = self._steps.begin("roll call")
                 return run, there.connection
             if self._unacknowledged:  # rank 0 has closed the connection, since it has heard nothing
-                self._say_that_rank_0_is_silent(where)
+                self._wait_for_an_answer(where)
             else:
-                self._waiting.about(f"the run at {where} is ending; waiting for the next run")
-            if self._waiting.over:
-                waited = f"{self._waiting.waited:.0f} s"
-                raise MasterLost(
-                    f"the run at {where} has ended, and no other has begun",
-                    why=f"this rank came when it was over, and has waited {waited} for the next run",
-                    next=self._command_for(0),
-                )
+                self._waiting.wait_on(*self._search.run_is_over(where, self._waiting.waited))
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
     async def _find_rank_0(self, found: list[str]) -> Probe:
         """Wait for rank 0 at these addresses; a rank that has lost it, also where another one may stand by."""
-        patient = bool(self.info.goes_on)
-        asked = find_rank_0(self._spec, found, self._waiting, self._command_for(0), patient=patient)
+        asked = find_rank_0(self._search, found, self._waiting)
         if not self.info.goes_on or self._spec.standby is None:
             return await asked
         host, port = self._spec.standby
@@ -210,7 +202,7 @@ class Join:
         async def find_beside() -> Probe:
             silent = Waiting(self._spec.join_timeout, lambda line: None)
             there = await look_up(host, silent, lambda line: None, again=True)
-            return await find_rank_0(beside, there, silent, "", patient=True)
+            return await find_rank_0(self._search._replace(spec=beside), there, silent)
 
         here, other = asyncio.ensure_future(asked), asyncio.ensure_future(find_beside())
         try:
@@ -418,7 +410,7 @@ class Join:
                     reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
                 except (TimeoutError, asyncio.TimeoutError):
                     self._unacknowledged = connection.unacknowledged
-                    self._say_that_rank_0_is_silent(where)
+                    self._wait_for_an_answer(where)
                     continue
                 if reply is None or isinstance(reply, messages.Later):
                     return None
@@ -438,29 +430,13 @@ class Join:
             why = f"{self.info.who} cannot read its answer: {printable(str(reason))}"
             raise other_version(f"rank 0 at {where}", "this rank", why) from None
 
-    def _say_that_rank_0_is_silent(self, where: str) -> None:
-        """Log that rank 0, which may have been stopped after its greeting, does not answer the hello.
+    def _wait_for_an_answer(self, where: str) -> None:
+        self._waiting.wait_on(*self._search.unanswered(where, self._unacknowledged, self._waiting.waited))
 
-        Raises:
-            MasterLost: the time is up. MasterUnreachable: the time is up, and the hello has not arrived.
-        """
-        lost = f"rank 0 at {where} has greeted this rank, and what this rank sends does not arrive"
-        unanswered = f"rank 0 at {where} has greeted this rank, and does not answer it"
-        self._waiting.about(f"{lost}: large packets are lost" if self._unacknowledged else unanswered)
-        if self._waiting.over:
-            waited = f"{self._waiting.waited:.0f} s"
-            if self._unacknowledged:
-                raise MasterUnreachable(
-                    f"{lost}, for {waited}",
-                    why=f"its host has not confirmed {self._unacknowledged} bytes, while small packets do arrive: "
-                    "large packets are lost on the way, or the host has gone meanwhile",
-                    next=compare_mtu(self._spec.master_addr),
-                )
-            raise MasterLost(
-                f"rank 0 at {where} has greeted this rank, and has not answered it for {waited}",
-                why="its process is stopped or frozen, its host is down, or the network is cut",
-                next=f"look at rank 0; to start it again: {self._command_for(0)}",
-            )
+    @property
+    def _search(self) -> Search:
+        who, patient = f"rank {self._spec.rank}", bool(self.info.goes_on)
+        return Search(self._spec, who, launchers.host_name(), self._command_for(0), patient)
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))

@@ -27,7 +27,7 @@ from ddp_manual.messages.rank import (
     RankInfo,
     Ready,
     named_from_outside,
-)  # fmt: skip
+)
 from ddp_manual.messages.run import (
     LongestWait,
     RunInfo,
@@ -37,7 +37,7 @@ from ddp_manual.messages.run import (
     more_seconds,
     resume_flags,
     timeout_for,
-)  # fmt: skip
+)
 from ddp_manual.wire import Read, reader_of
 
 # What others import from here besides the messages.

@@ -23,7 +23,7 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.join import Join, Task
 from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
-from ddp_manual.agent.probe import Answer, Probe, find_rank_0
+from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.errors import (
     AddressNotLocal,
@@ -36,6 +36,7 @@ from ddp_manual.errors import (
 from ddp_manual.messages import Greeting, RankInfo, RunInfo, read_from_stranger
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.search import Answer, Search
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Steps
 from ddp_manual.terminal import Waiting
@@ -157,14 +158,14 @@ def test_a_rank_0_that_does_not_greet_in_time_is_named_as_busy(monkeypatch: pyte
     with server(greet) as busy:
         spec = WorldSpec(world_size=2, rank=1, master_port=busy)
         with pytest.raises(MasterLost, match="is there, and does not greet this process"):
-            asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(0.5, print), "train --rank 0"))
+            asyncio.run(find_rank_0(Search(spec, "rank 1", "h", "train --rank 0"), ["127.0.0.1"], Waiting(0.5, print)))
 
 
 def test_a_store_without_a_roll_call_is_not_waited_for() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
     spec = WorldSpec(world_size=2, rank=1, master_port=store.port)
     with pytest.raises(MasterNotAStore, match="has no roll call"):
-        asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
+        asyncio.run(find_rank_0(Search(spec, "rank 1", "h", "train --rank 0"), ["127.0.0.1"], Waiting(30, print)))
 
 
 def test_a_closed_port_is_told_from_another_program_that_listens(port: int) -> None:
@@ -188,7 +189,7 @@ def test_another_program_on_rank_0s_port_ends_the_wait_at_once() -> None:
     with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
         spec = WorldSpec(world_size=2, rank=1, master_port=other)
         with pytest.raises(MasterNotAStore) as caught:
-            asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
+            asyncio.run(find_rank_0(Search(spec, "rank 1", "h", "train --rank 0"), ["127.0.0.1"], Waiting(30, print)))
     assert "HTTP/1.0 400 Bad Request" in caught.value.why
 
 
