@@ -251,8 +251,7 @@ class Agent:
             case messages.AskStacks():
                 self._ending.in_background(self._send_stacks())
             case messages.AskRecords():
-                reply = self.worker.records.answer(message.request)
-                self.protocol.send(messages.RecordsReply(reply, message.number))
+                self.protocol.send(self.worker.records.answer(message))
             case messages.Probe():
                 self._ending.in_background(self._join.probe_hosts(message.hosts, message.key))
 

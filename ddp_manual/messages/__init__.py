@@ -185,11 +185,37 @@ class StacksReply(OfWorker):
     text: str
 
 
+class Begun(Checked):
+    """A collective that a rank has begun."""
+
+    group: Name
+    number: Count
+    """How many collectives the rank had begun in this group, with this one."""
+    begun: Count
+    """How many in all groups."""
+    call: Name
+    """Such as ``all_reduce float32[4]``."""
+    detail: Name
+    """Such as ``sum`` or ``from rank 0``; "" if there is none."""
+    line: Name
+    """Such as ``train.py:91``; "" if no Python called it."""
+
+
+class GroupRecords(Checked):
+    """The last collectives of a group."""
+
+    name: Name
+    chains: Sequence[tuple[Count, int]]
+    """Number and chain: see ``collectives``."""
+
+
 class RecordsReply(OfWorker):
     """The records of collectives that AskRecords has asked for."""
 
-    reply: Any
     number: Count
+    groups: Mapping[Name, GroupRecords] = {}
+    calls: Sequence[Begun] = ()
+    """Those that were asked for; beside ``groups`` the last one."""
 
 
 class Probed(Message):
@@ -324,10 +350,14 @@ class AskStacks(Message):
 
 
 class AskRecords(Message):
-    """Send these records of collectives: see ``Records.answer``."""
+    """Send these records of collectives: the last ones of all groups, or what was called."""
 
-    request: Mapping[str, Any]
     number: Count
+    """Of the question, which the reply repeats."""
+    chains: Count = 0
+    """How many, in all groups together."""
+    calls: Mapping[Name, Sequence[Count]] = {}
+    """Group -> the numbers of those whose calls are asked for."""
 
 
 class Replace(Message):
