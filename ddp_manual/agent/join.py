@@ -9,14 +9,12 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from ddp_manual import launchers, messages, run_folder
+from ddp_manual import launchers, messages
 from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
 from ddp_manual.agent.connection import Connection
@@ -26,8 +24,8 @@ from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
+from ddp_manual.agent.task import Task
 from ddp_manual.errors import DdpManualError, TokenMismatch
-from ddp_manual.from_agent import Training
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
@@ -44,52 +42,10 @@ from ddp_manual.world_spec import WorldSpec
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
 REPLY_WITHIN = 1.0
-# Characters of a command that rank 0 sends to the others: a line of the protocol has 256 KiB, and nobody types more.
-LONGEST_COMMAND = 8000
 # Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
 RANK_0_FIRST = 1.0
 
 _read_run: Read[RunInfo] = reader_of(RunInfo)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What the worker of a rank is to do, and what of it all ranks must have in common."""
-
-    training: Training | None = None
-    """What the worker is to train; without that and without a ``program`` it checks, or is a script that has joined."""
-    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
-    run_dir: str | None = None
-    """The run's folder, with ``{run_id}`` for its name; all ranks use rank 0's. None: the run keeps no files."""
-    chose_folder: bool = True
-    """Whether somebody has named that folder, so that more may be in it than the run writes."""
-    command: str
-    """The command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers."""
-    for_rank_0: str = ""
-    """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
-    go_on: str | None = None
-    """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
-    script: Path | None = None
-    """The user's own script that has joined, which must be the same on every rank."""
-    is_script: bool = False
-    """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
-    program: Program | None = None
-    """The program that the worker runs, if that is not our own training."""
-    restarts: tuple[int, int] = (0, 0)
-    """How often the ranks of the program were started again, and how often they may be."""
-    may_differ: Sequence[str] = ()
-    """The arguments of the program that may differ between ranks."""
-    launched: str | None = None
-    """The command that resumes the run, if ``launch`` has started the ranks."""
-    waits_silently: bool = False
-    """Whether another rank says in the same terminal which ranks are missing."""
-    searches_silently: bool = False
-    """Whether another rank of this host says in the same terminal why rank 0 is not found."""
-    wait_until_ready: bool = False
-    """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
-    attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
-    """Differs for each time that the ranks of one torchrun join."""
 
 
 class Join:
@@ -322,27 +278,7 @@ class Join:
             self._spec = spec = dataclasses.replace(spec, master_port=port)
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
-        run_id = spec.run_id or run_folder.new_run_id()
-        is_script = self._task.is_script or self._task.program is not None
-        run = RunInfo(
-            run_id=run_id,
-            run_dir=self._task.run_dir and self._task.run_dir.replace("{run_id}", run_id),
-            world_size=spec.world_size,
-            host=info.host,
-            pid=info.pid,
-            address=address,
-            since=info.since,
-            command=_cut(self._command_for(None)),
-            launched=_cut(self._task.launched) if self._task.launched else None,
-            peer_timeout=spec.peer_timeout,
-            stall_timeout=spec.stall_limit,
-            stall_timeout_is_default=is_script and "stall_timeout" not in spec.sources,
-            script=is_script,
-            on_loss=spec.on_loss,
-            rejoin_timeout=spec.rejoin_timeout,
-            shrink_after=spec.shrink_after,
-            on_loss_of_own_code=spec.on_loss_of_own_code,
-        )
+        run = self._task.describe_run(spec, info, address, self._command_for(None))
         seats = Seats(spec.max_restarts, self._shrink_command, self._task.run_dir)
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
         await self.coordinator.serve(listener)
@@ -445,7 +381,3 @@ class Join:
         is_of_one_rank = "--rank {rank}" in command  # unlike a launcher's, which has all that was typed
         besides = f" {self._task.for_rank_0}" if rank == 0 and is_of_one_rank and self._task.for_rank_0 else ""
         return command.replace("{rank}", str(rank), 1) + besides
-
-
-def _cut(command: str) -> str:
-    return command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]} ..."

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from ddp_manual.agent import address, name_lookup
 from ddp_manual.agent.address import listen as listen_at
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.join import Join, Task
+from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
+from ddp_manual.agent.task import Task
 from ddp_manual.errors import (
     AddressNotLocal,
     LoopbackMaster,
@@ -29,7 +30,7 @@ from ddp_manual.errors import (
     MasterUnresolvable,
     PortInUse,
 )
-from ddp_manual.messages import Greeting, RankInfo, RunInfo
+from ddp_manual.messages import Greeting, RankInfo
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.search import Answer, Search, Seen
@@ -347,14 +348,8 @@ def test_rank_0_tells_whether_the_stall_timeout_of_a_script_was_typed(
 ) -> None:
     """If it was not, the time-outs of the script's process groups count in its place."""
     spec = WorldSpec.from_environment(world_size=1, rank=0, **typed)
-
-    async def join() -> RunInfo:
-        joining = Join(spec, task, steps=Steps(), log=lambda line: None)
-        run, _ = await joining.join()
-        joining.close({})
-        return run
-
-    assert asyncio.run(join()).stall_timeout_is_default is is_default
+    rank_0 = RankInfo(rank=0, world_size=1, host="a", pid=1)
+    assert task.describe_run(spec, rank_0, "127.0.0.1", "").stall_timeout_is_default is is_default
 
 
 def test_a_world_of_one_takes_any_free_port() -> None:
