@@ -43,7 +43,6 @@ from ddp_manual.messages import (
     Hello,
     Probe,
     Probed,
-    RecordsReply,
     Welcome,
     WorkerReady,
     read_from_rank_0,
@@ -123,7 +122,7 @@ class RankZero:
         if isinstance(message, Probe):
             self._connection.send(Probed(message.key, ()))
         elif isinstance(message, AskRecords):
-            self._connection.send(RecordsReply(Records().answer(message.request), message.number))
+            self._connection.send(Records().answer(message))
 
     def _gone(self, reason: str) -> None:
         print(f"rank 0 has lost its connection: {reason}", file=sys.stderr, flush=True)

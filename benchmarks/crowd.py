@@ -18,8 +18,9 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from benchmarks.simulated_ranks import (
     CONNECTS_AT_ONCE,
@@ -35,6 +36,7 @@ from ddp_manual import collectives
 from ddp_manual.agent.records import Records
 from ddp_manual.messages import (
     LONGEST_TEXT,
+    AskRecords,
     Beat,
     Failed,
     Finished,
@@ -47,6 +49,7 @@ from ddp_manual.messages import (
     RankInfo,
     RecordsReply,
     StacksReply,
+    read_from_rank_0,
 )
 from ddp_manual.protocol.health import heartbeat_period
 from ddp_manual.protocol.seal import Seal
@@ -77,7 +80,7 @@ class Program:
         self.records.open(os.getpid(), descriptor)
         group = {"key": "0/1c291ca3/0", "ranks": list(range(ranks)), "description": "default_pg", "device": ""}
         self.records.add_group({"identity": 1, **group})
-        self._answers: dict[bytes, Any] = {}
+        self._answers: dict[bytes, RecordsReply] = {}
 
     @property
     def step(self) -> int:
@@ -91,11 +94,11 @@ class Program:
             collectives.write(self._memory, (self._begun, self._begun, 1, self._chain), *words)
             self._answers.clear()
 
-    def answer(self, request: Mapping[str, Any]) -> Any:
+    def answer(self, asked: AskRecords) -> RecordsReply:
         """Return what an agent replies; worked out once, because real agents do that on machines of their own."""
-        key = encode(request)
+        key = encode(asked)
         if key not in self._answers:
-            self._answers[key] = self.records.answer(request)
+            self._answers[key] = self.records.answer(asked)
         return self._answers[key]
 
 
@@ -143,8 +146,9 @@ class CountedRank(SimulatedRank):
         elif kind == "placed":
             self.placed = True
         elif kind == "ask_records":
-            asked = json.loads(line)
-            self.send(encode(RecordsReply(self.program.answer(asked["request"]), asked["number"])))
+            asked = read_from_rank_0(line.decode())
+            assert isinstance(asked, AskRecords)
+            self.send(encode(replace(self.program.answer(replace(asked, number=0)), number=asked.number)))
         elif kind == "ask_stacks":
             self.send(encode(StacksReply("".join(f"  File train.py, line {n}, in step\n" for n in range(60)))))
         elif kind == "run_ends":

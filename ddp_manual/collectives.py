@@ -44,17 +44,6 @@ class Key(NamedTuple):
     """See ``chain_with``."""
 
 
-class Call(NamedTuple):
-    """What a rank called."""
-
-    call: str
-    """Such as ``all_reduce float32[4]``."""
-    detail: str
-    """Such as ``sum`` or ``from rank 0``; "" if there is none."""
-    line: str
-    """Such as ``train.py:91``; "" if no Python called it."""
-
-
 def chain_with(chain: int, number: int, call: bytes, reduce: bytes) -> int:
     """Return a group's chain with one more collective: from its lowest bits on 32 each for the calls, for the numbers
     of those whose reduce operation is known, and for these operations.
@@ -96,13 +85,13 @@ def read(memory: memoryview, after: int = 0) -> Iterator[Key]:
             yield key
 
 
-def read_call(memory: memoryview, index: int) -> Call | None:
-    """Return what the record with this index says; None if it was overwritten."""
+def read_call(memory: memoryview, index: int) -> tuple[str, str, str] | None:
+    """Return the call, its detail and its line as the record with this index has them; None if it was overwritten."""
     found, *_, call, line = _RECORD.unpack_from(memory, _place(index))
     if found != index:
         return None
     text, _, detail = _text(call).partition("\t")
-    return Call(printable(text), printable(detail), printable(_text(line)))
+    return printable(text), printable(detail), printable(_text(line))
 
 
 def _place(index: int) -> int:

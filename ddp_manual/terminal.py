@@ -304,7 +304,15 @@ class Waiting:
         self._next_line = now + LINE_EVERY
         return True
 
-    def advise(self, commands: list[str]) -> None:
+    def wait_on(self, line: str, error: DdpManualError, *, kind: str = "", advice: Sequence[str] = ()) -> None:
+        """Say why this waits, and what to type about it; raise the error if the time is up."""
+        self.about(line, kind=kind)
+        if advice:
+            self.advise(advice)
+        if self.over:
+            raise error
+
+    def advise(self, commands: Sequence[str]) -> None:
         """Say what to type, once, after the first line."""
         if not self._said or self._advised:
             return

@@ -13,8 +13,8 @@ import signal
 import socket
 
 from ddp_manual import signals, terminal, unread
-from ddp_manual.agent.join import Task
 from ddp_manual.agent.main import Agent
+from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import ScriptWorker
 from ddp_manual.from_worker import Attach
 from ddp_manual.program import without_secrets

@@ -21,7 +21,7 @@ from datetime import datetime
 import psutil
 
 from ddp_manual import launchers
-from ddp_manual.agent.network_interface import family, interface_addresses, is_loopback, own_address
+from ddp_manual.agent.network_interface import family, interface_addresses, own_address
 from ddp_manual.agent.probe import VALIDATE, look_at, probe
 from ddp_manual.errors import (
     AddressNotLocal,
@@ -34,6 +34,7 @@ from ddp_manual.errors import (
 )
 from ddp_manual.messages import News
 from ddp_manual.protocol.roll_call import MOST_NAMED, situation
+from ddp_manual.protocol.search import is_loopback
 from ddp_manual.terminal import POLL_EVERY, Waiting, at
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_spec import WorldSpec
@@ -211,13 +212,12 @@ async def read_torchrun_address(spec: WorldSpec, attempt: str, waiting: Waiting)
     where = f"torchrun's store at {spec.master_addr}:{spec.master_port}"
     async with _connected(spec) as (reader, writer):
         while (found := await _get(reader, writer, attempt)) is None:
-            waiting.about(f"rank 0 has not said yet in {where} where it is")
-            if waiting.over:
-                raise RankMissing(
-                    f"rank 0 did not join within {waiting.waited:.0f} s",
-                    why=f"{where} answers, without rank 0's address",
-                    next="look at what rank 0 says, then start torchrun again",
-                )
+            missing = RankMissing(
+                f"rank 0 did not join within {waiting.waited:.0f} s",
+                why=f"{where} answers, without rank 0's address",
+                next="look at what rank 0 says, then start torchrun again",
+            )
+            waiting.wait_on(f"rank 0 has not said yet in {where} where it is", missing)
             await asyncio.sleep(POLL_EVERY)
     address, port = decode(found.decode())
     return str(address), int(port)

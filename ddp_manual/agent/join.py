@@ -9,14 +9,12 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from ddp_manual import launchers, messages, run_folder
+from ddp_manual import launchers, messages
 from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
 from ddp_manual.agent.connection import Connection
@@ -26,16 +24,16 @@ from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
-from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
-from ddp_manual.from_agent import Training
+from ddp_manual.agent.task import Task
+from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.options import as_flags
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.program_arguments import named_arguments
-from ddp_manual.protocol.reachability import compare_mtu
 from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
+from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Step, Steps
 from ddp_manual.terminal import POLL_EVERY, Waiting, at, counted
@@ -44,52 +42,10 @@ from ddp_manual.world_spec import WorldSpec
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
 REPLY_WITHIN = 1.0
-# Characters of a command that rank 0 sends to the others: a line of the protocol has 256 KiB, and nobody types more.
-LONGEST_COMMAND = 8000
 # Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
 RANK_0_FIRST = 1.0
 
 _read_run: Read[RunInfo] = reader_of(RunInfo)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What the worker of a rank is to do, and what of it all ranks must have in common."""
-
-    training: Training | None = None
-    """What the worker is to train; without that and without a ``program`` it checks, or is a script that has joined."""
-    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
-    run_dir: str | None = None
-    """The run's folder, with ``{run_id}`` for its name; all ranks use rank 0's. None: the run keeps no files."""
-    chose_folder: bool = True
-    """Whether somebody has named that folder, so that more may be in it than the run writes."""
-    command: str
-    """The command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers."""
-    for_rank_0: str = ""
-    """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
-    go_on: str | None = None
-    """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
-    script: Path | None = None
-    """The user's own script that has joined, which must be the same on every rank."""
-    is_script: bool = False
-    """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
-    program: Program | None = None
-    """The program that the worker runs, if that is not our own training."""
-    restarts: tuple[int, int] = (0, 0)
-    """How often the ranks of the program were started again, and how often they may be."""
-    may_differ: Sequence[str] = ()
-    """The arguments of the program that may differ between ranks."""
-    launched: str | None = None
-    """The command that resumes the run, if ``launch`` has started the ranks."""
-    waits_silently: bool = False
-    """Whether another rank says in the same terminal which ranks are missing."""
-    searches_silently: bool = False
-    """Whether another rank of this host says in the same terminal why rank 0 is not found."""
-    wait_until_ready: bool = False
-    """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
-    attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
-    """Differs for each time that the ranks of one torchrun join."""
 
 
 class Join:
@@ -184,23 +140,15 @@ class Join:
                 self._roll_call = self._steps.begin("roll call")
                 return run, there.connection
             if self._unacknowledged:  # rank 0 has closed the connection, since it has heard nothing
-                self._say_that_rank_0_is_silent(where)
+                self._wait_for_an_answer(where)
             else:
-                self._waiting.about(f"the run at {where} is ending; waiting for the next run")
-            if self._waiting.over:
-                waited = f"{self._waiting.waited:.0f} s"
-                raise MasterLost(
-                    f"the run at {where} has ended, and no other has begun",
-                    why=f"this rank came when it was over, and has waited {waited} for the next run",
-                    next=self._command_for(0),
-                )
+                self._waiting.wait_on(*self._search.run_is_over(where, self._waiting.waited))
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
     async def _find_rank_0(self, found: list[str]) -> Probe:
         """Wait for rank 0 at these addresses; a rank that has lost it, also where another one may stand by."""
-        patient = bool(self.info.goes_on)
-        asked = find_rank_0(self._spec, found, self._waiting, self._command_for(0), patient=patient)
+        asked = find_rank_0(self._search, found, self._waiting)
         if not self.info.goes_on or self._spec.standby is None:
             return await asked
         host, port = self._spec.standby
@@ -210,7 +158,7 @@ class Join:
         async def find_beside() -> Probe:
             silent = Waiting(self._spec.join_timeout, lambda line: None)
             there = await look_up(host, silent, lambda line: None, again=True)
-            return await find_rank_0(beside, there, silent, "", patient=True)
+            return await find_rank_0(self._search._replace(spec=beside), there, silent)
 
         here, other = asyncio.ensure_future(asked), asyncio.ensure_future(find_beside())
         try:
@@ -330,27 +278,7 @@ class Join:
             self._spec = spec = dataclasses.replace(spec, master_port=port)
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
-        run_id = spec.run_id or run_folder.new_run_id()
-        is_script = self._task.is_script or self._task.program is not None
-        run = RunInfo(
-            run_id=run_id,
-            run_dir=self._task.run_dir and self._task.run_dir.replace("{run_id}", run_id),
-            world_size=spec.world_size,
-            host=info.host,
-            pid=info.pid,
-            address=address,
-            since=info.since,
-            command=_cut(self._command_for(None)),
-            launched=_cut(self._task.launched) if self._task.launched else None,
-            peer_timeout=spec.peer_timeout,
-            stall_timeout=spec.stall_limit,
-            stall_timeout_is_default=is_script and "stall_timeout" not in spec.sources,
-            script=is_script,
-            on_loss=spec.on_loss,
-            rejoin_timeout=spec.rejoin_timeout,
-            shrink_after=spec.shrink_after,
-            on_loss_of_own_code=spec.on_loss_of_own_code,
-        )
+        run = self._task.describe_run(spec, info, address, self._command_for(None))
         seats = Seats(spec.max_restarts, self._shrink_command, self._task.run_dir)
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
         await self.coordinator.serve(listener)
@@ -418,7 +346,7 @@ class Join:
                     reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
                 except (TimeoutError, asyncio.TimeoutError):
                     self._unacknowledged = connection.unacknowledged
-                    self._say_that_rank_0_is_silent(where)
+                    self._wait_for_an_answer(where)
                     continue
                 if reply is None or isinstance(reply, messages.Later):
                     return None
@@ -438,29 +366,13 @@ class Join:
             why = f"{self.info.who} cannot read its answer: {printable(str(reason))}"
             raise other_version(f"rank 0 at {where}", "this rank", why) from None
 
-    def _say_that_rank_0_is_silent(self, where: str) -> None:
-        """Log that rank 0, which may have been stopped after its greeting, does not answer the hello.
+    def _wait_for_an_answer(self, where: str) -> None:
+        self._waiting.wait_on(*self._search.unanswered(where, self._unacknowledged, self._waiting.waited))
 
-        Raises:
-            MasterLost: the time is up. MasterUnreachable: the time is up, and the hello has not arrived.
-        """
-        lost = f"rank 0 at {where} has greeted this rank, and what this rank sends does not arrive"
-        unanswered = f"rank 0 at {where} has greeted this rank, and does not answer it"
-        self._waiting.about(f"{lost}: large packets are lost" if self._unacknowledged else unanswered)
-        if self._waiting.over:
-            waited = f"{self._waiting.waited:.0f} s"
-            if self._unacknowledged:
-                raise MasterUnreachable(
-                    f"{lost}, for {waited}",
-                    why=f"its host has not confirmed {self._unacknowledged} bytes, while small packets do arrive: "
-                    "large packets are lost on the way, or the host has gone meanwhile",
-                    next=compare_mtu(self._spec.master_addr),
-                )
-            raise MasterLost(
-                f"rank 0 at {where} has greeted this rank, and has not answered it for {waited}",
-                why="its process is stopped or frozen, its host is down, or the network is cut",
-                next=f"look at rank 0; to start it again: {self._command_for(0)}",
-            )
+    @property
+    def _search(self) -> Search:
+        who, patient = f"rank {self._spec.rank}", bool(self.info.goes_on)
+        return Search(self._spec, who, launchers.host_name(), self._command_for(0), patient)
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))
@@ -469,7 +381,3 @@ class Join:
         is_of_one_rank = "--rank {rank}" in command  # unlike a launcher's, which has all that was typed
         besides = f" {self._task.for_rank_0}" if rank == 0 and is_of_one_rank and self._task.for_rank_0 else ""
         return command.replace("{rank}", str(rank), 1) + besides
-
-
-def _cut(command: str) -> str:
-    return command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]} ..."

@@ -25,7 +25,8 @@ from ddp_manual import from_agent, from_worker, messages, orphans, run_folder, s
 from ddp_manual.agent import ending
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.ending import Ending, how_it_ended, leave_failure
-from ddp_manual.agent.join import Join, Task
+from ddp_manual.agent.join import Join
+from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker, wait_until
 from ddp_manual.errors import (
     DdpManualError,
@@ -251,8 +252,7 @@ class Agent:
             case messages.AskStacks():
                 self._ending.in_background(self._send_stacks())
             case messages.AskRecords():
-                reply = self.worker.records.answer(message.request)
-                self.protocol.send(messages.RecordsReply(reply, message.number))
+                self.protocol.send(self.worker.records.answer(message))
             case messages.Probe():
                 self._ending.in_background(self._join.probe_hosts(message.hosts, message.key))
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ddp_manual import launchers
-from ddp_manual.agent.network_interface import is_loopback, own_address
+from ddp_manual.agent.network_interface import own_address
 from ddp_manual.errors import MasterUnresolvable
+from ddp_manual.protocol.search import is_loopback
 from ddp_manual.terminal import POLL_EVERY, Waiting
 
 MASTER_ADDR = "master_addr"

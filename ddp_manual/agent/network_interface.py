@@ -12,6 +12,7 @@ import psutil
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
+from ddp_manual.protocol.search import is_loopback
 
 
 class OwnAddress:
@@ -160,10 +161,6 @@ def own_addresses() -> list[str]:
             candidates.insert(0, route_to(anywhere)[0])
     real = dict.fromkeys(address for address in candidates if not is_loopback(address))
     return sorted(real, key=lambda address: ":" in address)
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def is_everywhere(address: str) -> bool:

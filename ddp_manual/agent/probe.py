@@ -11,28 +11,19 @@ import asyncio
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import msgspec
 
-from ddp_manual import launchers, messages
+from ddp_manual import messages
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.name_lookup import resolve_in_thread
-from ddp_manual.agent.network_interface import is_loopback
-from ddp_manual.errors import (
-    DdpManualError,
-    MasterLost,
-    MasterNotAStore,
-    MasterRefused,
-    MasterUnreachable,
-    TokenMismatch,
-)
+from ddp_manual.errors import MasterLost, TokenMismatch
 from ddp_manual.messages import more_seconds, read_from_rank_0
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
-from ddp_manual.terminal import POLL_EVERY, Waiting, at
+from ddp_manual.protocol.search import NOT_RANK_0, Answer, Search, Seen
+from ddp_manual.terminal import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
-from ddp_manual.world_spec import WorldSpec
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.
 VALIDATE = bytes.fromhex("00cef7853c")
@@ -51,32 +42,11 @@ REFRESH_EVERY = 10.0
 
 _read_run: Read[dict[str, Any]] = reader_of(dict[str, Any])
 
-PROXY = "a proxy or a port forward whose other side is not up"
-
-
-class Answer(Enum):
-    """What came back from an address and port."""
-
-    GREETED = "rank 0's agent answers"
-    REFUSED = "nothing listens"
-    SILENT = "no answer: the packets are dropped, or there is no route"
-    BUSY = "rank 0's agent is there, and takes long to answer"
-    CLOSED = "something accepts connections there and closes them"
-    MUTE = "something accepts connections there but says nothing"
-    STORE = "a TCPStore of torch answers"
-    STRANGER = "something else answers"
-
-
-NOT_RANK_0 = (Answer.MUTE, Answer.STORE, Answer.STRANGER)
-
 
 @dataclass(frozen=True)
-class Probe:
-    """What answered at ``address``; ``detail`` has its first bytes or the operating system's words."""
+class Probe(Seen):
+    """What answered, and the connection if that is rank 0's agent."""
 
-    address: str
-    answer: Answer
-    detail: str = ""
     connection: Connection[messages.FromRank0] | None = None
     greeting: messages.Greeting | None = None
     nonces: list[str] = field(default_factory=list)
@@ -147,36 +117,19 @@ def _shown(first: bytes) -> str:
     return repr(first.decode("ascii", "backslashreplace"))[1:-1]
 
 
-async def find_rank_0(
-    spec: WorldSpec,
-    addresses: list[str],
-    waiting: Waiting,
-    rank_0_command: str,
-    *,
-    who: str | None = None,
-    patient: bool = False,
-) -> Probe:
+async def find_rank_0(search: Search, addresses: list[str], waiting: Waiting) -> Probe:
     """Wait until rank 0's agent greets at one of its addresses; returns that probe, with the connection.
-
-    Args:
-        rank_0_command: the command that starts rank 0, for the advice.
-        who: the name of the process that asks, if it is not a rank.
-        patient: whether rank 0 was there, and may have been stopped: then something else may answer until the deadline.
 
     Raises:
         MasterNotAStore: something else answers. MasterRefused, MasterUnreachable, MasterLost: at the deadline.
     """
-    where = at(spec.master_addr, spec.master_port)
-    who = who or f"rank {spec.rank}"
+    spec = search.spec
     refresh_at, looking = waiting.waited + REFRESH_EVERY, None
     while True:
         if waiting.waited > refresh_at and (looking is None or looking.done()):
             refresh_at, looking = waiting.waited + REFRESH_EVERY, resolve_in_thread(spec.master_addr)
         if looking is not None and looking.done() and isinstance(found := looking.result(), list):
             addresses = found
-        resolved = "" if addresses == [spec.master_addr] else f" ({spec.master_addr} is {', '.join(addresses)})"
-        if all(map(is_loopback, addresses)):
-            resolved += f", which is {launchers.host_name()} itself"
         more = more_seconds(spec.world_size)
         probes = await asyncio.gather(*(probe(address, spec.master_port, more=more) for address in addresses))
         greeted = [found for found in probes if found.connection is not None]
@@ -184,84 +137,12 @@ async def find_rank_0(
             other.connection.close()  # type: ignore[union-attr]
         if greeted:
             return greeted[0]
-        answers = {found.answer: found for found in reversed(probes)}
-        worst = answers[max(answers, key=list(Answer).index)]
-        not_rank_0 = _not_rank_0(spec, where, worst) if worst.answer in NOT_RANK_0 else None
-        if not_rank_0 is not None and (waiting.over or not patient):
-            raise not_rank_0
-        if not_rank_0 is not None:
-            line = f"{not_rank_0.what}: {worst.answer.value}"
-        elif Answer.REFUSED in answers:
-            line = f"nothing listens at {where}{resolved}: is rank 0 started?"
-        elif Answer.CLOSED in answers:
-            line = f"{where}{resolved} accepts connections and closes them: {PROXY}; is rank 0 started?"
-        elif Answer.BUSY in answers:
-            line = f"rank 0's agent at {where} is there, and takes long to answer: its host is busy"
-        else:
-            line = f"no answer from {where}{resolved}: dropped, or no route ({worst.detail})"
+        seen, finding = search.judge(probes, waiting.waited)
+        if seen.answer in NOT_RANK_0 and not search.patient:
+            raise finding.error
         # A network that is cut gives different answers in turn, such as "timed out" and "No route to host".
-        waiting.about(line, kind=worst.answer.name)
-        firewall = f"open TCP port {spec.master_port} there, which a firewall may close"
-        here = ""
-        if is_loopback(worst.address):
-            here = "; if it is on another host, give its address: --master_addr"
-        elsewhere = f"(if it runs: {where} may not be its address{here}; or {firewall})"
-        waiting.advise([rank_0_command] if patient else [rank_0_command, elsewhere])
-        if waiting.over:
-            raise _never_came(spec, where + resolved, probes, waiting, rank_0_command, who)
+        waiting.wait_on(*finding, kind=seen.answer.name, advice=search.advice(seen))
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))
-
-
-def _not_rank_0(spec: WorldSpec, where: str, found: Probe) -> MasterNotAStore:
-    if found.answer is Answer.STORE:
-        return MasterNotAStore(
-            f"the store at {where} has no roll call",
-            why="a TCPStore of torch answers there, but no rank 0 of this program",
-            next="start rank 0 with this program, or choose another --master_port",
-        )
-    answered = "" if found.answer is Answer.MUTE else f": {found.detail}"
-    return MasterNotAStore(
-        f"what listens at {where} is not rank 0",
-        why=f"asked at {found.address}, {found.answer.value}{answered}",
-        next=f"check --master_addr and --master_port against rank 0's, or see what it is on {spec.master_addr}: "
-        f"ss -ltnp 'sport = :{spec.master_port}'" + ("" if answered else "\n(or it is a rank 0 that was stopped)"),
-    )
-
-
-def _never_came(
-    spec: WorldSpec, where: str, probes: list[Probe], waiting: Waiting, rank_0_command: str, who: str
-) -> DdpManualError:
-    waited = f" for {waiting.waited:.0f} s" if waiting.waited >= 1 else ""
-    tried = "; ".join(
-        f"{at(found.address, spec.master_port)}: {found.answer.value}{f' ({found.detail})' if found.detail else ''}"
-        for found in probes
-    )
-    why = f"{who} on {launchers.host_name()} tried {tried}"
-    if any(found.answer is Answer.REFUSED for found in probes):
-        default = spec.source("master_addr") == "default"
-        return MasterRefused(
-            f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
-            why=why + "\nno --master_addr was given: this is the default, for rank 0 on the same host" * default,
-            next=f"{rank_0_command}\nthen try again; if rank 0 runs, compare this with its line 'listening at'",
-        )
-    if any(found.answer is Answer.CLOSED for found in probes):
-        return MasterRefused(
-            f"what listens at rank 0's address {where} has closed every connection{waited}",
-            why=f"{why}\nthat is {PROXY}, or a program that takes no connections from this host",
-            next=f"{rank_0_command}\nor see what listens there, on its host: ss -ltnp 'sport = :{spec.master_port}'",
-        )
-    if any(found.answer is Answer.BUSY for found in probes):
-        return MasterLost(
-            f"rank 0's agent at {where} is there, and does not greet this process",
-            why=f"{why}; its host is overloaded",
-            next=f"look at the load of rank 0's host ({spec.master_addr}), then try again",
-        )
-    return MasterUnreachable(
-        f"no answer{waited} from rank 0's address {where}",
-        why=why,
-        next="check that --master_addr is the address of rank 0's host\n"
-        f"or open TCP port {spec.master_port} there, or check the route: ping {spec.master_addr}",
-    )
 
 
 async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) -> dict[str, Any]:

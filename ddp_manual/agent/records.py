@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddp_manual import collectives
+from ddp_manual.messages import AskRecords, Begun, GroupRecords, RecordsReply
 from ddp_manual.protocol.collectives import LAST, group_name
+from ddp_manual.wire import printable
 
 # A heartbeat has the chains of a group's last numbers, and of the last multiples of these: ranks whose heartbeats come
 # at different times have some of them in common.
@@ -26,7 +28,7 @@ class _Group:
     def __init__(self, key: str, ranks: Sequence[int], description: str, device: str) -> None:
         self.key = key
         # All its ranks would be N numbers from each of N ranks: 64 KB each for 16,384.
-        self.name = group_name(ranks, description, device)
+        self.name = printable(group_name(ranks, description, device))
         self.begun = 0
         """How many collectives the worker had begun with the last of this group."""
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
@@ -88,32 +90,28 @@ class Records:
         latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
         return {group.key: group.for_beat() for group in latest if group.begun}
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Reply to rank 0: with the last ``chains`` of each group, or the ``calls`` of one group at some numbers."""
+    def answer(self, asked: AskRecords) -> RecordsReply:
+        """Reply to rank 0: with the last chains of each group and the last call, or with some calls."""
         memory = self._memory
         if memory is None:
-            return {"calls": [], "groups": {}, "last": None}
+            return RecordsReply(asked.number)
         self.read()
         found = [key for key in collectives.read(memory) if key.group in self._groups]
-        if "calls" in request:
-            wanted = {int(number) for number in request["calls"]}
-            return {
-                "calls": [
-                    [key.number, key.begun, *said]
-                    for key in found
-                    if key.number in wanted and self._groups[key.group].key == request["group"]
-                    if (said := collectives.read_call(memory, key.begun)) is not None
-                ]
-            }
-        groups: dict[str, Any] = {}
-        most = max(LAST, int(request["chains"]) // max(1, len({key.group for key in found})))
+        if asked.calls:
+            wanted = [key for key in found if key.number in asked.calls.get(self._groups[key.group].key, ())]
+            return RecordsReply(asked.number, calls=self._calls(memory, wanted))
+        most = max(LAST, asked.chains // max(1, len({key.group for key in found})))
+        chains: dict[int, list[tuple[int, int]]] = {}
         for key in reversed(found):
-            group = self._groups[key.group]
-            of_group = groups.setdefault(group.key, {"name": group.name, "chains": []})
-            if len(of_group["chains"]) < 2 * most:
-                of_group["chains"] += [key.number, key.chain]
-        last = collectives.read_call(memory, found[-1].begun) if found else None
-        return {
-            "groups": groups,
-            "last": [self._groups[found[-1].group].key, found[-1].number, *last] if last is not None else None,
-        }
+            of_group = chains.setdefault(key.group, [])
+            if len(of_group) < most:
+                of_group.append((key.number, key.chain))
+        named = {group: self._groups[group] for group in chains}
+        groups = {one.key: GroupRecords(one.name, chains[group]) for group, one in named.items()}
+        return RecordsReply(asked.number, groups, self._calls(memory, found[-1:]))
+
+    def _calls(self, memory: memoryview, keys: Sequence[collectives.Key]) -> list[Begun]:
+        said = [(key, collectives.read_call(memory, key.begun)) for key in keys]
+        return [
+            Begun(self._groups[key.group].key, key.number, key.begun, *call) for key, call in said if call is not None
+        ]

@@ -11,10 +11,10 @@ from functools import partial
 
 from ddp_manual import launchers, run_folder, terminal
 from ddp_manual.agent.ending import Ended
-from ddp_manual.agent.join import Task
 from ddp_manual.agent.launched_worker import Forker
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
+from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import check_torch_is_installed, start_process
 from ddp_manual.errors import DdpManualError
 from ddp_manual.from_agent import Training

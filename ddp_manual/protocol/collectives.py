@@ -7,17 +7,14 @@ differ, and what each of them called there.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ddp_manual import collectives
 from ddp_manual.errors import CollectiveMismatch
+from ddp_manual.messages import Begun, RecordsReply
 from ddp_manual.terminal import MOST_RANGES, as_ranges
-from ddp_manual.wire import printable
 
 # A heartbeat has the chains of at least so many of a group's last numbers.
 LAST = 16
@@ -30,6 +27,8 @@ FEWER_CHAINS = 256
 MOST_KEPT = 4096
 MOST_KEPT_OF_ALL = 1 << 18
 MOST_GROUPS_KEPT = 4096
+# Groups whose calls rank 0 asks for at once: a line of the protocol has 256 KiB.
+MOST_GROUPS_ASKED = 128
 # Seconds after which a rank that begins no collective is taken to wait; between two looks at such ranks; and at most
 # between two looks at the same, since a rank that saves a checkpoint lags behind the others for long.
 WAITS_AFTER = 0.8
@@ -37,20 +36,6 @@ LOOK_AGAIN_AFTER = 5.0
 LOOK_AGAIN_WITHIN = 60.0
 # Sides of a difference that are shown.
 MOST_SIDES = 4
-
-# What a reply that says something else than expected raises when it is read.
-UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
-
-
-class Last(NamedTuple):
-    """The last collective that a rank has begun."""
-
-    group: str
-    number: int
-    call: collectives.Call
-
-    def in_words(self, names: Mapping[str, str]) -> str:
-        return f"the {ordinal(self.number)} of {names[self.group]}, {at(self.call)}"
 
 
 class Difference(NamedTuple):
@@ -71,91 +56,6 @@ class _Heard:
         """Rank -> the last number that it has sent, and since when it is that."""
 
 
-class _Reply(NamedTuple):
-    """What the agent of a rank replies of its groups."""
-
-    names: dict[str, str]
-    chains: dict[str, dict[int, int]]
-    """Group -> number -> chain."""
-    last: Last | None
-
-    @classmethod
-    def read(cls, reply: Mapping[str, Any]) -> _Reply:
-        """Read what the network brought.
-
-        Raises:
-            AttributeError, KeyError, TypeError, ValueError: it is no such reply.
-        """
-        names: dict[str, str] = {}
-        chains: dict[str, dict[int, int]] = {}
-        for group, of_group in reply["groups"].items():
-            names[group] = printable(of_group["name"])
-            sent = [*map(operator.index, of_group["chains"])]
-            chains[group] = dict(zip(sent[::2], sent[1::2], strict=True))
-        last = None
-        if reply["last"] is not None and reply["last"][0] in names:
-            group, number, *call = reply["last"]
-            last = Last(group, operator.index(number), _call(call))
-        return cls(names, chains, last)
-
-
-def _call(texts: Sequence[str]) -> collectives.Call:
-    return collectives.Call(*map(printable, texts))
-
-
-def _calls(reply: Mapping[str, Any]) -> dict[int, tuple[int, collectives.Call]]:
-    """Return number -> how many collectives the rank had begun with it, and what it called; {} if it is unreadable."""
-    with suppress(*UNREADABLE):
-        return {operator.index(number): (operator.index(begun), _call(call)) for number, begun, *call in reply["calls"]}
-    return {}
-
-
-@dataclass(frozen=True)
-class Look:
-    """A look at what ranks have called: first at their chains, then at the calls at which these differ."""
-
-    ranks: Collection[int]
-    seen: Difference | None
-    """What an earlier look at some of these ranks has found."""
-
-    @property
-    def question(self) -> tuple[Collection[int], Mapping[str, Any]]:
-        """Ranks, and what their agents are asked next: see ``Records.answer``."""
-        return self.ranks, {"chains": MOST_CHAINS if len(self.ranks) <= MANY_RANKS else FEWER_CHAINS}
-
-
-@dataclass(frozen=True)
-class CloserLook(Look):
-    """A look at the calls of groups in which chains differ."""
-
-    last: Mapping[int, str]
-    """Rank -> its last collective, in words."""
-    names: Mapping[str, str]
-    chains: Mapping[str, Mapping[int, Mapping[int, int]]]
-    """Group -> rank -> number -> chain."""
-    differ: Sequence[tuple[str, int]]
-    """The groups whose calls are not known yet, and the first number at which their chains differ."""
-    found: Sequence[tuple[int, Difference]] = ()
-    """Each difference, behind how many collectives its first rank had begun before."""
-
-    @property
-    def question(self) -> tuple[Collection[int], Mapping[str, Any]]:
-        group, first = self.differ[0]
-        return self.chains[group], {"group": group, "calls": [first - 1, first]}
-
-    def take(self, replies: Mapping[int, Any]) -> CloserLook:
-        (group, first), *others = self.differ
-        calls, chains = {rank: _calls(reply) for rank, reply in replies.items()}, self.chains[group]
-        at_first = {rank: of_rank[first][1] for rank, of_rank in calls.items() if first in of_rank}
-        before = next((of_rank[first - 1][1] for of_rank in calls.values() if first - 1 in of_rank), None)
-        sides = sides_of(at_first, {rank: chains[rank].get(first) for rank in at_first})
-        if len(sides) < 2:
-            return replace(self, differ=others)
-        error = mismatch(sides, first, self.names[group], before)
-        begun = min(calls[rank][first][0] for rank in at_first)
-        return replace(self, differ=others, found=[*self.found, (begun, Difference(error, sides[0].ranks[0]))])
-
-
 class Seen(NamedTuple):
     """What a look at some ranks has found."""
 
@@ -163,6 +63,11 @@ class Seen(NamedTuple):
     difference: Difference | None
     last: Mapping[int, str]
     """Rank -> its last collective, in words."""
+
+
+Look = Generator[tuple[Collection[int], Mapping[str, Any]], Mapping[int, RecordsReply], Seen]
+"""Looks at what ranks have called: yields which ranks are to be asked what (the fields of ``AskRecords``), is sent the
+replies that have come, and returns what it has seen."""
 
 
 class Comparison:
@@ -223,31 +128,42 @@ class Comparison:
         self._next_looks[lag] = now + after, min(2 * after, LOOK_AGAIN_WITHIN)
         return found[lag]
 
-    def take(self, look: Look, replies: Mapping[int, Any]) -> Look | Seen:
-        """Take what ranks have replied to the question of a look; return what asks the next one, or the result."""
-        closer = look.take(replies) if isinstance(look, CloserLook) else self._look_closer(look, replies)
-        if closer.differ:
-            return closer
-        difference = min(closer.found, key=lambda one: one[0])[1] if closer.found else look.seen
-        if difference is None and self._differ is not None:
-            difference = self._unseen(closer.names)
-        return Seen(look.ranks, difference, closer.last)
+    def look(self, ranks: Collection[int], seen: Difference | None = None) -> Look:
+        """Look at the chains of ranks, and then at the calls at which these differ.
 
-    def _look_closer(self, look: Look, replies: Mapping[int, Any]) -> CloserLook:
-        read: dict[int, _Reply] = {}
-        for rank, reply in replies.items():
-            with suppress(*UNREADABLE):  # it counts as absent
-                read[rank] = _Reply.read(reply)
+        Args:
+            seen: what an earlier look at some of these ranks has found.
+        """
+        replies = yield ranks, {"chains": MOST_CHAINS if len(ranks) <= MANY_RANKS else FEWER_CHAINS}
         names: dict[str, str] = {}
         chains: dict[str, dict[int, dict[int, int]]] = {}
-        for rank, said in read.items():
-            names = {**said.names, **names}
-            for group, of_rank in said.chains.items():
-                chains.setdefault(group, {})[rank] = of_rank
-        last = {rank: said.last.in_words(names) for rank, said in read.items() if said.last is not None}
-        last.update(self._last_of_absent(set(look.ranks) - read.keys(), names))
-        differ = [(group, first) for group, one in chains.items() if (first := first_difference(one)) is not None]
-        return CloserLook(look.ranks, look.seen, last, names, chains, differ)
+        for rank, reply in replies.items():
+            for group, records in reply.groups.items():
+                names.setdefault(group, records.name)
+                chains.setdefault(group, {})[rank] = dict(records.chains)
+        last = {
+            rank: f"the {ordinal(call.number)} of {names.get(call.group, 'another group')}, {at(call)}"
+            for rank, reply in replies.items()
+            for call in reply.calls
+        }
+        last.update(self._last_of_absent(set(ranks) - replies.keys(), names))
+        differ = {group: first for group, one in chains.items() if (first := first_difference(one)) is not None}
+        found: list[tuple[int, Difference]] = []
+        if differ:
+            wanted = {group: [first - 1, first] for group, first in [*differ.items()][:MOST_GROUPS_ASKED]}
+            replies = yield {rank for group in wanted for rank in chains[group]}, {"calls": wanted}
+            for group, (_, first) in wanted.items():
+                calls = {
+                    (rank, call.number): call
+                    for rank, reply in replies.items()
+                    for call in reply.calls
+                    if call.group == group
+                }
+                found += _differences(calls, chains[group], first, names[group])
+        difference = min(found, key=lambda one: one[0])[1] if found else seen
+        if difference is None and self._differ is not None:
+            difference = self._unseen(names)
+        return Seen(ranks, difference, last)
 
     def _last_of_absent(self, ranks: Iterable[int], names: Mapping[str, str]) -> dict[int, str]:
         """Return the last collectives of ranks that do not reply, perhaps since their agents have left."""
@@ -273,26 +189,47 @@ class Comparison:
         return Difference(error, rank)
 
 
+def _differences(
+    calls: Mapping[tuple[int, int], Begun], chains: Mapping[int, Mapping[int, int]], first: int, group: str
+) -> list[tuple[int, Difference]]:
+    """Return how the ranks of a group differ at a number, and how many collectives the first of them had begun by then;
+    [] if that is not known any more.
+
+    Args:
+        calls: by rank and number.
+        chains: rank -> number -> chain.
+        group: its name.
+    """
+    at_first = {rank: call for (rank, number), call in calls.items() if number == first}
+    before = next((call for (_, number), call in calls.items() if number == first - 1), None)
+    sides = sides_of(at_first, {rank: chains[rank].get(first) for rank in at_first})
+    if len(sides) < 2:
+        return []
+    error = mismatch(sides, first, group, before)
+    return [(min(call.begun for call in at_first.values()), Difference(error, sides[0].ranks[0]))]
+
+
 class Side(NamedTuple):
     """Ranks that called the same, on the same line."""
 
     ranks: list[int]
-    call: collectives.Call
+    call: Begun
+    """Of the first of them."""
 
 
-def sides_of(calls: Mapping[int, collectives.Call], chains: Mapping[int, int | None]) -> list[Side]:
+def sides_of(calls: Mapping[int, Begun], chains: Mapping[int, int | None]) -> list[Side]:
     """Return who called what, the fewest ranks first; none if all called what goes together. A rank is on no side if
     what is known of its call goes together with the calls of all others."""
     compared = {rank: collectives.comparable(chains[rank] or 0) for rank in calls}
     known = Counter(key for of_rank in compared.values() for key in of_rank)
     alike = Counter(pair for of_rank in compared.values() for pair in of_rank.items())
     differ = {rank: sum(known[key] - alike[key, value] for key, value in compared[rank].items()) for rank in calls}
-    sides: dict[collectives.Call, list[int]] = {}
-    for rank in sorted(calls):
+    sides: dict[tuple[str, str, str], list[int]] = {}
+    for rank, said in sorted(calls.items()):
         if differ[rank]:
-            sides.setdefault(calls[rank], []).append(rank)
+            sides.setdefault((said.call, said.detail, said.line), []).append(rank)
     return sorted(
-        (Side(ranks, call) for call, ranks in sides.items()),
+        (Side(ranks, calls[ranks[0]]) for ranks in sides.values()),
         key=lambda side: (-differ[side.ranks[0]], len(side.ranks), side.ranks),
     )
 
@@ -330,7 +267,7 @@ OTHER_DTYPE = "let all ranks call it with tensors of the same dtype, such as ten
 OTHER_DETAIL = "let all ranks call it with the same reduce operation, and the same src or dst"
 
 
-def mismatch(sides: Sequence[Side], number: int, group: str, before: collectives.Call | None) -> CollectiveMismatch:
+def mismatch(sides: Sequence[Side], number: int, group: str, before: Begun | None) -> CollectiveMismatch:
     """Return the error that names what each side called.
 
     Args:
@@ -355,7 +292,7 @@ def mismatch(sides: Sequence[Side], number: int, group: str, before: collectives
     return CollectiveMismatch(f"{', '.join(said)}, as the {ordinal(number)} of {group}", why="\n".join(why), next=next)
 
 
-def at(call: collectives.Call, *, detailed: bool = False) -> str:
+def at(call: Begun, *, detailed: bool = False) -> str:
     """Return ``all_reduce float32[4] at train.py:91``, with ``(max)`` or ``(from rank 0)`` if asked for."""
     detail = f" ({call.detail})" if detailed and call.detail else ""
     return f"{call.call}{detail} at {call.line or 'no line of Python'}"

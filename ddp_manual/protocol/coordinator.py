@@ -572,7 +572,7 @@ class CoordinatorProtocol:
             case messages.StacksReply():
                 self._watch.take_reply(rank, STACKS, message.text, now)
             case messages.RecordsReply():
-                self._watch.take_reply(rank, message.number, message.reply, now)
+                self._watch.take_reply(rank, message.number, message, now)
             case messages.Probed():
                 if isinstance(state := self.roll_call.state, Gathering) and state.probes is not None:
                     state.probes.take(message.key, message.failures)

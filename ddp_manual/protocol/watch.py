@@ -397,30 +397,33 @@ class Watch:
     def _look_at_records(self, now: float, some: Sequence[int] = ()) -> None:
         """Look at the records of all ranks; if only ``some`` give reason to, first at theirs."""
         if DO_CALLS_DIFFER not in self._inquiries and self.failure is None:
-            self._look(Look(some or self._all_ranks, None), now)
+            self._look_on(self._comparison.look(some or self._all_ranks), None, now)
 
-    def _look(self, look: Look | Seen, now: float) -> None:
-        """Ask what a look is to know next; after its end, end the run or lose the ranks that wait for it."""
-        if isinstance(look, Look):
-            (ranks, records), number = look.question, next(self._numbers)
-            within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
-            request, go_on = messages.AskRecords(records, number), partial(self._look_on, look)
-            self._ask(DO_CALLS_DIFFER, number, ranks, request, within, go_on, now)
-        elif self._wants_all(look):
-            self._look(Look(self._all_ranks, look.difference), now)
-        elif (mismatch := look.difference) is not None:
+    def _look_on(self, look: Look, replies: Mapping[int, messages.RecordsReply] | None, now: float) -> None:
+        """Go on with a look, with the replies to what it has asked last; ask what it is to know next."""
+        try:
+            ranks, wanted = next(look) if replies is None else look.send(replies)
+        except StopIteration as end:
+            self._take_seen(end.value, now)
+            return
+        within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
+        request = messages.AskRecords(next(self._numbers), **wanted)
+        self._ask(DO_CALLS_DIFFER, request.number, ranks, request, within, partial(self._look_on, look), now)
+
+    def _take_seen(self, seen: Seen, now: float) -> None:
+        """End the run because of what a look has seen, or lose the ranks that wait for it."""
+        if self._wants_all(seen):
+            self._look_on(self._comparison.look(self._all_ranks, seen.difference), None, now)
+        elif (mismatch := seen.difference) is not None:
             mismatch.error.next += f"\nthen {self._roll_call.run.start_again}"
             self.end_the_run(verdict_about(self._info(mismatch.rank), LastWords.of(mismatch.error)))
         else:
-            self._lose_waiting(look.last)
+            self._lose_waiting(seen.last)
 
     def _wants_all(self, look: Seen) -> bool:
         """Return whether a look at some ranks gives reason to look at all of them."""
         matters = look.difference is not None or bool(self.waiting)
         return matters and len(look.ranks) < len(self._all_ranks)
-
-    def _look_on(self, look: Look, replies: Mapping[int, Any], now: float) -> None:
-        self._look(self._comparison.take(look, replies), now)
 
     @property
     def _all_ranks(self) -> list[int]:

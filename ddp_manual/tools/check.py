@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from ddp_manual import launchers, terminal
-from ddp_manual.agent.join import Task
 from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
+from ddp_manual.agent.task import Task
 from ddp_manual.agent.tasks import LISTENING, agent_in_this_terminal, command_template
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.on_loss import LEAVE

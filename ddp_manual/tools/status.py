@@ -14,6 +14,7 @@ from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.messages import Verdict
+from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.verdicts import error_for
 from ddp_manual.terminal import Waiting, at, columns, say, stdout_width
 from ddp_manual.world_spec import WorldSpec
@@ -32,7 +33,7 @@ LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "ep
 class _Patience(Waiting):
     """The wait of a process that starts nothing."""
 
-    def advise(self, commands: list[str]) -> None:
+    def advise(self, commands: Sequence[str]) -> None:
         pass
 
 
@@ -71,7 +72,7 @@ async def look(
     token = launchers.token(spec.token_file)
     waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
     addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
-    there = await find_rank_0(spec, addresses, waiting, ADVICE, who="status")
+    there = await find_rank_0(Search(spec, "status", launchers.host_name(), ADVICE), addresses, waiting)
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:

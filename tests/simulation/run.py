@@ -25,6 +25,7 @@ from unittest import mock
 from ddp_manual import launchers, signals
 from ddp_manual.agent import coordinator, ending, join, local, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
+from ddp_manual.agent.task import Task
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
 from ddp_manual.held_memory import Moment
 from ddp_manual.program import Program as UsersProgram
@@ -247,7 +248,7 @@ class Run:
         command = f"train.py --world_size {plan.ranks} --rank {{rank}}"
         batch_size = (64, "flag") if "batch_size" in rank.detail else (32, "default")
         options = {} if plan.script else {"batch_size": batch_size}
-        task = join.Task(command=command, run_dir=None, program=PROGRAM if plan.script else None, options=options)
+        task = Task(command=command, run_dir=None, program=PROGRAM if plan.script else None, options=options)
 
         def start_worker(held: HeldState) -> SimulatedWorker:
             return self._start_worker(rank, held)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,29 +17,28 @@ import torch.distributed as dist
 
 from ddp_manual.agent import address, name_lookup
 from ddp_manual.agent.address import listen as listen_at
-from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.join import Join, Task
+from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
-from ddp_manual.agent.probe import Answer, Probe, find_rank_0
+from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
+from ddp_manual.agent.task import Task
 from ddp_manual.errors import (
     AddressNotLocal,
     LoopbackMaster,
-    MasterLost,
     MasterNotAStore,
     MasterUnresolvable,
     PortInUse,
 )
-from ddp_manual.messages import Greeting, RankInfo, RunInfo, read_from_stranger
+from ddp_manual.messages import Greeting, RankInfo
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.search import Answer, Search, Seen
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Steps
 from ddp_manual.terminal import Waiting
 from ddp_manual.wire import encode
 from ddp_manual.world_spec import WorldSpec
-from tests.conftest import REPOSITORY, free_port
 from tests.runs import run_info
 
 GREETING = Greeting(1, "00", "a", 1, token=False)
@@ -107,89 +104,83 @@ def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
     assert store.get("key") == b"value"
 
 
-def test_rank_0s_agent_speaks_first_and_the_connection_is_kept() -> None:
-    async def look() -> Probe:
-        open_ones: list[Connection[Any]] = []
-
-        def greet(connection: Connection[Any]) -> None:
-            open_ones.append(connection)
-            connection.send(GREETING)
-
-        loop = asyncio.get_running_loop()
-        agent = await loop.create_server(lambda: Connection(read_from_stranger, greet), "127.0.0.1", 0)
-        try:
-            found = await probe_at("127.0.0.1", agent.sockets[0].getsockname()[1])
-            assert found.connection is not None
-            open_ones.append(found.connection)
-            return found
-        finally:
-            agent.close()
-            for connection in open_ones:
-                connection.close()
-            await asyncio.sleep(0.01)
-
-    found = asyncio.run(look())
-    assert found.answer is Answer.GREETED
-    assert found.greeting == GREETING
-
-
-def test_a_rank_0_that_takes_long_to_greet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.2)
-
-    def greet(connection: socket.socket) -> None:
-        time.sleep(0.6)
+def sends(content: bytes, *, after: float = 0.0, first_reads: bool = False) -> Callable[[socket.socket], None]:
+    def serve(connection: socket.socket) -> None:
+        if first_reads:
+            with connection.makefile("rb") as lines:
+                lines.readline()
+        time.sleep(after)
         with suppress(OSError):
-            connection.sendall(encode(GREETING))
+            connection.sendall(content)
 
-    with server(greet) as busy:
-        assert probe("127.0.0.1", busy).answer is Answer.GREETED
-
-
-def test_a_rank_0_that_does_not_greet_in_time_is_named_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.2)
-    monkeypatch.setattr("ddp_manual.agent.probe.BUSY_AGENT_GREETS_WITHIN", 0.3)
-
-    def greet(connection: socket.socket) -> None:
-        time.sleep(0.6)
-        with suppress(OSError):
-            connection.sendall(encode(GREETING))
-
-    with server(greet) as busy:
-        spec = WorldSpec(world_size=2, rank=1, master_port=busy)
-        with pytest.raises(MasterLost, match="is there, and does not greet this process"):
-            asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(0.5, print), "train --rank 0"))
+    return serve
 
 
-def test_a_store_without_a_roll_call_is_not_waited_for() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
-    spec = WorldSpec(world_size=2, rank=1, master_port=store.port)
-    with pytest.raises(MasterNotAStore, match="has no roll call"):
-        asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greeting is awaited for 0.3 s and not for 1.5 s."""
+    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.3)
 
 
-def test_a_closed_port_is_told_from_another_program_that_listens(port: int) -> None:
-    assert probe("127.0.0.1", port).answer is Answer.REFUSED
-    with server(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as other:
-        found = probe("127.0.0.1", other)
-    assert found.answer is Answer.STRANGER
-    assert "SSH-2.0-OpenSSH_9.2" in found.detail
-
-
-def test_a_server_that_says_nothing_is_recognised_within_5_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("serve", "answer", "detail"),
+    [
+        (sends(encode(GREETING)), Answer.GREETED, ""),
+        (sends(encode(GREETING), after=0.8), Answer.GREETED, ""),  # its host is busy
+        (sends(b"SSH-2.0-OpenSSH_9.2\r\n"), Answer.STRANGER, "SSH-2.0-OpenSSH_9.2\\r\\n"),
+        (sends(b"HTTP/1.1 400 Bad Request\r\n", first_reads=True), Answer.STRANGER, "HTTP/1.1 400 Bad Request\\r\\n"),
+        (sends(b"", after=3.5), Answer.MUTE, ""),
+        (sends(b""), Answer.CLOSED, "closed by the other side"),
+    ],
+)
+def test_what_listens_is_told_from_its_first_words_within_5_seconds(
+    serve: Callable[[socket.socket], None], answer: Answer, detail: str
+) -> None:
     started = time.monotonic()
-    with server(lambda connection: release.wait(10) and None) as mute:
-        assert probe("127.0.0.1", mute).answer is Answer.MUTE
-        release.set()
-    assert time.monotonic() - started < 5
+    with server(serve) as other:
+        found = probe("127.0.0.1", other)
+        assert time.monotonic() - started < 5
+    assert (found.answer, found.detail) == (answer, detail)
+    assert found.greeting == (GREETING if answer is Answer.GREETED else None)
+
+
+def test_nothing_listens_at_a_closed_port(port: int) -> None:
+    assert probe("127.0.0.1", port).answer is Answer.REFUSED
 
 
 def test_another_program_on_rank_0s_port_ends_the_wait_at_once() -> None:
-    with server(lambda connection: connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")) as other:
-        spec = WorldSpec(world_size=2, rank=1, master_port=other)
+    with server(sends(b"HTTP/1.0 400 Bad Request\r\n")) as other:
+        search = Search(WorldSpec(world_size=2, rank=1, master_port=other), "rank 1", "h", "train --rank 0")
         with pytest.raises(MasterNotAStore) as caught:
-            asyncio.run(find_rank_0(spec, ["127.0.0.1"], Waiting(30, print), "train --rank 0"))
+            asyncio.run(find_rank_0(search, ["127.0.0.1"], Waiting(30, print)))
     assert "HTTP/1.0 400 Bad Request" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("answers", "line", "error"),
+    [
+        ([Answer.STORE], "has no roll call: a TCPStore of torch", "the store at a:29500 has no roll call"),
+        ([Answer.SILENT, Answer.CLOSED], "closes them: a proxy", "has closed every connection for 9 s"),
+        (
+            [Answer.BUSY, Answer.SILENT],
+            "is there, and takes long to answer",
+            "is there, and does not greet this process",
+        ),
+        (
+            [Answer.REFUSED, Answer.BUSY],
+            "is rank 0 started?",
+            "nothing has listened for 9 s at rank 0's address a:29500 (",
+        ),
+        ([Answer.SILENT], "dropped, or no route (timed out)", "no answer for 9 s from rank 0's address a:29500 (a is "),
+    ],
+)
+def test_of_several_addresses_the_answer_that_says_most_is_told(answers: list[Answer], line: str, error: str) -> None:
+    """Between hosts and with real programs that answer: tests/scenarios."""
+    search = Search(WorldSpec(world_size=2, rank=1, master_addr="a"), "rank 1", "h", "train --rank 0")
+    seen = [Seen(f"10.0.0.{number}", answer, "timed out") for number, answer in enumerate(answers)]
+    _, finding = search.judge(seen, 9.0)
+    assert line in finding.line and error in finding.error.what
 
 
 def find_address(host: str, said: list[str], *, seconds: float = 0.0, again: bool = False) -> list[str]:
@@ -265,37 +256,14 @@ def hanging(getaddrinfo: Callable[..., Any], release: threading.Event) -> Callab
         ("host A", "only letters, digits and hyphens"),
         ("10.0.0.300", "its last part is a number"),
         ("fe80::zz", "only letters, digits and hyphens"),
+        ("26727", "the resolver takes a number for an address"),
     ],
 )
 def test_a_name_that_no_host_can_have_is_refused_at_once_on_every_rank(host: str, reason: str) -> None:
-    with pytest.raises(MasterUnresolvable, match="can have no IP address") as caught:
+    with pytest.raises(MasterUnresolvable) as caught:
         find_address(host, [], seconds=30, again=True)
     assert reason in caught.value.why
     assert ("--master_port" in caught.value.next) == host.endswith(":29500")
-
-
-@pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A greeting is awaited for 0.7 s and not for 1.5 s."""
-    monkeypatch.setattr("ddp_manual.agent.probe.GREETED_WITHIN", 0.7)
-
-
-@pytest.mark.usefixtures("_impatient")
-def test_a_server_that_waits_for_a_line_is_given_one_and_named() -> None:
-    def serve(connection: socket.socket) -> None:
-        with connection.makefile("rb") as lines:
-            lines.readline()
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
-
-    with server(serve) as other:
-        found = probe("127.0.0.1", other)
-    assert found.answer is Answer.STRANGER
-    assert found.detail.startswith("HTTP/1.1 400 Bad Request")
-
-
-def test_a_name_of_digits_that_reads_as_an_impossible_address_is_refused_at_once() -> None:
-    with pytest.raises(MasterUnresolvable, match=r"all digits, and is read as the IP address 0\.0\.104\.103"):
-        find_address("26727", [])
 
 
 def test_a_name_of_digits_that_reads_as_an_address_gives_a_warning() -> None:
@@ -321,26 +289,24 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
             other.bind(("127.0.0.2", port))
 
 
-def test_rank_0_does_not_listen_at_an_address_of_another_host(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address.launchers, "in_container", lambda: False)
-    with pytest.raises(AddressNotLocal) as caught:
-        listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
-    assert "192.0.2.1" in caught.value.why
-    assert "127.0.0.1" in caught.value.why
-    assert "if 192.0.2.1 is forwarded to this host: --listen_addr " in caught.value.next
-
-
-def test_in_a_container_the_advice_is_the_hosts_network_or_a_published_port(
-    port: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("in_container", "advice"),
+    [
+        (False, ["if 192.0.2.1 is forwarded to this host: --listen_addr "]),
+        (True, ["docker's --network host", "publish port PORT and listen inside: --listen_addr "]),
+    ],
+)
+def test_rank_0_does_not_listen_at_an_address_of_another_host(
+    port: int, monkeypatch: pytest.MonkeyPatch, in_container: bool, advice: list[str]
 ) -> None:
-    monkeypatch.setattr(address.launchers, "in_container", lambda: True)  # not a real one
+    monkeypatch.setattr(address.launchers, "in_container", lambda: in_container)  # not a real one
     with pytest.raises(AddressNotLocal) as caught:
         listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
-    assert "docker's --network host" in caught.value.next
-    assert f"publish port {port} and listen inside: --listen_addr " in caught.value.next
+    assert "192.0.2.1" in caught.value.why and "127.0.0.1" in caught.value.why
+    assert [words for words in advice if words.replace("PORT", str(port)) not in caught.value.next] == []
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("impatient")
 def test_a_port_in_use_names_the_process_that_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortInUse) as caught:
         listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]), ["127.0.0.1"])
@@ -382,14 +348,8 @@ def test_rank_0_tells_whether_the_stall_timeout_of_a_script_was_typed(
 ) -> None:
     """If it was not, the time-outs of the script's process groups count in its place."""
     spec = WorldSpec.from_environment(world_size=1, rank=0, **typed)
-
-    async def join() -> RunInfo:
-        joining = Join(spec, task, steps=Steps(), log=lambda line: None)
-        run, _ = await joining.join()
-        joining.close({})
-        return run
-
-    assert asyncio.run(join()).stall_timeout_is_default is is_default
+    rank_0 = RankInfo(rank=0, world_size=1, host="a", pid=1)
+    assert task.describe_run(spec, rank_0, "127.0.0.1", "").stall_timeout_is_default is is_default
 
 
 def test_a_world_of_one_takes_any_free_port() -> None:
@@ -444,23 +404,4 @@ def test_an_administrators_choice_for_nccl_counts_like_the_users(
 def test_the_networks_of_this_host_are_found_in_the_kernels_order() -> None:
     networks = running_networks()
     assert networks["lo"][0] == ipaddress.ip_network("127.0.0.0/8")
-    assert next(iter(networks)) == "lo"
-
-
-def test_the_interface_on_the_way_to_loopback_is_loopback() -> None:
-    own, interface = route_to("127.0.0.1")
-    assert own == "127.0.0.1"
-    assert interface in ("lo", "lo0")
-
-
-def test_no_two_tests_are_given_the_same_port() -> None:
-    """Of one process or of two, also while nobody listens there yet."""
-    given = free_port()
-    draw_it_again = (
-        "import random; from tests.conftest import free_port; "
-        f"drawn = iter([{given}, {given}, *range(20_000, 30_000)]); "
-        "random.SystemRandom.randrange = lambda *bounds: next(drawn); print(free_port(), free_port())"
-    )
-    command = [sys.executable, "-c", draw_it_again]
-    others = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
-    assert len({str(given), *others}) == 3
+    assert next(iter(networks)) == "lo" and route_to("127.0.0.1") == ("127.0.0.1", "lo")

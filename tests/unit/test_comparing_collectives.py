@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +32,10 @@ from ddp_manual.protocol.collectives import (
     MOST_GROUPS_KEPT,
     Comparison,
     Difference,
-    Look,
     Seen,
 )
 from ddp_manual.protocol.watch import RECORDS_WITHIN, STACKS, Watch
-from ddp_manual.wire import encode_local
+from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo
 from tests.runs import run_info
@@ -69,38 +67,44 @@ def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words
     assert len(why) == 2 and "No such file or directory" in why[0]
 
 
-GROUP = {"name": "the default group"}
 OF_WORKER = {"ranks": [0, 1], "description": "default_pg", "device": ""}
-LAST_CALL = ["g", 1, "barrier", "", "a.py:1"]
+LAST_CALL = messages.Begun("g", 1, 1, "barrier", "", "a.py:1")
 
 
-def reply(*chains: int, **other: Any) -> dict[str, Any]:
-    return {"groups": {"g": {**GROUP, "chains": [*chains]}}, "last": LAST_CALL, **other}
+def reply(*pairs: tuple[int, int], number: int = 1) -> messages.RecordsReply:
+    """Of a rank that has made these calls in the default group: number and chain of each."""
+    groups = {"g": messages.GroupRecords("the default group", pairs)}
+    return messages.RecordsReply(number, groups, [LAST_CALL])
 
 
-UNREADABLE = [
-    None,
-    {},
-    reply(1),
-    reply(1, "x"),  # type: ignore[arg-type]
-    reply(1, 5, groups=[]),
-    reply(1, 5, groups={"g": {**GROUP, "name": None, "chains": []}}),
-    reply(1, 5, last=["g", 1]),
-    reply(1, 5, last=["g", 1, 2, 3, 4]),
-]
-
-
-@pytest.mark.parametrize("unreadable", UNREADABLE, ids=range(len(UNREADABLE)))
-def test_a_reply_that_cannot_be_read_counts_as_absent(unreadable: Any) -> None:
+def test_a_rank_that_does_not_reply_is_known_by_its_heartbeats() -> None:
     comparison = Comparison()
     assert not comparison.hear(0, {"g": [1, 5]}, 0.0) and not comparison.hear(1, {"g": [1, 5]}, 0.0)
-
-    seen = comparison.take(Look([0, 1], None), {0: reply(1, 5), 1: unreadable})
-    assert isinstance(seen, Seen) and seen.difference is None
+    seen = look(comparison, 2, lambda rank, _: None if rank else reply((1, 5)))
+    assert seen.difference is None
     assert seen.last == {
         0: "the 1st of the default group, barrier at a.py:1",
         1: "the 1st of the default group",
     }
+
+
+def look(
+    comparison: Comparison, ranks: int, answer: Callable[[int, messages.AskRecords], messages.RecordsReply | None]
+) -> Seen:
+    """Look at what all ranks have called."""
+    looking: Any = comparison.look(range(ranks))
+    replies = None
+    while True:
+        try:
+            asked, wanted = looking.send(replies)
+        except StopIteration as end:
+            return end.value
+        answers = {rank: answer(rank, messages.AskRecords(1, **wanted)) for rank in asked}
+        replies = {rank: as_sent(one) for rank, one in answers.items() if one is not None}
+
+
+def as_sent(message: messages.RecordsReply) -> messages.RecordsReply:
+    return messages.read_from_rank(as_json(message).decode())  # type: ignore[return-value]
 
 
 Watched = tuple[Watch, list[Any]]
@@ -141,7 +145,7 @@ def test_the_verdict_that_waits_for_a_comparison_ends_the_run_whatever_the_compa
         raise ValueError("zip")
 
     watch, sent = watched()
-    monkeypatch.setattr(Comparison, "take", fail)
+    monkeypatch.setattr(Comparison, "_last_of_absent", fail)
     crash(watch, 0, 1.0)
     watch.check(1.0 + RECORDS_WITHIN / 2)
     assert watch.failure is None
@@ -158,7 +162,7 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     assert not watch.take_lost() and watch.waiting
     number = sent[-1][0].number
     for rank in range(2):
-        watch.take_reply(rank, number, reply(1, 5), 1.1)
+        watch.take_reply(rank, number, reply((1, 5)), 1.1)
     lost = watch.take_lost()
     last = "ranks 0 and 1 began last the 1st of the default group, barrier at a.py:1"
     assert {rank: loss.verdict.why for rank, loss in lost.items()} == {
@@ -177,7 +181,7 @@ def test_a_loss_that_waits_takes_effect_when_the_ranks_begin_anew_because_of_ano
 def test_nobody_waits_for_the_records_of_a_rank_that_is_gone() -> None:
     watch, sent = watched()
     crash(watch, 0, 1.0)
-    watch.take_reply(0, sent[-1][0].number, reply(1, 5), 1.1)
+    watch.take_reply(0, sent[-1][0].number, reply((1, 5)), 1.1)
     watch.check(1.1)
     assert watch.failure is None
     watch.gone(1)
@@ -275,8 +279,8 @@ def test_an_agent_forgets_the_groups_that_its_worker_used_least_recently_and_rea
     write(groups + 2, 2, groups)
     assert len(read._groups) == MOST_GROUPS_READ
     assert read.for_beat()[f"g{groups}"] == [2, 5, 1, 5]
-    answer = read.answer({"chains": MOST_CHAINS})["groups"]
-    assert len(answer) == MOST_GROUPS_READ and answer[f"g{groups}"]["chains"] == [2, 5, 1, 5]
+    answer = read.answer(messages.AskRecords(1, MOST_CHAINS)).groups
+    assert len(answer) == MOST_GROUPS_READ and answer[f"g{groups}"].chains == [(2, 5), (1, 5)]
 
 
 def test_groups_share_the_numbers_that_an_agent_replies_with(
@@ -288,8 +292,8 @@ def test_groups_share_the_numbers_that_an_agent_replies_with(
     for begun in range(1, 401):
         write(begun, (begun + 3) // 4, begun % 4 + 1)
     for asked, each in ((256, 64), (4, LAST)):
-        answer = read.answer({"chains": asked})["groups"]
-        assert [len(group["chains"]) for group in answer.values()] == [2 * each] * 4
+        answer = read.answer(messages.AskRecords(1, asked)).groups
+        assert [len(group.chains) for group in answer.values()] == [each] * 4
 
 
 Calls = Callable[[Callable[..., None]], Any]
@@ -318,22 +322,17 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
         dist.destroy_process_group()
 
 
-def recorded(*calls: Calls, backend: str = "fake") -> dict[str, list[int]]:
-    """Group -> number, chain, number, chain, ... of these calls."""
-    groups = records_of(*calls, backend=backend).answer({"chains": MOST_CHAINS})["groups"]
-    return {key: group["chains"] for key, group in groups.items()}
+def recorded(*calls: Calls, backend: str = "fake") -> dict[str, Sequence[tuple[int, int]]]:
+    """Group -> number and chain of these calls."""
+    groups = records_of(*calls, backend=backend).answer(messages.AskRecords(1, MOST_CHAINS)).groups
+    return {key: group.chains for key, group in groups.items()}
 
 
 def compared(*ranks: Records) -> tuple[bool, Difference | None]:
     """Whether the heartbeats of these ranks show that they called different collectives, and what rank 0 finds."""
     comparison = Comparison()
     differ = [comparison.hear(rank, records.for_beat(), 0.0) for rank, records in enumerate(ranks)]
-
-    look: Look | Seen = Look(range(len(ranks)), None)
-    while isinstance(look, Look):
-        asked, request = look.question
-        look = comparison.take(look, {rank: json.loads(json.dumps(ranks[rank].answer(request))) for rank in asked})
-    return differ[-1], look.difference
+    return differ[-1], look(comparison, len(ranks), lambda rank, asked: ranks[rank].answer(asked)).difference
 
 
 def alike(record: Callable[..., None]) -> None:
@@ -456,5 +455,5 @@ def test_the_backends_of_a_group_have_orders_of_their_own() -> None:
     one = recorded_of_both(on_cpu, elsewhere, barrier, on_cpu, elsewhere)
     other = recorded_of_both(elsewhere, on_cpu, elsewhere, barrier, on_cpu)
     assert one == other
-    assert {key.split("/")[2]: len(chains) / 2 for key, chains in one.items()} == {"cpu": 3, "meta": 2}
+    assert {key.split("/")[2]: len(chains) for key, chains in one.items()} == {"cpu": 3, "meta": 2}
     assert recorded_of_both(on_cpu, barrier) != recorded_of_both(barrier, on_cpu)

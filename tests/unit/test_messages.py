@@ -1,4 +1,4 @@
-"""The messages of the network, whose list in docs/how-ranks-meet.md is the one in ``messages.py``, and those between an
+"""The messages of the network, whose list in docs/how-ranks-meet.md is the one in ``messages``, and those between an
 agent and its own worker."""
 
 from __future__ import annotations

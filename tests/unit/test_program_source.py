@@ -39,6 +39,16 @@ def packages_of(script: Path) -> Mapping[str, str]:
     return source_of(Program(kind=SCRIPT, name=str(script))).packages
 
 
+PACKAGE = {
+    "pack/__init__.py": "from . import always\n",
+    "pack/always.py": "",
+    "pack/train.py": "from .part import x\nimport top\n",
+    "pack/part.py": "",
+    "pack/__main__.py": "",
+    "top.py": "",
+}
+
+
 def install(folder: Path, name: str, version: str, *modules: str) -> None:
     """Make as if a distribution were installed: only what says so is there, and modules without content."""
     site = folder / "site-packages"
@@ -77,27 +87,33 @@ def test_local_modules_are_followed_wherever_they_are_imported(tmp_path: Path) -
     ]
 
 
-def test_a_local_module_that_has_the_name_of_a_standard_one_is_local(tmp_path: Path) -> None:
-    write(tmp_path, {"train.py": "import random, json\n", "random.py": ""})
-    assert files_of(tmp_path / "train.py") == ["random.py", "train.py"]
+@pytest.mark.parametrize(
+    ("files", "named", "kind", "followed"),
+    [
+        ({"train.py": "import random, json\n", "random.py": ""}, "train.py", SCRIPT, "random.py train.py"),
+        ({"app/__main__.py": "import part\n", "app/part.py": ""}, "app", SCRIPT, "__main__.py part.py"),
+        ({"train.py": "import one\ndef f(:\n", "one.py": ""}, "train.py", SCRIPT, "one.py train.py"),
+        ({"train.py": "\ufeffimport one\n", "one.py": ""}, "train.py", SCRIPT, "one.py train.py"),
+        (PACKAGE, "pack.train", MODULE, "pack/__init__.py pack/always.py pack/part.py pack/train.py top.py"),
+        (PACKAGE, "pack", MODULE, "pack/__init__.py pack/__main__.py pack/always.py"),
+        # It was started with -m, and calls join: only the path of the file is known.
+        (PACKAGE, "pack/train.py", SCRIPT, "pack/__init__.py pack/always.py pack/part.py top.py train.py"),
+    ],
+)
+def test_the_files_of_a_program_are_those_that_python_would_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], named: str, kind: str, followed: str
+) -> None:
+    monkeypatch.chdir(write(tmp_path, files))
+    assert files_of(named, kind) == followed.split()
 
 
 def test_a_changed_line_changes_the_digest_of_that_file_alone(tmp_path: Path) -> None:
     write(tmp_path, {"train.py": "import one", "one.py": "x = 1"})
     program = Program(kind=SCRIPT, name=str(tmp_path / "train.py"))
     before = source_of(program).code
-    (tmp_path / "one.py").write_text("x = 2")
+    (tmp_path / "one.py").write_bytes(b"\xff\xfe\x00")
     after = source_of(program).code
     assert {name for name in before if before[name] != after[name]} == {"one.py"}
-
-
-@pytest.mark.parametrize(
-    "content", [b"import one\ndef f(:\n", b"import one\n\xff\xfe\x00", b"\xef\xbb\xbfimport one\n"]
-)
-def test_a_file_that_python_could_not_read_is_digested_and_followed(tmp_path: Path, content: bytes) -> None:
-    write(tmp_path, {"one.py": ""})
-    (tmp_path / "train.py").write_bytes(content)
-    assert files_of(tmp_path / "train.py") == ["one.py", "train.py"]
 
 
 def test_links_loops_folders_and_missing_files_are_no_problem(tmp_path: Path) -> None:
@@ -120,39 +136,6 @@ def test_an_unreadable_module_is_said_to_be_unreadable(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     assert source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py"))).code["one.py"] == "unreadable"
-
-
-def test_a_folder_with_a_main_file_is_a_script(tmp_path: Path) -> None:
-    write(tmp_path, {"app/__main__.py": "import part\n", "app/part.py": ""})
-    assert files_of(tmp_path / "app") == ["__main__.py", "part.py"]
-
-
-def test_a_module_is_found_from_the_current_folder_with_the_packages_it_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(
-        tmp_path,
-        {
-            "pack/__init__.py": "from . import always\n",
-            "pack/always.py": "",
-            "pack/train.py": "from .part import x\nimport top\n",
-            "pack/part.py": "",
-            "pack/__main__.py": "",
-            "top.py": "",
-        },
-    )
-    monkeypatch.chdir(tmp_path)
-    assert files_of("pack.train", MODULE) == [
-        *("pack/__init__.py", "pack/always.py", "pack/part.py", "pack/train.py", "top.py")
-    ]
-    assert files_of("pack", MODULE) == ["pack/__init__.py", "pack/__main__.py", "pack/always.py"]
-
-
-def test_a_module_beside_the_package_of_a_script_that_joins_is_found(tmp_path: Path) -> None:
-    """Started with -m, of which only the path of the file is known."""
-    write(tmp_path, {"pack/__init__.py": "", "pack/train.py": "from .part import x\nimport pack.other\n"})
-    write(tmp_path, {"pack/part.py": "", "pack/other.py": ""})
-    assert files_of(tmp_path / "pack/train.py") == ["pack/__init__.py", "pack/other.py", "pack/part.py", "train.py"]
 
 
 def test_of_an_installed_module_its_file_and_its_package_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,24 +273,24 @@ def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() 
     assert error.why == "--api_key: rank 0 (a) has ..., rank 1 has ..."
 
 
-def test_arguments_that_name_the_place_of_a_rank_are_left_out() -> None:
-    typed = ["--rank", "1", "--local-rank=1", "--local_rank", "1", "--node_rank=0", "--master_addr", "a", "--epochs=1"]
-    assert named_arguments(typed) == {"--epochs": "1"}
-
-
-def test_arguments_differ_by_value_and_not_by_the_way_they_are_typed() -> None:
-    one, other = named_arguments(["--lr=0.1", "--amp"]), named_arguments(["--amp", "--lr", "0.1"])
-    assert differing_arguments(one, other) == []
-    assert differing_arguments(one, named_arguments(["--lr", "0.2"])) == ["--amp", "--lr"]
-
-
-@pytest.mark.parametrize("named", ["batch_size", "--batch-size", "batch-size", " batch_size "])
-def test_an_argument_that_may_differ_is_named_in_any_spelling(named: str) -> None:
-    one, other = named_arguments(["--batch-size", "1", "a"]), named_arguments(["--batch-size", "2", "b"])
-    assert differing_arguments(one, other, [named]) == ["argument 1"]
-    assert differing_arguments(one, other, [named, "argument 1", "no_such_argument"]) == []
+@pytest.mark.parametrize(
+    ("one", "other", "may_differ", "differ"),
+    [
+        ("--epochs=1 --rank 1 --local-rank=1 --master_addr a", "--node_rank=0 --epochs 1", "", ""),
+        ("--lr=0.1 --amp", "--amp --lr 0.1", "", ""),
+        ("--lr=0.1 --amp", "--lr 0.2", "", "--amp,--lr"),
+        ("--batch-size 1 a", "--batch-size 2 b", "batch_size", "argument 1"),
+        ("--batch-size 1 a", "--batch-size 2 b", "--batch-size", "argument 1"),
+        ("--batch-size 1 a", "--batch-size 2 b", " batch-size ,argument 1,no_such_argument", ""),
+        ("--batch-size 1 a", "--batch-size 2 b", "batch_size,argument_1", ""),
+    ],
+)
+def test_arguments_differ_by_value_however_they_or_those_that_may_differ_are_typed(
+    one: str, other: str, may_differ: str, differ: str
+) -> None:
+    named = named_arguments(one.split()), named_arguments(other.split())
+    assert ",".join(differing_arguments(*named, may_differ.split(","))) == differ
     assert may_differ_option(["--batch-size", "argument 1"]) == "--may_differ batch_size,argument_1"
-    assert differing_arguments(one, other, ["batch_size", "argument_1"]) == []
 
 
 def test_any_number_of_arguments_of_any_length_fits_into_a_hello() -> None:

@@ -1,0 +1,90 @@
+"""What the worker of a rank is to do, as the command that starts the rank has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_manual import launchers, run_folder
+from ddp_manual.from_agent import Training
+from ddp_manual.messages import RankInfo, RunInfo
+from ddp_manual.program import Program
+from ddp_manual.world_spec import WorldSpec
+
+# Characters of a command that rank 0 sends to the others: a line of the protocol has 256 KiB, and nobody types more.
+LONGEST_COMMAND = 8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a worker is to do, and what of it all ranks must have in common."""
+
+    training: Training | None = None
+    """What the worker is to train; without that and without a ``program`` it checks, or is a script that has joined."""
+    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
+    run_dir: str | None = None
+    """The run's folder, with ``{run_id}`` for its name; all ranks use rank 0's. None: the run keeps no files."""
+    chose_folder: bool = True
+    """Whether somebody has named that folder, so that more may be in it than the run writes."""
+    command: str
+    """The command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers."""
+    for_rank_0: str = ""
+    """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
+    go_on: str | None = None
+    """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
+    script: Path | None = None
+    """The user's own script that has joined, which must be the same on every rank."""
+    is_script: bool = False
+    """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
+    program: Program | None = None
+    """The program that the worker runs, if that is not our own training."""
+    restarts: tuple[int, int] = (0, 0)
+    """How often the ranks of the program were started again, and how often they may be."""
+    may_differ: Sequence[str] = ()
+    """The arguments of the program that may differ between ranks."""
+    launched: str | None = None
+    """The command that resumes the run, if ``launch`` has started the ranks."""
+    waits_silently: bool = False
+    """Whether another rank says in the same terminal which ranks are missing."""
+    searches_silently: bool = False
+    """Whether another rank of this host says in the same terminal why rank 0 is not found."""
+    wait_until_ready: bool = False
+    """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
+    attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
+    """Differs for each time that the ranks of one torchrun join."""
+
+    def describe_run(self, spec: WorldSpec, rank_0: RankInfo, address: str, command: str) -> RunInfo:
+        """Return the run, as rank 0 begins it.
+
+        Args:
+            address: the IP address that rank 0 listens on.
+            command: the command that starts a rank, with ``{rank}`` for its number.
+        """
+        run_id = spec.run_id or run_folder.new_run_id()
+        is_script = self.is_script or self.program is not None
+        return RunInfo(
+            run_id=run_id,
+            run_dir=self.run_dir and self.run_dir.replace("{run_id}", run_id),
+            world_size=spec.world_size,
+            host=rank_0.host,
+            pid=rank_0.pid,
+            address=address,
+            since=rank_0.since,
+            command=_cut(command),
+            launched=_cut(self.launched) if self.launched else None,
+            peer_timeout=spec.peer_timeout,
+            stall_timeout=spec.stall_limit,
+            stall_timeout_is_default=is_script and "stall_timeout" not in spec.sources,
+            script=is_script,
+            on_loss=spec.on_loss,
+            rejoin_timeout=spec.rejoin_timeout,
+            shrink_after=spec.shrink_after,
+            on_loss_of_own_code=spec.on_loss_of_own_code,
+        )
+
+
+def _cut(command: str) -> str:
+    return command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]} ..."

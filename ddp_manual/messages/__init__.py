@@ -1,0 +1,412 @@
+"""What agent, coordinator and observer say to each other: this module is the whole list.
+
+It is a JSON object on a line (``wire``), of a type of its own below; its docstring says who sends it when. It is
+checked as it is read, against the types and bounds of its fields. What is said of a rank and of a run, in several of
+them, is in ``rank`` and ``run``. What an agent and its own worker say to each other is in ``from_agent`` and
+``from_worker``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ddp_manual.errors import DdpManualError, from_dict
+from ddp_manual.messages.checked import Checked, Count, Moment, Name, Option, Port, Seconds
+from ddp_manual.messages.rank import (
+    ENDED,
+    JOINING,
+    LEAVING,
+    RUNNING,
+    SAVING,
+    Beat,
+    Place,
+    RankInfo,
+    Ready,
+    named_from_outside,
+)
+from ddp_manual.messages.run import (
+    LongestWait,
+    RunInfo,
+    RunSoFar,
+    first_command_and,
+    from_last_checkpoint,
+    more_seconds,
+    resume_flags,
+    timeout_for,
+)
+from ddp_manual.wire import Read, reader_of
+
+# What others import from here besides the messages.
+__all__ = ["Checked", "Moment", "Option"]
+__all__ += ["ENDED", "JOINING", "LEAVING", "RUNNING", "SAVING"]
+__all__ += ["Beat", "Place", "RankInfo", "Ready", "named_from_outside"]
+__all__ += ["LongestWait", "RunInfo", "RunSoFar", "timeout_for"]
+__all__ += ["first_command_and", "from_last_checkpoint", "more_seconds", "resume_flags"]
+
+# What agents and coordinators of this version say to each other; another number is another version.
+PROTOCOL = 2
+# Characters of an error's text, such as a traceback.
+LONGEST_TEXT = 20_000
+
+# -- why a rank or the run ends ----------------------------------------------------------------------------------------
+
+
+class LastWords(Checked):
+    """The error that ends a worker or an agent; its texts are cut at their beginning if they are long."""
+
+    identifier: str
+    what: str
+    why: str
+    next: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, error: DdpManualError) -> LastWords:
+        texts = {name: text[-LONGEST_TEXT:] for name, text in error.as_dict().items()}
+        return cls(**texts, exit_code=error.exit_code)
+
+    def error(self) -> DdpManualError:
+        return from_dict(msgspec.structs.asdict(self), self.exit_code)
+
+
+class Verdict(LastWords):
+    """What ends a rank or the run, about the rank that it names."""
+
+    rank: Count
+    host: Name
+    pid: Count
+    judged: bool = False
+    """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
+
+    @property
+    def words(self) -> LastWords:
+        return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)
+
+
+# -- the messages of the network ---------------------------------------------------------------------------------------
+
+
+def _tag(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+class Message(Checked, tag_field="type", tag=_tag):
+    """A line between two processes: here between an agent, or an observer, and the coordinator."""
+
+
+class Signed(Message):
+    """A message whose content proves that its sender has the run's token, if the run has one: see ``Seal``."""
+
+    content: msgspec.Raw
+    signature: str = ""
+
+
+class OfWorker(Message, kw_only=True):
+    """What an agent says of its worker. It changes nothing once the coordinator has asked for another worker."""
+
+    worker: Count = 0
+    """How often the coordinator had asked for another one, on this connection, when the agent started this one."""
+
+
+# From a process that is no rank yet.
+
+
+class Claim(Checked):
+    """The content of a hello: who wants to be a rank, and what only the coordinator that has read it can sign."""
+
+    info: RankInfo
+    nonce: Name
+
+
+class Hello(Signed):
+    """Asks to be a rank; the first message of an agent, signed over the challenge. ``Claim`` is its content."""
+
+
+class Question(Checked):
+    """The content of a look."""
+
+    nonce: Name
+    stacks: bool = False
+    """Whether to show the Python stacks of every rank too, once the ranks have met."""
+    shrink: bool = False
+    """Whether the run is to go on without the ranks that are missing."""
+
+
+class Look(Signed):
+    """Asks to see the run; from an observer, as often as it was answered. ``Question`` is its content."""
+
+
+# From an agent that is a rank.
+
+
+class WorkerReady(OfWorker):
+    """The worker has loaded torch; sent again over a new connection."""
+
+    ready: Ready
+
+
+class Heartbeat(OfWorker):
+    """The agent is alive; sent every 0.5 s, and at once when the worker's phase changes."""
+
+    beat: Beat | None = None
+    """What the worker does, if that is not what the last heartbeat said."""
+
+
+class Finished(OfWorker):
+    """The worker has done its work, and still has its process groups open."""
+
+
+class Failed(OfWorker):
+    """The worker has ended, or is about to; the agent waits for the verdict."""
+
+    words: LastWords
+    judged: bool = False
+    """Whether the agent says it, since the worker could not."""
+    broken_at: str | None = None
+    """The line of the collective that has broken, if that is why: another rank is to blame."""
+    in_a_collective: bool = False
+    """Whether torch itself has failed there, maybe since other ranks called something else."""
+
+
+class Held(OfWorker):
+    """The worker was ended and another is started, as the coordinator has asked; what is held of its state."""
+
+    moment: Moment | None = None
+    steps_done: Count = 0
+
+
+class StacksReply(OfWorker):
+    """The Python stacks of the worker, as AskStacks has asked."""
+
+    text: str
+
+
+class Begun(Checked):
+    """A collective that a rank has begun."""
+
+    group: Name
+    number: Count
+    """How many collectives the rank had begun in this group, with this one."""
+    begun: Count
+    """How many in all groups."""
+    call: Name
+    """Such as ``all_reduce float32[4]``."""
+    detail: Name
+    """Such as ``sum`` or ``from rank 0``; "" if there is none."""
+    line: Name
+    """Such as ``train.py:91``; "" if no Python called it."""
+
+
+class GroupRecords(Checked):
+    """The last collectives of a group."""
+
+    name: Name
+    chains: Sequence[tuple[Count, int]]
+    """Number and chain: see ``collectives``."""
+
+
+class RecordsReply(OfWorker):
+    """The records of collectives that AskRecords has asked for."""
+
+    number: Count
+    groups: Mapping[Name, GroupRecords] = {}
+    calls: Sequence[Begun] = ()
+    """Those that were asked for; beside ``groups`` the last one."""
+
+
+class Probed(Message):
+    """Which of the hosts that Probe has named cannot be reached."""
+
+    key: tuple[Count, Count]
+    failures: Sequence[tuple[Count, str]]
+    """The index of each of them, and how the network responded."""
+
+
+class Stopping(Message):
+    """A signal has asked this rank to stop the run in order."""
+
+
+class Tell(Message):
+    """Tell the others this about this rank."""
+
+    text: str
+
+
+class LostRank0(Message):
+    """The agent leaves, since it has heard nothing of rank 0; which reads it if it was only stopped."""
+
+    words: LastWords
+
+
+class Leaves(Message):
+    """The agent leaves, for a reason of its own, and its work is not done."""
+
+    words: LastWords
+    at_work: bool = False
+    """Whether the ranks have begun to work, so that the others end with it."""
+
+
+class Goodbye(Message):
+    """The agent leaves: its work is done."""
+
+
+# From the coordinator.
+
+
+class Greeting(Message, forbid_unknown_fields=False):
+    """The first line of each connection; later versions may say more in it."""
+
+    protocol: int
+    challenge: Name
+    host: Name
+    pid: Count
+    """Of rank 0's worker."""
+    token: bool
+    """Whether the run has a token."""
+
+
+class Welcome(Signed):
+    """The process is a rank now. ``RunInfo`` is the content."""
+
+
+class Refused(Signed):
+    """The process is no rank, or no longer, or may not see the run. ``LastWords`` is the content."""
+
+
+class Later(Message):
+    """This run is over: ask again, for the next one."""
+
+
+class Seen(Signed):
+    """Shows the run to an observer, and once more when it has ended."""
+
+
+class News(Message):
+    """Who is here, and who is missing; to all ranks that are here, when it changes. Ranges are first and last."""
+
+    here: Count
+    left_out: Sequence[tuple[Count, Count]] = ()
+    named: Sequence[str] = ()
+    """Some of those that are here, with their hosts."""
+    missing: Sequence[tuple[Count, Count]] = ()
+    loading: Sequence[tuple[Count, Count]] = ()
+    """Those that are here, and still load torch."""
+    refused: Sequence[str] = ()
+    gone: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    complete: bool = False
+    waited: Seconds = 0.0
+    """For those that are missing or loading."""
+    timeout: Annotated[float, Meta(ge=0)] = 0.0
+    for_lost: bool = False
+    """Whether ranks are waited for that were lost, of which rank 0 has said so."""
+
+
+class Line(Message):
+    """A line for the person at the rank's terminal."""
+
+    text: str
+
+
+class Probe(Message):
+    """Try to reach the other hosts; to the first rank of each host, once all ranks are here."""
+
+    key: tuple[Count, Count]
+    """The round and the index of the host, which the reply repeats."""
+    hosts: Sequence[tuple[Count, str, Port]]
+    """The index of each, its address and port."""
+
+
+class Losses(Checked):
+    """What a run has lost so far."""
+
+    count: Count
+    seconds: Seconds
+
+
+class Placed(Message):
+    """All ranks are here: the worker begins to work at this place."""
+
+    place: Place
+    store: tuple[str, Port]
+    """The address and port of torch's store."""
+    generation: Count
+    holds: bool
+    """Whether the ranks hold their state."""
+    state_from: Count | None
+    """The rank, in torch's process group, whose state all go on from."""
+    losses: Losses
+    run: RunInfo
+    on_cpu: str | None = None
+    """Why all ranks use the CPU, though some have GPUs."""
+    roster: Sequence[Any] = ()
+    """What a person wants to know of each rank; to rank 0 alone."""
+
+
+class Alive(Message):
+    """The coordinator is alive; to all ranks, every 0.5 s."""
+
+
+class AskStacks(Message):
+    """Send the Python stacks of the worker."""
+
+
+class AskRecords(Message):
+    """Send these records of collectives: the last ones of all groups, or what was called."""
+
+    number: Count
+    """Of the question, which the reply repeats."""
+    chains: Count = 0
+    """How many, in all groups together."""
+    calls: Mapping[Name, Sequence[Count]] = {}
+    """Group -> the numbers of those whose calls are asked for."""
+
+
+class Replace(Message):
+    """End the worker, and start another one: a rank was lost."""
+
+    worker: Count
+    """What messages of the new worker say."""
+
+
+class SeatLost(Message):
+    """The rank was silent for too long, and may ask for its seat again."""
+
+
+class Expired(Message):
+    """Nobody has taken a lost rank's seat in time: go on for a step, save a checkpoint, and stop."""
+
+    verdict: Verdict
+
+
+class Close(Message):
+    """Close the process groups: all ranks have finished, or will not come any more."""
+
+
+class RunEnds(Message):
+    """The run ends, or only this rank of it; to all ranks, except those that leave in order."""
+
+    verdict: Verdict
+
+
+class Rank0Leaves(Message):
+    """Rank 0 has done its work and leaves; nobody watches the others any more."""
+
+
+FromStranger = Hello | Look
+FromRank = (
+    WorkerReady | Heartbeat | Finished | Failed | Held | StacksReply | RecordsReply | Probed | Stopping | Tell
+    | LostRank0 | Leaves | Goodbye
+)  # fmt: skip
+FromRank0 = (
+    Greeting | Welcome | Refused | Later | Seen | News | Line | Probe | Placed | Alive | AskStacks | AskRecords
+    | Replace | SeatLost | Expired | Close | RunEnds | Rank0Leaves
+)  # fmt: skip
+
+read_from_stranger: Read[FromStranger] = reader_of(FromStranger)
+read_from_rank: Read[FromRank] = reader_of(FromRank)
+read_from_rank_0: Read[FromRank0] = reader_of(FromRank0)
