@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, host_list, launchers, orphans, terminal, unread
+from ddp_manual import errors, launchers, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
     check_has_no_script,
@@ -20,6 +20,7 @@ from ddp_manual.cli.options import (
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
+from ddp_manual.launch import host_list
 from ddp_manual.options import check_before_script
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
@@ -102,7 +103,7 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
-    from ddp_manual.agent import local
+    from ddp_manual.launch import this_host
 
     by_ssh = hosts is not None or hostfile is not None
     typed_place = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, **given(WorldSpec, flags)}
@@ -144,7 +145,7 @@ def launch(
         check_has_no_script(context, as_module=as_module, no_python=no_python, may_differ=may_differ)
         if not program:
             terminal.say("no script was given: these ranks do the built-in training, by default on mnist")
-        local.check_train_options(program)
+        this_host.check_train_options(program)
         train_flags = {**train.make_context("train", list(program)).params, "run_dir": run_dir}
         task, of_task = TrainConfig.from_file(train_flags.pop("config_file"), **given(TrainConfig, train_flags)), {}
         typed_after = given(WorldSpec, train_flags)
@@ -154,7 +155,7 @@ def launch(
     max_restarts = max_restarts or 0
     spec = WorldSpec(**options, sources=sources)
     if by_ssh:
-        from ddp_manual.agent import ssh
+        from ddp_manual.launch import ssh
 
         launched = ssh.hosted_launch(
             host_list.choose_hosts(hosts, hostfile),
@@ -172,13 +173,13 @@ def launch(
             return 0
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
-    on = local.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
+    on = this_host.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
     of_task = {"run_dir": run_dir, "max_restarts": max_restarts, **of_task}
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         if isinstance(task, Program):
-            return local.launch_program(task, on, spec, typed[1:], **of_task)
-        return local.launch_ranks(on, spec, task, program, **of_task)
+            return this_host.launch_program(task, on, spec, typed[1:], **of_task)
+        return this_host.launch_ranks(on, spec, task, program, **of_task)
 
 
 def _check_hosts_options(flags: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ def _check_hosts_options(flags: dict[str, Any]) -> None:
 @click.command(hidden=True)
 def hosted() -> int:
     """Start the ranks of this host for ``launch --hosts`` on another one, which ssh connects to this process."""
-    from ddp_manual.agent import hosted
+    from ddp_manual.launch import hosted
 
     return hosted.serve()
 
@@ -232,7 +233,7 @@ def list_commands(
     """Print what to type in each terminal of each host, to start a run by hand: of your own SCRIPT, or of our own
     training with the TRAIN_OPTIONS after --.
     """
-    from ddp_manual.tools import commands
+    from ddp_manual.launch import commands
 
     chosen, own, typed = None, {"run_dir": run_dir}, {}
     if program and not program[0].startswith("-"):

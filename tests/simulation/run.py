@@ -23,9 +23,10 @@ from typing import Any
 from unittest import mock
 
 from ddp_manual import launchers, signals
-from ddp_manual.agent import coordinator, ending, join, local, main, name_lookup, probe, reachability
+from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
+from ddp_manual.launch import this_host
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call, states
@@ -284,9 +285,9 @@ class Run:
         nodes = max(self.plan.hosts) + 1
         slots = [sum(on == other for on in self.plan.hosts) for other in range(nodes)]
         spec = dataclasses.replace(self._spec(ranks[0]), world_size=1, rank=0)
-        hosts = local.Hosts.of_slots(slots, node) if nodes > 1 else local.Hosts(nproc=slots[0])
+        hosts = this_host.Hosts.of_slots(slots, node) if nodes > 1 else this_host.Hosts(nproc=slots[0])
         go_on = "ddp-manual launch train.py"
-        launched = local.Launch(hosts, spec, "run", None, 0, go_on=go_on, program=PROGRAM)
+        launched = this_host.Launch(hosts, spec, "run", None, 0, go_on=go_on, program=PROGRAM)
         by_number = {rank.number: rank for rank in ranks}
 
         class Starter:
@@ -294,7 +295,7 @@ class Run:
                 by_number[rank].agent = next(agent for agent in launched.agents if agent.spec.rank == rank)
                 return by_number[rank].run._start_worker(by_number[rank], held)
 
-        def tell(failure: local.Failure) -> None:
+        def tell(failure: this_host.Failure) -> None:
             by_number[failure[0]].errors.append(failure[1])
 
         async def attempt() -> None:
@@ -851,7 +852,7 @@ def patched(run: Run) -> Iterator[None]:
                 "is_caught": lambda pid, number: run.plan.saves > 0,
             },
         ),
-        (local, {"RankOutput": Output}),
+        (this_host, {"RankOutput": Output}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),
         (
             launchers,

@@ -19,11 +19,11 @@ from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
 from ddp_manual.agent.ending import Ended
 from ddp_manual.agent.join import Task
 from ddp_manual.agent.launched_worker import copy
-from ddp_manual.agent.local import Hosts, Launch, may_be_fixed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.from_agent import Training
+from ddp_manual.launch.this_host import Hosts, Launch, may_be_fixed
 from ddp_manual.messages import LastWords, RankInfo
 from ddp_manual.protocol.verdicts import error_for, verdict_about
 from ddp_manual.run_folder import RunPaths, own_run_dir

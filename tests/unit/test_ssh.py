@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from ddp_manual import cli, launchers, signals
-from ddp_manual.agent import hosted, ssh
-from ddp_manual.agent.ssh_session import NO_FOLDER, Remote, why_not
+from ddp_manual.launch import hosted, ssh
+from ddp_manual.launch.ssh_session import NO_FOLDER, Remote, why_not
 from tests.conftest import Start, age_of
 
 REMOTE = Remote(ssh=["ssh", "-F", "my config", "-p", "2222"], folder="/work/here", python="/opt/python")

@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 import ddp_manual
 from ddp_manual import unread
-from ddp_manual.agent import local
-from ddp_manual.agent.hosted import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
 from ddp_manual.errors import BadOption, from_dict, signal_name
-from ddp_manual.host_list import LOCAL, Host
+from ddp_manual.launch import this_host
+from ddp_manual.launch.host_list import LOCAL, Host
+from ddp_manual.launch.hosted import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
 from ddp_manual.wire import decode, encode_local
 
 # A cut network ends ssh after 5 s. No shared connection is used nor begun: these intervals do not apply to it, its
@@ -95,7 +95,7 @@ class Remote:
         )
 
     def command(self, host: str) -> list[str]:
-        """Return the command that starts ``agent/hosted.py`` on a host."""
+        """Return the command that starts ``launch/hosted.py`` on a host."""
         at_home = self.folder == "~" or self.folder.startswith("~/")
         folder = '"$HOME"' + shlex.quote(self.folder[1:]) if at_home else shlex.quote(self.folder)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {shlex.quote(self.python)} -m ddp_manual hosted"
@@ -219,7 +219,7 @@ class Session:
             )
         answer = await self._hear("ready", "refused")
         if "refused" in answer:
-            raise NotReady(local.in_short(from_dict(answer["refused"])), str(answer["refused"]["next"]))
+            raise NotReady(this_host.in_short(from_dict(answer["refused"])), str(answer["refused"]["next"]))
         self.ready = answer["ready"]
         differs = sorted(
             name for name in {*code, *self.ready["code"]} if code.get(name) != self.ready["code"].get(name)

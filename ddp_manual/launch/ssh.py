@@ -1,7 +1,7 @@
 """``launch --hosts``: the ranks of several hosts from one terminal, by way of the system's ssh, one session a host.
 
-No rank is started before every host is ready. What to run goes to ``agent/hosted.py`` on each host over standard input,
-never on a command line; when that connection ends, however it ends, the ranks of the host end too.
+No rank is started before every host is ready. What to run goes to ``launch/hosted.py`` on each host over standard
+input, never on a command line; when that connection ends, however it ends, the ranks of the host end too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_manual import launchers, signals
-from ddp_manual.agent import local, tasks
-from ddp_manual.agent.hosted import END_WITHIN
+from ddp_manual.agent import tasks
 from ddp_manual.agent.program_source import check_program, source_of
-from ddp_manual.agent.ssh_session import NotReady, Remote, Session
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped, from_dict
-from ddp_manual.host_list import Host
+from ddp_manual.launch import this_host
+from ddp_manual.launch.host_list import Host
+from ddp_manual.launch.hosted import END_WITHIN
+from ddp_manual.launch.ssh_session import NotReady, Remote, Session
 from ddp_manual.options import as_flags
 from ddp_manual.program import Program, without_secrets
 from ddp_manual.protocol.agent import SAVE_WITHIN
@@ -50,7 +51,7 @@ def hosted_launch(
     Args:
         after: what was typed after the options of ``launch``: the script and its arguments, or training options.
         variables: to be passed on.
-        options: of ``local.program_launch`` or ``local.training_launch``.
+        options: of ``this_host.program_launch`` or ``this_host.training_launch``.
     """
     command, typed = launchers.typed_command()
     run_id = new_run_id()
@@ -65,7 +66,7 @@ def hosted_launch(
         # The time in its name is this machine's on all hosts.
         options["chose_folder"] = run_dir is not None
         run_dir = run_dir or default_run_dir(run_id)
-        go_on = local.command_to_resume(words, run_dir, after)
+        go_on = this_host.command_to_resume(words, run_dir, after)
     return HostedLaunch(
         hosts=hosts,
         remote=remote,
@@ -85,7 +86,7 @@ class HostedLaunch:
     remote: Remote
     spec: WorldSpec
     options: Mapping[str, Any]
-    """Of ``local.program_launch`` or ``local.training_launch``."""
+    """Of ``this_host.program_launch`` or ``this_host.training_launch``."""
     variables: Mapping[str, str]
     program: Program | None = None
     config: TrainConfig | None = None
@@ -119,7 +120,7 @@ class HostedLaunch:
         return "\n".join([*lines, f"variables: {shlex.join(without_secrets(given)) or 'none'}"])
 
     def _ranks(self, number: int) -> range:
-        return local.Hosts.of_slots([host.slots for host in self.hosts], number).ranks
+        return this_host.Hosts.of_slots([host.slots for host in self.hosts], number).ranks
 
     def order(self, number: int) -> dict[str, Any]:
         """Return what a host is told to start."""
@@ -160,7 +161,7 @@ class HostedLaunch:
         of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
         if lost is not None and of_lost and not self.signalled:
             raise lost
-        return local.conclude(failed, self.signalled, str(self.options["go_on"]), has_saved=saved)
+        return this_host.conclude(failed, self.signalled, str(self.options["go_on"]), has_saved=saved)
 
     async def _prepare(self) -> None:
         code = dict(source_of(self.program).code) if self.program else {}
@@ -200,22 +201,28 @@ class HostedLaunch:
             port = self.spec.master_port
         return {"master_addr": address, "master_port": port}
 
-    async def _attempts(self) -> tuple[local.Failure | None, DdpManualError | None, bool]:
+    async def _attempts(self) -> tuple[this_host.Failure | None, DdpManualError | None, bool]:
         at, restarts = self._meeting_point(), 0
         command, _ = launchers.typed_command()
         say(f"to look at this run from another terminal: {shlex.join([*command, 'status'])} --watch {as_flags(at)}")
         while True:
-            self._failed: list[local.Failure] = []
+            self._failed: list[this_host.Failure] = []
             self._lost: DdpManualError | None = None
             for session in self._sessions:
                 session.send({"start": {"at": at, "restarts": restarts}})
             saved = await asyncio.gather(*map(self._follow, self._sessions))
-            failed = local.first_of(self._failed)
+            failed = this_host.first_of(self._failed)
             most = int(self.options["max_restarts"])
-            if failed is None or self._lost or self.signalled or restarts >= most or not local.may_be_fixed(failed[1]):
+            if (
+                failed is None
+                or self._lost
+                or self.signalled
+                or restarts >= most
+                or not this_host.may_be_fixed(failed[1])
+            ):
                 return failed, self._lost, any(saved)
             restarts += 1
-            say(f"restart {restarts} of {most} after {local.in_short(failed[1])}")
+            say(f"restart {restarts} of {most} after {this_host.in_short(failed[1])}")
 
     async def _follow(self, session: Session) -> bool:
         """Wait until the ranks of a host have ended; returns whether the run has a checkpoint there."""
@@ -242,7 +249,7 @@ class HostedLaunch:
     def _take_signal(self, number: int) -> None:
         if number != signals.SAVE:
             if not self.signalled:
-                say(local.STOPPING)
+                say(this_host.STOPPING)
                 self._asked = time.monotonic()
             elif time.monotonic() - self._asked > signals.ONCE_WITHIN and not self._closing:
                 # Also those of hosts that take no signal any more.

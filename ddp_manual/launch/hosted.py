@@ -1,4 +1,4 @@
-"""The remote side of ``launch --hosts``: one process for each host, which ``agent/ssh.py`` starts by way of ssh.
+"""The remote side of ``launch --hosts``: one process for each host, which ``launch/ssh.py`` starts by way of ssh.
 
 It reads one JSON object a line from standard input, and lives only as long as that: at its end, or when nothing has
 come for ``SILENT_AFTER`` seconds, it stops all ranks of its host. What it says to the other side are lines of standard
@@ -21,9 +21,9 @@ from typing import Any
 
 import ddp_manual
 from ddp_manual import launchers, orphans, signals
-from ddp_manual.agent import local
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
+from ddp_manual.launch import this_host
 from ddp_manual.messages import LastWords
 from ddp_manual.program import Program
 from ddp_manual.protocol.agent import SAVE_WITHIN
@@ -69,7 +69,7 @@ class _Served:
         self._writer = writer
         self._heard = time.monotonic()
         self._messages: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
-        self._launch: local.Launch | None = None
+        self._launch: this_host.Launch | None = None
         self._stopping = self._host_goes_down = False
 
     async def run(self) -> None:
@@ -164,7 +164,7 @@ class _Served:
             self._signal(signal.SIGHUP)
         asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
 
-    def _tell_failure(self, failure: local.Failure) -> None:
+    def _tell_failure(self, failure: this_host.Failure) -> None:
         self._tell({"failed": [failure[0], LastWords.of(failure[1])]})
 
     def _tell(self, message: Mapping[str, Any]) -> Future[None]:
@@ -177,16 +177,16 @@ class _Served:
             os.write(1, line)
 
 
-def launch_of(order: Mapping[str, Any]) -> local.Launch:
+def launch_of(order: Mapping[str, Any]) -> this_host.Launch:
     """Return what starts the ranks of this host.
 
     Raises:
         DdpManualError: they would find the same, one by one.
     """
-    hosts = local.Hosts.of_slots(order["slots"], order["node_rank"])
+    hosts = this_host.Hosts.of_slots(order["slots"], order["node_rank"])
     spec = WorldSpec(**order["spec"], sources=order["spec_sources"])
     if order["program"] is not None:
         words = {**order["program"], "arguments": tuple(order["program"]["arguments"])}
-        return local.program_launch(Program(**words), hosts, spec, **order["options"])
+        return this_host.program_launch(Program(**words), hosts, spec, **order["options"])
     config = TrainConfig(**order["config"], sources=order["config_sources"])
-    return local.training_launch(config, hosts, spec, **order["options"])
+    return this_host.training_launch(config, hosts, spec, **order["options"])
