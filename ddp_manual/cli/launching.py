@@ -53,12 +53,6 @@ from ddp_manual.world_spec import WorldSpec
     help="Where logs and results go (default: runs/<start time>-<run_id>; of a script: nowhere).",
 )
 @click.option(
-    "--max_restarts",
-    type=click.IntRange(min=0),
-    help="How often to start all ranks again, from the newest checkpoint, after a rank was killed or its training "
-    "failed (default: 0).",
-)
-@click.option(
     "--start",
     type=click.Choice(["fork", "exec"]),
     default="fork",
@@ -82,7 +76,6 @@ def launch(
     nnodes: int | None,
     node_rank: int | None,
     run_dir: str | None,
-    max_restarts: int | None,
     start: str,
     hosts: str | None,
     hostfile: str | None,
@@ -104,6 +97,7 @@ def launch(
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
     from ddp_manual.launch import this_host
+    from ddp_manual.launch.job import Hosts, job_of
 
     by_ssh = hosts is not None or hostfile is not None
     typed_place = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, **given(WorldSpec, flags)}
@@ -150,36 +144,24 @@ def launch(
         task, of_task = TrainConfig.from_file(train_flags.pop("config_file"), **given(TrainConfig, train_flags)), {}
         typed_after = given(WorldSpec, train_flags)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
-    if max_restarts is not None:
-        options = {"max_restarts": max_restarts, **options}
-    max_restarts = max_restarts or 0
     spec = WorldSpec(**options, sources=sources)
+    variables = launchers.exported(export) if by_ssh else {}
+    job = job_of(task, spec, after=program, run_dir=run_dir, variables=variables, **of_task)
     if by_ssh:
-        from ddp_manual.launch import ssh
+        from ddp_manual.launch.ssh import HostedLaunch
+        from ddp_manual.launch.ssh_session import Remote
 
-        launched = ssh.hosted_launch(
-            host_list.choose_hosts(hosts, hostfile),
-            ssh.Remote.of(ssh_command, remote_dir, remote_python),
-            spec,
-            task,
-            after=program,
-            variables=launchers.exported(export),
-            run_dir=run_dir,
-            max_restarts=max_restarts,
-            **of_task,
-        )
+        remote = Remote.of(ssh_command, remote_dir, remote_python)
+        launched = HostedLaunch(job, host_list.choose_hosts(hosts, hostfile), remote, variables)
         if dry_run:
             print_result(launched.dry_run())
             return 0
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
-    on = this_host.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
-    of_task = {"run_dir": run_dir, "max_restarts": max_restarts, **of_task}
+    on = Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
-        if isinstance(task, Program):
-            return this_host.launch_program(task, on, spec, typed[1:], **of_task)
-        return this_host.launch_ranks(on, spec, task, program, **of_task)
+        return this_host.launch_here(job, on)
 
 
 def _check_hosts_options(flags: dict[str, Any]) -> None:

@@ -1,43 +1,52 @@
-"""The remote side of ``launch --hosts``: one process for each host, which ``launch/ssh.py`` starts by way of ssh.
+"""The process of ``launch --hosts`` on each host, which ``launch/ssh.py`` starts by way of ssh.
 
-It reads one JSON object a line from standard input, and lives only as long as that: at its end, or when nothing has
-come for ``SILENT_AFTER`` seconds, it stops all ranks of its host. What it says to the other side are lines of standard
-output that begin with ``MARK``; lines of ranks begin with ``[rank k]``. A second process only waits for its end, and
-then ends whatever the ranks have started and left.
+It lives only as long as its connection to the launcher: at the end of standard input, or when nothing has come for
+``SILENT_AFTER`` seconds, it ends all ranks of its host. What both say is in ``session_messages``; lines of ranks begin
+with ``[rank k]``. A second process only waits for its end, and then ends whatever the ranks have started and left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import ddp_manual
 from ddp_manual import launchers, orphans, signals
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
-from ddp_manual.launch import this_host
+from ddp_manual.launch.engine import Failure
+from ddp_manual.launch.job import Hosts
+from ddp_manual.launch.session_messages import (
+    ALIVE_EVERY,
+    END_WITHIN,
+    MARK,
+    SILENT_AFTER,
+    Alive,
+    AttemptEnded,
+    Begin,
+    FromHost,
+    FromLauncher,
+    GiveUp,
+    Hello,
+    HostIsGone,
+    HostReady,
+    Order,
+    PassOn,
+    RankFailed,
+    Refused,
+    read_from_launcher,
+)
+from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.messages import LastWords
-from ddp_manual.program import Program
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol.agent import SAVE_WITHIN
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local, read_local
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 
-MARK = b"\x1eddp-manual "
-# Seconds. Each side sends a line as often, and gives up the other when none has come for so long.
-ALIVE_EVERY = 1.0
-SILENT_AFTER = 5.0
-# Seconds from the last sign of the other side to the end of this process, whatever it does: the kernel ends its workers
-# with it.
-END_WITHIN = 8.5
 # Seconds in which the ranks of this host can say themselves that those of a lost host are gone.
 EXPLAIN_WITHIN = 1.0
 
@@ -68,49 +77,49 @@ class _Served:
     def __init__(self, writer: ThreadPoolExecutor) -> None:
         self._writer = writer
         self._heard = time.monotonic()
-        self._messages: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
-        self._launch: this_host.Launch | None = None
-        self._stopping = self._host_goes_down = False
+        self._messages: asyncio.Queue[Order | Begin | None] = asyncio.Queue()
+        self._ranks: Ranks | None = None
+        self._at_work = self._stopping = self._host_goes_down = False
 
     async def run(self) -> None:
-        self._tell({"hello": {"version": ddp_manual.__version__, **launchers.reached_at()}})
+        self._tell(Hello(ddp_manual.__version__, *launchers.reached_at()))
         loop = asyncio.get_running_loop()
         stdin = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
         tasks = [asyncio.create_task(task) for task in (self._read(stdin), self._watch(), self._keep_alive())]
         try:
             order = await self._messages.get()
-            if order is not None:
+            if isinstance(order, Order):
                 with signals.handle_in_event_loop(self._take_signal):
-                    await self._follow(order["order"])
+                    await self._follow(order)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _follow(self, order: Mapping[str, Any]) -> None:
-        launchers.set_exported(order["variables"])
+    async def _follow(self, order: Order) -> None:
+        launchers.set_exported(order.variables)
+        hosts = Hosts.of_slots(order.slots, order.node_rank)
         try:
-            launch = self._launch = launch_of(order)
-            code = dict(source_of(launch.program).code) if launch.program else {}
+            job = prepared(order.job, hosts)
+            code = dict(source_of(job.program).code) if job.program else {}
         except DdpManualError as error:
-            self._tell({"refused": LastWords.of(error)})
+            self._tell(Refused(LastWords.of(error)))
             return
+        ranks = self._ranks = Ranks(job, hosts, self._writer)
         try:
-            with launchers.reserved_port("") as port, launch.starter() as starter:
-                self._tell({"ready": {"code": code, "port": port}})
-                while (message := await self._messages.get()) is not None and "start" in message:
-                    start = message["start"]
-                    sources = {**launch.spec.sources, "master_addr": "flag", "master_port": "flag"}
-                    launch.spec = dataclasses.replace(launch.spec, **start["at"], sources=sources)
-                    if start["restarts"]:
-                        launch.begin_again(starter)
-                    await launch.attempt(starter, self._writer, self._tell_failure)
-                    self._tell({"attempt": {"saved": launch.has_saved}})
+            with launchers.reserved_port("") as port, ranks.able_to_start():
+                self._tell(HostReady(code, port))
+                while isinstance(begin := await self._messages.get(), Begin):
+                    ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)
+                    self._at_work = True
+                    await ranks.attempt(begin.restarts, self._tell_failure)
+                    self._at_work = False
+                    self._tell(AttemptEnded(ranks.has_saved))
         finally:
-            launch.tidy_up()
+            ranks.tidy_up()
 
     async def _read(self, stdin: asyncio.StreamReader) -> None:
-        reader = LineReader(read_local, LONGEST_ANSWER)  # arguments and variables of the user's own
+        reader = LineReader(read_from_launcher, LONGEST_ANSWER)  # arguments and variables of the user's own
         try:
             while data := await stdin.read(1 << 16):
                 self._heard = time.monotonic()
@@ -118,23 +127,30 @@ class _Served:
                     self._take(message)
         except Unreadable as error:
             too_much = BadOption(f"what to run cannot be read: {error}", why="", next="give long arguments in a file")
-            self._tell({"refused": LastWords.of(too_much)})
+            self._tell(Refused(LastWords.of(too_much)))
+        except DdpManualError as error:  # of an option of the job
+            self._tell(Refused(LastWords.of(error)))
         self._stop(END_WITHIN)
 
-    def _take(self, message: Mapping[str, Any]) -> None:
-        if "signal" in message:
-            self._signal(int(message["signal"]))
-        elif "lost" in message:
-            left = float(message["within"]) - EXPLAIN_WITHIN
-            asyncio.get_running_loop().call_later(EXPLAIN_WITHIN, self._stop, left)
-            if self._launch is not None:
-                self._launch.give_up(PeerLost(str(message["lost"]), why="", next=""))
-        elif "alive" not in message:
-            self._messages.put_nowait(message)
+    def _take(self, message: FromLauncher) -> None:
+        match message:
+            case Order() | Begin():
+                self._messages.put_nowait(message)
+            case PassOn():
+                self._signal(message.number)
+            case GiveUp():
+                self._give_up("the run is over")
+            case HostIsGone():
+                asyncio.get_running_loop().call_later(EXPLAIN_WITHIN, self._stop, message.within - EXPLAIN_WITHIN)
+                self._give_up(f"host {message.name} is gone")
+
+    def _give_up(self, why: str) -> None:
+        if self._ranks is not None:
+            self._ranks.give_up(PeerLost(why, why="", next=""))
 
     async def _keep_alive(self) -> None:
         while True:  # one at a time, since the other side may not read for as long as its terminal is held
-            await asyncio.wrap_future(self._tell({"alive": 1}))
+            await asyncio.wrap_future(self._tell(Alive()))
             await asyncio.sleep(ALIVE_EVERY)
 
     async def _watch(self) -> None:
@@ -148,8 +164,8 @@ class _Served:
         self._signal(number)
 
     def _signal(self, number: int) -> None:
-        if self._launch is not None:
-            self._launch.take_signal(number)
+        if self._ranks is not None:
+            self._ranks.take_signal(number)
 
     def _stop(self, within: float) -> None:
         """Stop all ranks: at first in order, then at once, and after ``within`` seconds with this process. Where a
@@ -157,6 +173,9 @@ class _Served:
         if self._stopping:
             return
         self._stopping = True
+        if self._keeps_seats and self._at_work and not self._host_goes_down:
+            # A rank that stops in order stops all others with it: those of this host are to be lost instead.
+            os.kill(os.getpid(), signal.SIGKILL)
         within = SAVE_WITHIN if self._host_goes_down else within
         signal.setitimer(signal.ITIMER_REAL, within)  # no handler: this also ends a process that hangs
         self._messages.put_nowait(None)
@@ -164,10 +183,15 @@ class _Served:
             self._signal(signal.SIGHUP)
         asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
 
-    def _tell_failure(self, failure: this_host.Failure) -> None:
-        self._tell({"failed": [failure[0], LastWords.of(failure[1])]})
+    @property
+    def _keeps_seats(self) -> bool:
+        """Whether the other hosts go on without this one, and keep the seats of its ranks."""
+        return self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
 
-    def _tell(self, message: Mapping[str, Any]) -> Future[None]:
+    def _tell_failure(self, failure: Failure) -> None:
+        self._tell(RankFailed(failure[0], LastWords.of(failure[1])))
+
+    def _tell(self, message: FromHost) -> Future[None]:
         return self._writer.submit(self._print, MARK + encode_local(message))
 
     @staticmethod
@@ -175,18 +199,3 @@ class _Served:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             os.write(1, line)
-
-
-def launch_of(order: Mapping[str, Any]) -> this_host.Launch:
-    """Return what starts the ranks of this host.
-
-    Raises:
-        DdpManualError: they would find the same, one by one.
-    """
-    hosts = this_host.Hosts.of_slots(order["slots"], order["node_rank"])
-    spec = WorldSpec(**order["spec"], sources=order["spec_sources"])
-    if order["program"] is not None:
-        words = {**order["program"], "arguments": tuple(order["program"]["arguments"])}
-        return this_host.program_launch(Program(**words), hosts, spec, **order["options"])
-    config = TrainConfig(**order["config"], sources=order["config_sources"])
-    return this_host.training_launch(config, hosts, spec, **order["options"])

@@ -1,7 +1,8 @@
 """``launch --hosts``: the ranks of several hosts from one terminal, by way of the system's ssh, one session a host.
 
 No rank is started before every host is ready. What to run goes to ``launch/hosted.py`` on each host over standard
-input, never on a command line; when that connection ends, however it ends, the ranks of the host end too.
+input, never on a command line; when that connection ends, however it ends, the ranks of the host end too. With
+``--on_loss wait`` or ``shrink`` the other ranks go on then, and the host gets another session.
 """
 
 from __future__ import annotations
@@ -11,87 +12,56 @@ import dataclasses
 import ipaddress
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from ddp_manual import launchers, signals
-from ddp_manual.agent import tasks
 from ddp_manual.agent.program_source import check_program, source_of
-from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped, from_dict
-from ddp_manual.launch import this_host
+from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
+from ddp_manual.launch.engine import Launch, Tell, first_of, say_how_to_look
 from ddp_manual.launch.host_list import Host
-from ddp_manual.launch.hosted import END_WITHIN
+from ddp_manual.launch.job import Hosts, Job
+from ddp_manual.launch.session_messages import (
+    END_WITHIN,
+    AttemptEnded,
+    Begin,
+    GiveUp,
+    HostIsGone,
+    Order,
+    PassOn,
+    RankFailed,
+)
 from ddp_manual.launch.ssh_session import NotReady, Remote, Session
+from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
-from ddp_manual.program import Program, without_secrets
+from ddp_manual.program import without_secrets
 from ddp_manual.protocol.agent import SAVE_WITHIN
-from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.terminal import in_words, say
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
 
-__all__ = ["HostedLaunch", "Remote", "hosted_launch"]
+# Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
+OPEN_AGAIN_AFTER = 5.0
 
 
-def hosted_launch(
-    hosts: Sequence[Host],
-    remote: Remote,
-    spec: WorldSpec,
-    task: Program | TrainConfig,
-    *,
-    after: Sequence[str],
-    variables: Mapping[str, str],
-    run_dir: str | None,
-    **options: Any,
-) -> HostedLaunch:
-    """Return what starts the ranks of these hosts.
+class HostedLaunch(Launch):
+    """A run of ranks on several hosts, with all attempts at it.
 
     Args:
-        after: what was typed after the options of ``launch``: the script and its arguments, or training options.
-        variables: to be passed on.
-        options: of ``this_host.program_launch`` or ``this_host.training_launch``.
+        variables: to be passed on to the hosts.
     """
-    command, typed = launchers.typed_command()
-    run_id = new_run_id()
-    # Whoever looks at the run is shown the command to go on: it has no values of variables.
-    names = ",".join(name for name in variables if name != launchers.TOKEN_VARIABLE)
-    before = tasks.without_options(typed[: len(typed) - len(after)], ["export"])
-    before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
-    if isinstance(task, Program):
-        go_on = shlex.join([*before, *after])
-    else:
-        words = [word for word in tasks.without_options(before, ["run_dir"]) if word != "--"]
-        # The time in its name is this machine's on all hosts.
-        options["chose_folder"] = run_dir is not None
-        run_dir = run_dir or default_run_dir(run_id)
-        go_on = this_host.command_to_resume(words, run_dir, after)
-    return HostedLaunch(
-        hosts=hosts,
-        remote=remote,
-        spec=spec,
-        options={"run_id": run_id, "run_dir": run_dir, "go_on": go_on, **options},
-        variables=variables,
-        program=task if isinstance(task, Program) else None,
-        config=task if isinstance(task, TrainConfig) else None,
-    )
 
-
-@dataclass(kw_only=True)
-class HostedLaunch:
-    """A run of ranks on several hosts, with all attempts at it."""
-
-    hosts: Sequence[Host]
-    remote: Remote
-    spec: WorldSpec
-    options: Mapping[str, Any]
-    """Of ``this_host.program_launch`` or ``this_host.training_launch``."""
-    variables: Mapping[str, str]
-    program: Program | None = None
-    config: TrainConfig | None = None
-    """Of our own training; either this or ``program`` is given."""
-    signalled: int = 0
+    def __init__(self, job: Job, hosts: Sequence[Host], remote: Remote, variables: Mapping[str, str]) -> None:
+        super().__init__(job)
+        self.hosts, self.remote, self.variables = hosts, remote, variables
+        self.parts: Sequence[RanksOfHost] = ()
+        self.lost: DdpManualError | None = None
+        """Why the run ends, where it ends because a host is gone."""
+        self.at_work: set[RanksOfHost] = set()
+        """The hosts whose ranks run."""
+        self.over = asyncio.Event()
+        """Set once no lost host is waited for any more, in this attempt."""
+        self._preparing: asyncio.Future[Any] | None = None
+        self._closing: list[asyncio.Future[None]] = []
 
     def run(self) -> int:
         """Run to the end; returns the exit code of the rank that failed first, or 0.
@@ -99,9 +69,11 @@ class HostedLaunch:
         Raises:
             HostNotReady: before any rank was started. PeerLost: a host was lost. Stopped: by a signal.
         """
-        if self.program is not None:
-            check_program(self.program)
-        if (token := launchers.token(self.spec.token_file)) is not None:
+        self.code: Mapping[str, str] = {}
+        if self.job.program is not None:
+            check_program(self.job.program)
+            self.code = source_of(self.job.program).code
+        if (token := launchers.token(self.job.spec.token_file)) is not None:
             self.variables = {**self.variables, launchers.TOKEN_VARIABLE: token.decode("utf-8", "surrogateescape")}
         return asyncio.run(self._run())
 
@@ -109,71 +81,53 @@ class HostedLaunch:
         """Return what would be run on each host, without secrets."""
         lines = []
         for number, host in enumerate(self.hosts):
-            ranks = self._ranks(number)
             lines += [
-                f"{host.name}: {in_words([[ranks[0], ranks[-1]]])}",
+                f"{host.name}: {self.ranks_in_words(number)}",
                 f"  {shlex.join(self.remote.command(host.name))}",
             ]
-        what = self.program.typed if self.program else as_flags(self.config.given_options() if self.config else {})
+        job = self.job
+        what = job.program.typed if job.program else as_flags(job.config.given_options() if job.config else {})
         lines.append(f"over standard input: {what or 'the built-in training'}")
         given = [f"{name}={value}" for name, value in self.variables.items()]
         return "\n".join([*lines, f"variables: {shlex.join(without_secrets(given)) or 'none'}"])
 
-    def _ranks(self, number: int) -> range:
-        return this_host.Hosts.of_slots([host.slots for host in self.hosts], number).ranks
+    def ranks_of(self, number: int) -> range:
+        return Hosts.of_slots([host.slots for host in self.hosts], number).ranks
 
-    def order(self, number: int) -> dict[str, Any]:
+    def ranks_in_words(self, number: int) -> str:
+        ranks = self.ranks_of(number)
+        return in_words([[ranks[0], ranks[-1]]])
+
+    def order(self, number: int) -> Order:
         """Return what a host is told to start."""
-        spec = {**self.spec.values(), "token_file": None}
-        return {
-            "slots": [host.slots for host in self.hosts],
-            "node_rank": number,
-            "spec": spec,
-            "spec_sources": {name: of for name, of in self.spec.sources.items() if name != "token_file"},
-            "program": dataclasses.asdict(self.program) if self.program else None,
-            "config": self.config.values() if self.config else None,
-            "config_sources": dict(self.config.sources) if self.config else None,
-            "options": dict(self.options),
-            "variables": dict(self.variables),
-        }
+        sources = {name: of for name, of in self.job.spec.sources.items() if name != "token_file"}
+        spec = dataclasses.replace(self.job.spec, token_file=None, sources=sources)
+        slots = [host.slots for host in self.hosts]
+        return Order(dataclasses.replace(self.job, spec=spec), slots, number, self.variables)
 
     async def _run(self) -> int:
         with ThreadPoolExecutor(1, "ddp_manual output") as writer:
-            self._sessions = [
-                Session(host, self.remote, self._ranks(number), writer) for number, host in enumerate(self.hosts)
-            ]
-            self._closing: list[asyncio.Future[None]] = []
-            with signals.handle_in_event_loop(self._take_signal):
-                beating = [asyncio.create_task(session.keep_alive()) for session in self._sessions]
+            self.parts = [RanksOfHost(self, number, writer) for number in range(len(self.hosts))]
+            with signals.handle_in_event_loop(self.take_signal):
                 try:
-                    self._preparing: asyncio.Future[Any] | None = asyncio.ensure_future(self._prepare())
+                    self._preparing = asyncio.ensure_future(self._prepare())
                     try:
                         await self._preparing
                     except asyncio.CancelledError:
                         raise Stopped(self.signalled, "before any rank was started") from None
                     self._preparing = None
-                    failed, lost, saved = await self._attempts()
+                    self.meeting_point = self._find_meeting_point()
+                    say_how_to_look(self.meeting_point)
+                    await self.attempts()
                 finally:
-                    await asyncio.gather(*(session.close() for session in self._sessions))
-                    for task in (*beating, *self._closing):
+                    await asyncio.gather(*(part.session.close() for part in self.parts))
+                    for task in self._closing:
                         task.cancel()
-        # What a rank says because its peers are gone, or because its host has stopped it, follows from that.
-        of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
-        if lost is not None and of_lost and not self.signalled:
-            raise lost
-        return this_host.conclude(failed, self.signalled, str(self.options["go_on"]), has_saved=saved)
+        return self.conclude()
 
     async def _prepare(self) -> None:
-        code = dict(source_of(self.program).code) if self.program else {}
-        differ = self.spec.allow_mismatch
-        found = await asyncio.gather(
-            *(
-                session.prepare(self.order(number), code, may_differ=differ)
-                for number, session in enumerate(self._sessions)
-            ),
-            return_exceptions=True,
-        )
-        wrong = [(session.host.name, error) for session, error in zip(self._sessions, found, strict=True) if error]
+        found = await asyncio.gather(*(part.prepare() for part in self.parts), return_exceptions=True)
+        wrong = [(host.name, error) for host, error in zip(self.hosts, found, strict=True) if error]
         for _, error in wrong:
             if not isinstance(error, NotReady):
                 raise error
@@ -185,77 +139,161 @@ class HostedLaunch:
                 next="\n".join(f"{name}: {error.args[1]}" for name, error in wrong),
             )
 
-    def _meeting_point(self) -> dict[str, Any]:
-        first = self._sessions[0]
-        address, port = first.hello["address"], first.ready["port"]
-        if self.spec.source("master_addr") != "default":
-            address = self.spec.master_addr
+    def _find_meeting_point(self) -> dict[str, Any]:
+        first = self.parts[0].session
+        assert first.hello is not None and first.ready is not None
+        address, port = first.hello.address, first.ready.port
+        if self.job.spec.source("master_addr") != "default":
+            address = self.job.spec.master_addr
         elif len(self.hosts) > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            other = self._sessions[1].hello["from"]
+            hello = self.parts[1].session.hello
+            assert hello is not None
             raise BadOption(
                 f"{first.host.name} was reached at {address}, where no other host reaches rank 0",
-                why=f"rank 0 is on the first host, and {self.hosts[1].name} was reached from {other}",
-                next=f"give its address: --master_addr {other}",
+                why=f"rank 0 is on the first host, and {self.hosts[1].name} was reached from {hello.reached_from}",
+                next=f"give its address: --master_addr {hello.reached_from}",
             )
-        if self.spec.source("master_port") != "default":
-            port = self.spec.master_port
+        if self.job.spec.source("master_port") != "default":
+            port = self.job.spec.master_port
         return {"master_addr": address, "master_port": port}
 
-    async def _attempts(self) -> tuple[this_host.Failure | None, DdpManualError | None, bool]:
-        at, restarts = self._meeting_point(), 0
-        command, _ = launchers.typed_command()
-        say(f"to look at this run from another terminal: {shlex.join([*command, 'status'])} --watch {as_flags(at)}")
-        while True:
-            self._failed: list[this_host.Failure] = []
-            self._lost: DdpManualError | None = None
-            for session in self._sessions:
-                session.send({"start": {"at": at, "restarts": restarts}})
-            saved = await asyncio.gather(*map(self._follow, self._sessions))
-            failed = this_host.first_of(self._failed)
-            most = int(self.options["max_restarts"])
-            if (
-                failed is None
-                or self._lost
-                or self.signalled
-                or restarts >= most
-                or not this_host.may_be_fixed(failed[1])
-            ):
-                return failed, self._lost, any(saved)
-            restarts += 1
-            say(f"restart {restarts} of {most} after {this_host.in_short(failed[1])}")
+    async def attempt(self) -> None:
+        self.over = asyncio.Event()
+        await super().attempt()
 
-    async def _follow(self, session: Session) -> bool:
-        """Wait until the ranks of a host have ended; returns whether the run has a checkpoint there."""
-        while (message := await session.messages.get()) is not None:
-            if "failed" in message:
-                rank, words = message["failed"]
-                self._failed.append((int(rank), from_dict(words, int(words["exit_code"]))))
-            elif "attempt" in message:
-                return bool(message["attempt"]["saved"])
-        name, ranks = session.host.name, in_words([[session.ranks[0], session.ranks[-1]]])
-        cause, remedy = session.why_ended()
-        self._lost = self._lost or PeerLost(
-            f"the connection to host {name} has ended, and {ranks} with it",
-            why=f"{name}: {cause}",
-            next=f"{remedy}\nthen start again:\n{self.options['go_on']}",
+    def may_start_again(self, error: DdpManualError) -> bool:
+        return self.lost is None and super().may_start_again(error)
+
+    def keeps_seats_of(self, lost: RanksOfHost) -> bool:
+        """Return whether the run goes on without a host: it does if any other is at work, and nobody has stopped."""
+        stops = self.signalled or any(rank in lost.ranks for rank, _ in self.failed)
+        return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
+
+    def have_ended(self, ended: RanksOfHost) -> None:
+        """Take note that the ranks of a host have ended. Where they have worked the run is over, and nobody needs those
+        that still wait for a seat."""
+        if not ended.is_newcomer or not self.at_work:
+            self.over.set()
+            for part in self.parts:
+                if part.is_newcomer:
+                    part.session.send(GiveUp())
+
+    async def is_over_before(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Wait until the work is done; return whether the run was over before, and the work was cancelled."""
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work), asyncio.create_task(self.over.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.over.is_set() and isinstance(done, Exception):
+            raise done
+        return self.over.is_set()
+
+    def end_without(self, lost: RanksOfHost) -> None:
+        """Have all ranks end, since the run does not go on without this host."""
+        self.over.set()
+        host = lost.session.host.name
+        cause, remedy = lost.session.why_ended()
+        self.lost = self.lost or PeerLost(
+            f"the connection to host {host} has ended, and {self.ranks_in_words(lost.number)} with it",
+            why=f"{host}: {cause}",
+            next=f"{remedy}\nthen start again:\n{self.job.go_on}",
         )
-        was_stopped = any(rank in session.ranks and error.identifier == "stopped" for rank, error in self._failed)
-        within = SAVE_WITHIN if was_stopped else session.others_end_within  # a host that went down, and said so
-        for other in self._sessions:
-            other.send({"lost": f"host {name} is gone", "within": within})
-            asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, other.kill)
-        return False
+        was_stopped = any(rank in lost.ranks and error.identifier == "stopped" for rank, error in self.failed)
+        within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so
+        for part in self.parts:
+            part.session.send(HostIsGone(host, within))
+            asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
 
-    def _take_signal(self, number: int) -> None:
+    def take_signal(self, number: int) -> None:
         if number != signals.SAVE:
             if not self.signalled:
-                say(this_host.STOPPING)
                 self._asked = time.monotonic()
             elif time.monotonic() - self._asked > signals.ONCE_WITHIN and not self._closing:
                 # Also those of hosts that take no signal any more.
-                self._closing = [asyncio.ensure_future(session.close()) for session in self._sessions]
-            self.signalled = self.signalled or number
+                self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
             if self._preparing is not None:
                 self._preparing.cancel()
-        for session in self._sessions[: 1 if number == signals.SAVE and self.program is None else None]:
-            session.send({"signal": number})
+            self.over.set()
+        super().take_signal(number)
+
+    def conclude(self) -> int:
+        failed = first_of(self.failed)
+        # What a rank says because its peers are gone, or because its host has stopped it, follows from that.
+        of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
+        if self.lost is not None and of_lost and not self.signalled:
+            raise self.lost
+        return super().conclude()
+
+
+class RanksOfHost:
+    """The ranks of one host, as a part of a launch."""
+
+    def __init__(self, launch: HostedLaunch, number: int, writer: ThreadPoolExecutor) -> None:
+        self.number, self.ranks = number, launch.ranks_of(number)
+        self.has_saved = False
+        self.is_newcomer = False
+        """Whether its session is not the first, and its ranks take the seats of those that were lost."""
+        self._launch, self._writer = launch, writer
+        self._new_session()
+
+    def _new_session(self) -> None:
+        self.session = Session(self._launch.hosts[self.number], self._launch.remote, self._writer)
+
+    async def prepare(self) -> None:
+        await self.session.prepare(self._launch.order(self.number), self._launch.code)
+
+    def take_signal(self, number: int) -> None:
+        self.session.send(PassOn(number))
+
+    async def attempt(self, restarts: int, tell: Tell) -> None:
+        """Have the host start its ranks, and wait until they have ended. Where the run goes on without a lost host,
+        open another session once that is possible."""
+        launch = self._launch
+        while not await self._have_ended(restarts, tell):
+            if self.is_newcomer and launch.over.is_set():
+                return
+            if not launch.keeps_seats_of(self):
+                launch.end_without(self)
+                return
+            if not await self._open_again():
+                return
+            # What ends a newcomer does not end the run: another rank may have its seat, or it cannot work there.
+            self.is_newcomer, tell = True, lambda failure: None
+        launch.have_ended(self)
+
+    async def _have_ended(self, restarts: int, tell: Tell) -> bool:
+        """Have the host start its ranks; return whether they have ended before the session has."""
+        launch = self._launch
+        launch.at_work.add(self)
+        self.session.send(Begin(**launch.meeting_point, restarts=restarts))
+        try:
+            while (message := await self.session.hear()) is not None:
+                if isinstance(message, RankFailed):
+                    tell((message.rank, message.words.error()))
+                elif isinstance(message, AttemptEnded):
+                    self.has_saved = message.has_saved
+                    return True
+            return False
+        finally:
+            launch.at_work.discard(self)
+
+    async def _open_again(self) -> bool:
+        """Open another session; return whether that went well before the run was over, or the time of the seats."""
+        launch, name, ranks = self._launch, self.session.host.name, self._launch.ranks_in_words(self.number)
+        cause, _ = self.session.why_ended()
+        say(f"the connection to host {name} has ended, and {ranks} with it: {cause}")
+        say(f"the run goes on; host {name} is tried again every {OPEN_AGAIN_AFTER:.0f} s")
+        until, said = time.monotonic() + launch.job.spec.rejoin_timeout, cause
+        while time.monotonic() < until and not await launch.is_over_before(asyncio.sleep(OPEN_AGAIN_AFTER)):
+            await self.session.close()
+            self._new_session()
+            try:
+                if not await launch.is_over_before(self.prepare()):
+                    say(f"host {name} is there again, and starts {ranks}")
+                    return True
+            except NotReady as error:
+                if error.args[0] != said:
+                    said = error.args[0]
+                    say(f"{name}: {said}")
+        return False
