@@ -110,7 +110,9 @@ def prepared(job: Job, hosts: Hosts) -> Job:
         assert job.config is not None
         tasks.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
     if job.run_dir is not None:
-        RunPaths(Path(job.run_dir)).create(resuming=job.config is not None and job.config.resume is not None)
+        resumes = job.config is not None and job.config.resume is not None
+        # A rank that takes the seat of a lost one finds the files of their run.
+        RunPaths(Path(job.run_dir)).create(resuming=resumes or job.spec.on_loss != LEAVE)
     return job
 
 

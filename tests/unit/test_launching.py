@@ -26,7 +26,7 @@ from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.from_agent import Training
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
-from ddp_manual.launch.this_host import Ranks
+from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.messages import LastWords, RankInfo
 from ddp_manual.protocol.verdicts import error_for, verdict_about
 from ddp_manual.run_folder import RunPaths, own_run_dir
@@ -152,6 +152,18 @@ def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once
     paths.checkpoints.mkdir()
     checkpoint_files.write(paths.checkpoints, 8, b"", {})
     assert to_go_on(another) == another.resumed()
+
+
+def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_its_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+
+    def job(**options: str) -> Job:
+        config = TrainConfig(dataset="synthetic")
+        return Job(spec=WorldSpec(**options), run_id="id", run_dir=str(tmp_path), go_on="", config=config)  # type: ignore[arg-type]
+
+    prepared(job(on_loss="wait"), Hosts(nproc=1))
+    with pytest.raises(errors.BadOption, match="already holds a run"):
+        prepared(job(), Hosts(nproc=1))
 
 
 def test_the_ranks_of_each_host_follow_those_of_the_host_before() -> None:
