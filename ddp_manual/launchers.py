@@ -368,10 +368,10 @@ def reserved_port(address: str = "127.0.0.1") -> Iterator[int]:
         yield port
 
 
-def reached_at() -> dict[str, str]:
+def reached_at() -> tuple[str, str]:
     """Return the addresses of this host and of the other one, as ssh has connected them."""
     client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), *["127.0.0.1"] * 3]
-    return {"address": server, "from": client}
+    return server, client
 
 
 def exported(entries: Sequence[str]) -> dict[str, str]:

@@ -89,7 +89,12 @@ class WorldSpec(Options):
         None, "With --on_loss wait: seconds after which the run goes on without a lost rank.", minimum=0
     )
     on_loss_of_own_code: bool = loss(False, "A rank whose own code raised counts as lost too; rank 0's value is used.")
-    max_restarts: int = loss(3, "How often a rank may be lost by its own code; rank 0's value is used.", minimum=0)
+    max_restarts: int = loss(
+        3,
+        "How often ranks are started again after one has failed: that rank alone with --on_loss_of_own_code, otherwise "
+        "all by launch, our training from its newest checkpoint. Rank 0's value is used.",
+        minimum=0,
+    )
     standby_addr: str | None = loss(
         None, "HOST[:PORT] where ranks that have lost rank 0 look for it too, besides its address."
     )

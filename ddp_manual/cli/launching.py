@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, host_list, launchers, orphans, terminal, unread
+from ddp_manual import errors, launchers, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
     check_has_no_script,
@@ -20,6 +20,7 @@ from ddp_manual.cli.options import (
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
+from ddp_manual.launch import host_list
 from ddp_manual.options import check_before_script
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
@@ -52,12 +53,6 @@ from ddp_manual.world_spec import WorldSpec
     help="Where logs and results go (default: runs/<start time>-<run_id>; of a script: nowhere).",
 )
 @click.option(
-    "--max_restarts",
-    type=click.IntRange(min=0),
-    help="How often to start all ranks again, from the newest checkpoint, after a rank was killed or its training "
-    "failed (default: 0).",
-)
-@click.option(
     "--start",
     type=click.Choice(["fork", "exec"]),
     default="fork",
@@ -81,7 +76,6 @@ def launch(
     nnodes: int | None,
     node_rank: int | None,
     run_dir: str | None,
-    max_restarts: int | None,
     start: str,
     hosts: str | None,
     hostfile: str | None,
@@ -102,7 +96,8 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
-    from ddp_manual.agent import local
+    from ddp_manual.launch import this_host
+    from ddp_manual.launch.job import Hosts, job_of
 
     by_ssh = hosts is not None or hostfile is not None
     typed_place = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, **given(WorldSpec, flags)}
@@ -144,41 +139,29 @@ def launch(
         check_has_no_script(context, as_module=as_module, no_python=no_python, may_differ=may_differ)
         if not program:
             terminal.say("no script was given: these ranks do the built-in training, by default on mnist")
-        local.check_train_options(program)
+        this_host.check_train_options(program)
         train_flags = {**train.make_context("train", list(program)).params, "run_dir": run_dir}
         task, of_task = TrainConfig.from_file(train_flags.pop("config_file"), **given(TrainConfig, train_flags)), {}
         typed_after = given(WorldSpec, train_flags)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
-    if max_restarts is not None:
-        options = {"max_restarts": max_restarts, **options}
-    max_restarts = max_restarts or 0
     spec = WorldSpec(**options, sources=sources)
+    variables = launchers.exported(export) if by_ssh else {}
+    job = job_of(task, spec, after=program, run_dir=run_dir, variables=variables, **of_task)
     if by_ssh:
-        from ddp_manual.agent import ssh
+        from ddp_manual.launch.ssh import HostedLaunch
+        from ddp_manual.launch.ssh_session import Remote
 
-        launched = ssh.hosted_launch(
-            host_list.choose_hosts(hosts, hostfile),
-            ssh.Remote.of(ssh_command, remote_dir, remote_python),
-            spec,
-            task,
-            after=program,
-            variables=launchers.exported(export),
-            run_dir=run_dir,
-            max_restarts=max_restarts,
-            **of_task,
-        )
+        remote = Remote.of(ssh_command, remote_dir, remote_python)
+        launched = HostedLaunch(job, host_list.choose_hosts(hosts, hostfile), remote, variables)
         if dry_run:
             print_result(launched.dry_run())
             return 0
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
-    on = local.Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
-    of_task = {"run_dir": run_dir, "max_restarts": max_restarts, **of_task}
+    on = Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
-        if isinstance(task, Program):
-            return local.launch_program(task, on, spec, typed[1:], **of_task)
-        return local.launch_ranks(on, spec, task, program, **of_task)
+        return this_host.launch_here(job, on)
 
 
 def _check_hosts_options(flags: dict[str, Any]) -> None:
@@ -205,7 +188,7 @@ def _check_hosts_options(flags: dict[str, Any]) -> None:
 @click.command(hidden=True)
 def hosted() -> int:
     """Start the ranks of this host for ``launch --hosts`` on another one, which ssh connects to this process."""
-    from ddp_manual.agent import hosted
+    from ddp_manual.launch import hosted
 
     return hosted.serve()
 
@@ -232,7 +215,7 @@ def list_commands(
     """Print what to type in each terminal of each host, to start a run by hand: of your own SCRIPT, or of our own
     training with the TRAIN_OPTIONS after --.
     """
-    from ddp_manual.tools import commands
+    from ddp_manual.launch import commands
 
     chosen, own, typed = None, {"run_dir": run_dir}, {}
     if program and not program[0].startswith("-"):

@@ -34,8 +34,10 @@ class GroupedCommand(click.Command):
 
 # A program chooses its devices itself; launch chooses the place of each rank.
 PROGRAM_OPTIONS = tuple(field.name for field in option_fields(WorldSpec) if field.name not in ("device", "backend"))
-OF_ITS_OWN = ("world_size", "rank", "local_rank", "run_id", "max_restarts")
+OF_ITS_OWN = ("world_size", "rank", "local_rank", "run_id")
 LAUNCH_OPTIONS = tuple(name for name in PROGRAM_OPTIONS if name not in OF_ITS_OWN)
+# What the help calls the default.
+OF_LAUNCH = {"max_restarts": 0}
 # How accelerate spells options of launch.
 ALSO_SPELLED = {"master_addr": "--main_process_ip", "master_port": "--main_process_port"}
 
@@ -93,7 +95,7 @@ def launched_program(function: Any) -> Any:
     """Give a command what starts all ranks has: the program, its options, and those of the ranks."""
     form = "[SCRIPT [ARGUMENTS]... | -- TRAIN_OPTIONS...]"
     program = click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=form)
-    return program_options(options_of(WorldSpec, only=LAUNCH_OPTIONS)(program(function)))
+    return program_options(options_of(WorldSpec, only=LAUNCH_OPTIONS, defaults=OF_LAUNCH)(program(function)))
 
 
 def check_has_no_script(context: click.Context, **of_script: Any) -> None:

@@ -113,6 +113,37 @@ def test_nothing_is_left_on_any_host_10_s_after_a_death_or_a_cut(ssh_into: SshIn
         assert words in run.err, name
 
 
+# A rank that works until the file is there, and says which start of the programs this is.
+WORKS = '#!/bin/sh\necho "rank $RANK works: $TORCHELASTIC_RESTART_COUNT"\nuntil [ -e "$1" ]; do sleep 0.1; done\n'
+
+
+@pytest.mark.timeout(180)
+def test_a_lost_host_gets_another_session_or_its_rank_is_typed_elsewhere_where_the_seats_of_lost_ranks_are_kept(
+    ssh_into: SshInto, tmp_path: Path
+) -> None:
+    reached = ssh_into(2)
+    a, b = reached.hosts
+    works, done = tmp_path / "works.sh", tmp_path / "done"
+    works.write_text(WORKS)
+    works.chmod(0o755)
+    words = ["--on_loss", "wait", "--peer_timeout", 3, "--no_python", works, done]
+    run = a.start(*command(reached, "a:1,b:1", *words))
+    run.wait_for("rank 1 works: 0")
+    b.kill("works.sh", parent=True)  # and with them the session
+    run.wait_for("and rank 1 with it", 10)
+    run.wait_for("rank 1 works: 1", 30)
+    run.wait_for("rank 0 works: 1")
+    b.cut_from(a)
+    run.wait_for("it does not answer any more", 15)
+    (typed,) = set(re.findall(r"^(?:.* )?(\S+ -m ddp_manual run --world_size 2 --rank 1 .*)$", run.err, re.MULTILINE))
+    newcomer = a.start(*shlex.split(typed))
+    run.wait_for("rank 0 works: 2", 30)
+    done.touch()
+    assert newcomer.wait(20) == 0, newcomer.err
+    assert run.wait(20) == 0, run.err
+    wait_until_gone(reached)
+
+
 @pytest.mark.soak
 def test_a_cut_is_noticed_also_where_the_user_has_a_shared_connection(ssh_into: SshInto, tmp_path: Path) -> None:
     reached = ssh_into(2)

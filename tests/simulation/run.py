@@ -23,11 +23,14 @@ from typing import Any
 from unittest import mock
 
 from ddp_manual import launchers, signals
-from ddp_manual.agent import coordinator, ending, join, local, main, name_lookup, probe, reachability
+from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.task import Task
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse, TrainingFailed
 from ddp_manual.held_memory import Moment
+from ddp_manual.launch import this_host
+from ddp_manual.launch.engine import Failure
+from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call, states
@@ -286,9 +289,13 @@ class Run:
         nodes = max(self.plan.hosts) + 1
         slots = [sum(on == other for on in self.plan.hosts) for other in range(nodes)]
         spec = dataclasses.replace(self._spec(ranks[0]), world_size=1, rank=0)
-        hosts = local.Hosts.of_slots(slots, node) if nodes > 1 else local.Hosts(nproc=slots[0])
+        hosts = Hosts.of_slots(slots, node) if nodes > 1 else Hosts(nproc=slots[0])
         go_on = "ddp-manual launch train.py"
-        launched = local.Launch(hosts, spec, "run", None, 0, go_on=go_on, program=PROGRAM)
+        launched = this_host.Ranks(
+            Job(spec=spec, run_id="run", run_dir=None, go_on=go_on, program=PROGRAM),
+            hosts,
+            Writer(),  # type: ignore[arg-type]
+        )
         by_number = {rank.number: rank for rank in ranks}
 
         class Starter:
@@ -296,11 +303,12 @@ class Run:
                 by_number[rank].agent = next(agent for agent in launched.agents if agent.spec.rank == rank)
                 return by_number[rank].run._start_worker(by_number[rank], held)
 
-        def tell(failure: local.Failure) -> None:
+        def tell(failure: Failure) -> None:
             by_number[failure[0]].errors.append(failure[1])
 
         async def attempt() -> None:
-            await launched.attempt(Starter(), Writer(), tell)  # type: ignore[arg-type]
+            launched.starter = Starter()  # type: ignore[assignment]
+            await launched.attempt(0, tell)
             if self.over is not None:
                 return
             for rank in ranks:
@@ -863,7 +871,7 @@ def patched(run: Run) -> Iterator[None]:
                 "is_caught": lambda pid, number: run.plan.saves > 0,
             },
         ),
-        (local, {"RankOutput": Output}),
+        (this_host, {"RankOutput": Output}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),
         (
             launchers,

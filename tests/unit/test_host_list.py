@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_manual.errors import BadOption
-from ddp_manual.host_list import Host, choose_hosts, parse_hosts, read_hostfile
+from ddp_manual.launch.host_list import Host, choose_hosts, parse_hosts, read_hostfile
 
 
 @pytest.mark.parametrize(

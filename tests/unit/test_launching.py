@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -18,12 +19,14 @@ from msgspec.structs import replace
 from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
 from ddp_manual.agent.ending import Ended
 from ddp_manual.agent.launched_worker import copy
-from ddp_manual.agent.local import Hosts, Launch, may_be_fixed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.from_agent import Training
+from ddp_manual.launch.engine import may_be_fixed
+from ddp_manual.launch.job import Hosts, Job
+from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.messages import LastWords, RankInfo
 from ddp_manual.protocol.verdicts import error_for, verdict_about
 from ddp_manual.run_folder import RunPaths, own_run_dir
@@ -44,6 +47,15 @@ def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
     assert may_be_fixed(failed(128 + signal.SIGKILL)) and may_be_fixed(failed(128 + signal.SIGSEGV))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         assert not may_be_fixed(Stopped(number))
+
+
+@pytest.mark.parametrize(
+    ("options", "restarts"),
+    [({}, 0), ({"max_restarts": 3}, 3), ({"max_restarts": 3, "on_loss": "wait", "on_loss_of_own_code": True}, 0)],
+)
+def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(options: Any, restarts: int) -> None:
+    spec = WorldSpec(**options, sources=dict.fromkeys(options, "flag"))
+    assert Job(spec=spec, run_id="id", run_dir=None, go_on="").max_restarts == restarts
 
 
 @pytest.mark.parametrize(
@@ -130,12 +142,28 @@ def test_a_rank_writes_to_the_folder_that_rank_0_names_only_if_it_is_its_own(
 def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
-    launch = Launch(Hosts(nproc=2), WorldSpec(), "id", paths, 1, "go on", config=began)
-    assert launch._to_go_on(began).resume == "auto"
-    assert launch._to_go_on(another) is another
+
+    def to_go_on(config: TrainConfig) -> TrainConfig | None:
+        job = Job(spec=WorldSpec(), run_id="id", run_dir=str(tmp_path), go_on="go on", config=config)
+        return Ranks(job, Hosts(nproc=2), ThreadPoolExecutor(1))._to_go_on()
+
+    assert to_go_on(began) == began.resumed()
+    assert to_go_on(another) is another
     paths.checkpoints.mkdir()
     checkpoint_files.write(paths.checkpoints, 8, b"", {})
-    assert launch._to_go_on(another).resume == "auto"
+    assert to_go_on(another) == another.resumed()
+
+
+def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_its_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+
+    def job(**options: str) -> Job:
+        config = TrainConfig(dataset="synthetic")
+        return Job(spec=WorldSpec(**options), run_id="id", run_dir=str(tmp_path), go_on="", config=config)  # type: ignore[arg-type]
+
+    prepared(job(on_loss="wait"), Hosts(nproc=1))
+    with pytest.raises(errors.BadOption, match="already holds a run"):
+        prepared(job(), Hosts(nproc=1))
 
 
 def test_the_ranks_of_each_host_follow_those_of_the_host_before() -> None:

@@ -11,16 +11,20 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from ddp_manual import cli, launchers, signals
-from ddp_manual.agent import hosted, ssh
-from ddp_manual.agent.ssh_session import NO_FOLDER, Remote, why_not
+from ddp_manual.launch import ssh
+from ddp_manual.launch.job import Hosts
+from ddp_manual.launch.session_messages import Order, read_from_launcher
+from ddp_manual.launch.ssh_session import NO_FOLDER, Remote, why_not
+from ddp_manual.launch.this_host import Ranks, prepared
+from ddp_manual.wire import encode_local
 from tests.conftest import Start, age_of
 
 REMOTE = Remote(ssh=["ssh", "-F", "my config", "-p", "2222"], folder="/work/here", python="/opt/python")
@@ -142,13 +146,15 @@ def test_the_remote_folder_may_be_below_the_home_of_each_host(
     assert shlex.split(why_not("b", remote, NO_FOLDER, "")[1].splitlines()[0])[-1] == f"b:{copied}/"
 
 
-def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
     """What ``launch`` tells the second of the hosts a and b."""
     found: list[ssh.HostedLaunch] = []
     monkeypatch.setattr(launchers, "typed_command", lambda: (["ddp-manual"], ["launch", "--hosts", "a:1,b:1", *typed]))
     monkeypatch.setattr(ssh.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
     assert cli.run(launchers.typed_command()[1]) == 0
-    return dict(json.loads(json.dumps(found[0].order(1))))
+    read = read_from_launcher(encode_local(found[0].order(1)).decode())
+    assert isinstance(read, Order)
+    return read
 
 
 def test_every_host_has_the_folder_that_the_command_to_go_on_names(
@@ -158,11 +164,13 @@ def test_every_host_has_the_folder_that_the_command_to_go_on_names(
     monkeypatch.setattr(time, "strftime", lambda form: f"20260101-{next(seconds):0>6}")
     monkeypatch.chdir(tmp_path)
     order = order_of(["--", "--dataset", "synthetic"], monkeypatch)
-    launch = hosted.launch_of(order)
-    assert launch.paths is not None and launch.paths.run_dir.is_dir()
-    assert f"--run_dir {launch.paths.run_dir} -- --dataset synthetic --resume auto" in order["options"]["go_on"]
-    launch.tidy_up()
-    assert not launch.paths.run_dir.exists()
+    hosts = Hosts.of_slots(order.slots, order.node_rank)
+    job = prepared(order.job, hosts)
+    folder = Path(str(job.run_dir))
+    assert folder.is_dir()
+    assert f"--run_dir {folder} -- --dataset synthetic --resume auto" in job.go_on
+    Ranks(job, hosts, ThreadPoolExecutor(1)).tidy_up()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("after", [["--no_python", "true", "--export", "its own"], ["--", "--dataset", "synthetic"]])
@@ -171,8 +179,8 @@ def test_the_command_to_go_on_names_exported_variables_without_their_values(
 ) -> None:
     monkeypatch.setenv(launchers.TOKEN_VARIABLE, "hidden")
     order = order_of(["--export", "A=hidden,more,B=2", "--export=API_KEY=hidden", *after], monkeypatch)
-    assert order["variables"] == {"A": "hidden,more", "B": "2", "API_KEY": "hidden", launchers.TOKEN_VARIABLE: "hidden"}
-    go_on = order["options"]["go_on"]
+    assert order.variables == {"A": "hidden,more", "B": "2", "API_KEY": "hidden", launchers.TOKEN_VARIABLE: "hidden"}
+    go_on = order.job.go_on
     assert go_on.startswith("ddp-manual launch --export A,B,API_KEY --hosts a:1,b:1 ") and "hidden" not in go_on
     assert ("--export 'its own'" in go_on) == ("its own" in after)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
-from ddp_manual.host_list import LOCAL, Host
+from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.options import as_flags
 from ddp_manual.program import Program
 from ddp_manual.world_spec import WorldSpec

@@ -12,15 +12,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+import msgspec
 
 import ddp_manual
 from ddp_manual import unread
-from ddp_manual.agent import local
-from ddp_manual.agent.hosted import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
-from ddp_manual.errors import BadOption, from_dict, signal_name
-from ddp_manual.host_list import LOCAL, Host
-from ddp_manual.wire import decode, encode_local
+from ddp_manual.errors import BadOption, signal_name
+from ddp_manual.launch.engine import in_short
+from ddp_manual.launch.host_list import LOCAL, Host
+from ddp_manual.launch.session_messages import (
+    ALIVE_EVERY,
+    END_WITHIN,
+    MARK,
+    SILENT_AFTER,
+    Alive,
+    FromHost,
+    FromLauncher,
+    Hello,
+    HostReady,
+    Order,
+    Refused,
+    read_from_host,
+)
+from ddp_manual.wire import encode_local
+
+T = TypeVar("T")
 
 # A cut network ends ssh after 5 s. No shared connection is used nor begun: these intervals do not apply to it, its
 # process keeps the pipes of a session that was killed, and it would outlive the run.
@@ -95,7 +112,7 @@ class Remote:
         )
 
     def command(self, host: str) -> list[str]:
-        """Return the command that starts ``agent/hosted.py`` on a host."""
+        """Return the command that starts ``launch/hosted.py`` on a host."""
         at_home = self.folder == "~" or self.folder.startswith("~/")
         folder = '"$HOME"' + shlex.quote(self.folder[1:]) if at_home else shlex.quote(self.folder)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {shlex.quote(self.python)} -m ddp_manual hosted"
@@ -175,12 +192,14 @@ class NotReady(Exception):
 class Session:
     """The session of one host."""
 
-    def __init__(self, host: Host, remote: Remote, ranks: range, writer: ThreadPoolExecutor) -> None:
-        self.host, self.remote, self.ranks = host, remote, ranks
+    def __init__(self, host: Host, remote: Remote, writer: ThreadPoolExecutor) -> None:
+        self.host, self.remote = host, remote
         self._writer = writer
-        self.messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self.hello: dict[str, Any] = {}
-        self.ready: dict[str, Any] = {}
+        self._messages: asyncio.Queue[FromHost | None] = asyncio.Queue()
+        """What the host says, without signs of life; None once the session has ended."""
+        self._has_ended = False
+        self.hello: Hello | None = None
+        self.ready: HostReady | None = None
         self.said = ""
         """What ssh and the host have written to stderr; the lines of ranks are left out."""
         self.process: asyncio.subprocess.Process | None = None
@@ -190,12 +209,33 @@ class Session:
         """How many streams wait for the terminal, which may be held; nothing is read from them meanwhile."""
         self._was_silent = False
 
-    async def prepare(self, order: Mapping[str, Any], code: Mapping[str, str], *, may_differ: bool) -> None:
+    async def prepare(self, order: Order, code: Mapping[str, str]) -> None:
         """Start the session and wait until the host is ready.
+
+        Args:
+            code: of the program here, which the host is to have too.
 
         Raises:
             NotReady: it is not, and will not be.
         """
+        await self._start()
+        self.send(order)
+        self.hello = await self._answer(Hello)
+        own = ddp_manual.__version__
+        if self.hello.version != own:
+            raise NotReady(
+                f"its ddp_manual is version {self.hello.version}, here it is {own}", f"install version {own} there"
+            )
+        self.ready = await self._answer(HostReady)
+        theirs = self.ready.code
+        differs = sorted(name for name in {*code, *theirs} if code.get(name) != theirs.get(name))
+        if differs and not order.job.spec.allow_mismatch:
+            raise NotReady(
+                f"its {', '.join(differs[:8])} is not the same as here",
+                f"copy it: {self.remote.words(self.host.name)['copy']}",
+            )
+
+    async def _start(self) -> None:
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         try:
             self.process = await asyncio.create_subprocess_exec(
@@ -209,33 +249,22 @@ class Session:
             asyncio.create_task(self._copy(self.process.stderr, sys.stderr)),
         ]
         self._ending = asyncio.create_task(self._end())
-        self.send({"order": order})
-        self.hello = (await self._hear("hello"))["hello"]
-        if self.hello["version"] != ddp_manual.__version__:
-            theirs = self.hello["version"]
-            raise NotReady(
-                f"its ddp_manual is version {theirs}, here it is {ddp_manual.__version__}",
-                f"install version {ddp_manual.__version__} there",
-            )
-        answer = await self._hear("ready", "refused")
-        if "refused" in answer:
-            raise NotReady(local.in_short(from_dict(answer["refused"])), str(answer["refused"]["next"]))
-        self.ready = answer["ready"]
-        differs = sorted(
-            name for name in {*code, *self.ready["code"]} if code.get(name) != self.ready["code"].get(name)
-        )
-        if differs and not may_differ:
-            raise NotReady(
-                f"its {', '.join(differs[:8])} is not the same as here",
-                f"copy it: {self.remote.words(self.host.name)['copy']}",
-            )
+        self._beating = asyncio.create_task(self._keep_alive())
 
-    async def _hear(self, *kinds: str) -> dict[str, Any]:
+    async def hear(self) -> FromHost | None:
+        """Return what the host says next; None once the session has ended."""
+        if self._has_ended and self._messages.empty():
+            return None
+        return await self._messages.get()
+
+    async def _answer(self, kind: type[T]) -> T:
         try:
-            message = await asyncio.wait_for(self.messages.get(), READY_WITHIN)
+            message = await asyncio.wait_for(self.hear(), READY_WITHIN)
         except asyncio.TimeoutError:
             raise NotReady(f"it has said nothing for {READY_WITHIN:.0f} s", "see what that host is busy with") from None
-        if message is None or not message.keys() & set(kinds):
+        if isinstance(message, Refused):
+            raise NotReady(in_short(message.words.error()), message.words.next)
+        if not isinstance(message, kind):
             raise NotReady(*self.why_ended())
         return message
 
@@ -264,12 +293,20 @@ class Session:
                 # A greeting may stand before the first message in its line; a rank's lines begin with the rank.
                 before, mark, message = line.partition(MARK)
                 if sink is sys.stdout and mark and not (before and self.hello):
-                    if "alive" not in (said := decode(message.decode())):
-                        self.messages.put_nowait(said)
+                    self._take(message)
                 else:
                     shown.append(line)
             await self._show(shown, sink)
         await self._show([rest] if rest else [], sink)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            message = read_from_host(line.decode())
+        except (msgspec.MsgspecError, ValueError):  # of another version of this package
+            self.kill()
+            return
+        if not isinstance(message, Alive):
+            self._messages.put_nowait(message)
 
     async def _show(self, lines: list[bytes], sink: TextIO) -> None:
         text = [line.decode(errors="replace") for line in lines]
@@ -286,13 +323,14 @@ class Session:
         assert self.process is not None
         await self.process.wait()
         await asyncio.wait(self._copies, timeout=1)
-        self.messages.put_nowait(None)
+        self._has_ended = True
+        self._messages.put_nowait(None)
 
-    async def keep_alive(self) -> None:
+    async def _keep_alive(self) -> None:
         """Send signs of life, and end a session that gives none for ``SILENT_AFTER`` seconds while its ranks run."""
         while True:
             await asyncio.sleep(ALIVE_EVERY)
-            self.send({"alive": 1})
+            self.send(Alive())
             if self.ready and not self._showing:
                 self._silent_for += ALIVE_EVERY
                 if self._silent_for > SILENT_AFTER:
@@ -304,7 +342,7 @@ class Session:
             with suppress(ProcessLookupError):
                 self.process.kill()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: FromLauncher) -> None:
         stdin = self.process.stdin if self.process is not None else None
         if stdin is not None and not stdin.is_closing():
             stdin.write(encode_local(message))
@@ -320,3 +358,4 @@ class Session:
         if not done:
             self.kill()
             await self._ending
+        self._beating.cancel()

@@ -1,0 +1,138 @@
+"""The engine of every launch: it starts all ranks, passes on signals, starts the ranks again after a failure that may
+not recur, and says why the run has ended. Where the ranks are, on this host or on others, is the matter of its parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ddp_manual import launchers, signals
+from ddp_manual.errors import DdpManualError, PeerGone, Stopped, TrainingFailed
+from ddp_manual.launch.job import Job
+from ddp_manual.options import as_flags
+from ddp_manual.terminal import say
+
+# Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
+# options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.
+FIXED_BY_A_RESTART = (TrainingFailed.exit_code, PeerGone.exit_code)
+ASKED_TO_STOP = tuple(128 + number for number in signals.STOP)
+
+Failure = tuple[int, DdpManualError]
+"""A rank, and the error that has ended it."""
+Tell = Callable[[Failure], None]
+"""Is told each failure at once."""
+
+
+class Part(Protocol):
+    """Ranks of a run that are started and ended together, such as those of this host."""
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether our own training has left a checkpoint there from which to go on."""
+
+    async def attempt(self, restarts: int, tell: Tell) -> None:
+        """Start all these ranks, and wait until the last has ended.
+
+        Args:
+            restarts: how often all ranks were started before.
+        """
+
+    def take_signal(self, number: int) -> None:
+        """Pass a signal on to the ranks."""
+
+
+class Launch:
+    """All attempts at a run.
+
+    Args:
+        parts: that of rank 0 first.
+    """
+
+    def __init__(self, job: Job, parts: Sequence[Part] = ()) -> None:
+        self.job, self.parts = job, parts
+        self.signalled = 0
+        """The first signal that has asked the run to stop, or 0."""
+        self.restarts = 0
+        self.failed: list[Failure] = []
+        """In this attempt."""
+
+    async def attempts(self) -> None:
+        """Have all parts start their ranks, as often as that may go well."""
+        while True:
+            await self.attempt()
+            first = first_of(self.failed)
+            if first is None or not self.may_start_again(first[1]):
+                break
+            self.restarts += 1
+            say(f"restart {self.restarts} of {self.job.max_restarts} after {in_short(first[1])}")
+
+    async def attempt(self) -> None:
+        """Have all parts start their ranks once, and wait until the last has ended."""
+        self.failed.clear()
+        await asyncio.gather(*(part.attempt(self.restarts, self.failed.append) for part in self.parts))
+
+    def may_start_again(self, error: DdpManualError) -> bool:
+        return not self.signalled and may_be_fixed(error) and self.restarts < self.job.max_restarts
+
+    def take_signal(self, number: int) -> None:
+        if number != signals.SAVE:
+            if not self.signalled:
+                say("stopping; a second signal ends all ranks at once")
+            self.signalled = self.signalled or number
+        # In our own training rank 0 saves for all.
+        for part in self.parts[: 1 if number == signals.SAVE and self.job.program is None else None]:
+            part.take_signal(number)
+
+    def conclude(self) -> int:
+        """Say why all ranks have ended, and how to go on; returns the exit code.
+
+        Raises:
+            Stopped: a signal has stopped them.
+        """
+        has_saved = any(part.has_saved for part in self.parts)
+        if self.signalled:
+            raise Stopped(
+                self.signalled,
+                why="the signal came to launch, which has passed it on; all ranks have ended",
+                next=f"to go on from the newest checkpoint:\n{self.job.go_on}" if has_saved else "",
+            )
+        failed = first_of(self.failed)
+        if failed is None:
+            return 0
+        rank, error = failed
+        # Of a peer that is gone all ranks say the same, none of which has failed itself.
+        first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
+        say(f"{first}, with exit code {error.exit_code}: {in_short(error)}")
+        if has_saved or may_be_fixed(error):
+            say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n  {self.job.go_on}")
+        return error.exit_code
+
+
+def say_how_to_look(address: dict[str, Any]) -> None:
+    """Say which command shows the run that meets at this address."""
+    command, _ = launchers.typed_command()
+    status = f"{shlex.join([*command, 'status'])} --watch {as_flags(address)}"
+    say(f"to look at this run from another terminal: {status}")
+
+
+def may_be_fixed(error: DdpManualError) -> bool:
+    """Return whether to start all ranks again, as also after the kernel has killed a rank because memory ran out.
+
+    Of a failure of another rank, which may be on another host, decide as is decided there: no host starts again alone.
+    """
+    identifier, code = error.on_its_rank or (error.identifier, error.exit_code)
+    if identifier == TrainingFailed.identifier:  # whose exit code is the program's own
+        return True
+    return code in FIXED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
+
+
+def first_of(failed: Sequence[Failure]) -> Failure | None:
+    """Return the failure that has ended the others: a rank that has lost a peer may have ended before that peer."""
+    return min(failed, key=lambda failure: failure[1].exit_code == PeerGone.exit_code, default=None)
+
+
+def in_short(error: DdpManualError) -> str:
+    return f"error[{error.identifier}]: {error.what}"

@@ -1,0 +1,201 @@
+"""The process of ``launch --hosts`` on each host, which ``launch/ssh.py`` starts by way of ssh.
+
+It lives only as long as its connection to the launcher: at the end of standard input, or when nothing has come for
+``SILENT_AFTER`` seconds, it ends all ranks of its host. What both say is in ``session_messages``; lines of ranks begin
+with ``[rank k]``. A second process only waits for its end, and then ends whatever the ranks have started and left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import ddp_manual
+from ddp_manual import launchers, orphans, signals
+from ddp_manual.agent.program_source import source_of
+from ddp_manual.errors import BadOption, DdpManualError, PeerLost
+from ddp_manual.launch.engine import Failure
+from ddp_manual.launch.job import Hosts
+from ddp_manual.launch.session_messages import (
+    ALIVE_EVERY,
+    END_WITHIN,
+    MARK,
+    SILENT_AFTER,
+    Alive,
+    AttemptEnded,
+    Begin,
+    FromHost,
+    FromLauncher,
+    GiveUp,
+    Hello,
+    HostIsGone,
+    HostReady,
+    Order,
+    PassOn,
+    RankFailed,
+    Refused,
+    read_from_launcher,
+)
+from ddp_manual.launch.this_host import Ranks, prepared
+from ddp_manual.messages import LastWords
+from ddp_manual.on_loss import LEAVE
+from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
+
+# Seconds in which the ranks of this host can say themselves that those of a lost host are gone.
+EXPLAIN_WITHIN = 1.0
+
+
+def serve() -> int:
+    """Serve the launcher at the other end of standard input and standard output; returns the exit code.
+
+    A script may start processes in sessions of their own, which the end of their rank does not end. This process adopts
+    them, and ends them when its child, which has the agents, has ended.
+    """
+    signals.adopt_orphans()
+    own = os.getpid()
+    if child := os.fork():
+        signals.leave_signals_to_the_agent()
+        while (ended := os.wait())[0] != child:
+            pass  # an adopted process
+        signals.end_children()
+        code = os.waitstatus_to_exitcode(ended[1])
+        return code if code >= 0 else 128 - code
+    signals.die_with_parent(own)
+    orphans.adopt()
+    with ThreadPoolExecutor(1, "ddp_manual output") as writer:
+        asyncio.run(_Served(writer).run())
+    return 0
+
+
+class _Served:
+    def __init__(self, writer: ThreadPoolExecutor) -> None:
+        self._writer = writer
+        self._heard = time.monotonic()
+        self._messages: asyncio.Queue[Order | Begin | None] = asyncio.Queue()
+        self._ranks: Ranks | None = None
+        self._at_work = self._stopping = self._host_goes_down = False
+
+    async def run(self) -> None:
+        self._tell(Hello(ddp_manual.__version__, *launchers.reached_at()))
+        loop = asyncio.get_running_loop()
+        stdin = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+        tasks = [asyncio.create_task(task) for task in (self._read(stdin), self._watch(), self._keep_alive())]
+        try:
+            order = await self._messages.get()
+            if isinstance(order, Order):
+                with signals.handle_in_event_loop(self._take_signal):
+                    await self._follow(order)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _follow(self, order: Order) -> None:
+        launchers.set_exported(order.variables)
+        hosts = Hosts.of_slots(order.slots, order.node_rank)
+        try:
+            job = prepared(order.job, hosts)
+            code = dict(source_of(job.program).code) if job.program else {}
+        except DdpManualError as error:
+            self._tell(Refused(LastWords.of(error)))
+            return
+        ranks = self._ranks = Ranks(job, hosts, self._writer)
+        try:
+            with launchers.reserved_port("") as port, ranks.able_to_start():
+                self._tell(HostReady(code, port))
+                while isinstance(begin := await self._messages.get(), Begin):
+                    ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)
+                    self._at_work = True
+                    await ranks.attempt(begin.restarts, self._tell_failure)
+                    self._at_work = False
+                    self._tell(AttemptEnded(ranks.has_saved))
+        finally:
+            ranks.tidy_up()
+
+    async def _read(self, stdin: asyncio.StreamReader) -> None:
+        reader = LineReader(read_from_launcher, LONGEST_ANSWER)  # arguments and variables of the user's own
+        try:
+            while data := await stdin.read(1 << 16):
+                self._heard = time.monotonic()
+                for message in reader.feed(data):
+                    self._take(message)
+        except Unreadable as error:
+            too_much = BadOption(f"what to run cannot be read: {error}", why="", next="give long arguments in a file")
+            self._tell(Refused(LastWords.of(too_much)))
+        except DdpManualError as error:  # of an option of the job
+            self._tell(Refused(LastWords.of(error)))
+        self._stop(END_WITHIN)
+
+    def _take(self, message: FromLauncher) -> None:
+        match message:
+            case Order() | Begin():
+                self._messages.put_nowait(message)
+            case PassOn():
+                self._signal(message.number)
+            case GiveUp():
+                self._give_up("the run is over")
+            case HostIsGone():
+                asyncio.get_running_loop().call_later(EXPLAIN_WITHIN, self._stop, message.within - EXPLAIN_WITHIN)
+                self._give_up(f"host {message.name} is gone")
+
+    def _give_up(self, why: str) -> None:
+        if self._ranks is not None:
+            self._ranks.give_up(PeerLost(why, why="", next=""))
+
+    async def _keep_alive(self) -> None:
+        while True:  # one at a time, since the other side may not read for as long as its terminal is held
+            await asyncio.wrap_future(self._tell(Alive()))
+            await asyncio.sleep(ALIVE_EVERY)
+
+    async def _watch(self) -> None:
+        while time.monotonic() - self._heard < SILENT_AFTER:
+            await asyncio.sleep(0.2)
+        self._stop(END_WITHIN - SILENT_AFTER)
+
+    def _take_signal(self, number: int) -> None:
+        """Pass on a signal of this host, which may be about to end the connection to the other side too."""
+        self._host_goes_down |= number != signals.SAVE
+        self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        if self._ranks is not None:
+            self._ranks.take_signal(number)
+
+    def _stop(self, within: float) -> None:
+        """Stop all ranks: at first in order, then at once, and after ``within`` seconds with this process. Where a
+        signal of this host has done the first, programs have the time to do what they do about it."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._keeps_seats and self._at_work and not self._host_goes_down:
+            # A rank that stops in order stops all others with it: those of this host are to be lost instead.
+            os.kill(os.getpid(), signal.SIGKILL)
+        within = SAVE_WITHIN if self._host_goes_down else within
+        signal.setitimer(signal.ITIMER_REAL, within)  # no handler: this also ends a process that hangs
+        self._messages.put_nowait(None)
+        if not self._host_goes_down:
+            self._signal(signal.SIGHUP)
+        asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
+
+    @property
+    def _keeps_seats(self) -> bool:
+        """Whether the other hosts go on without this one, and keep the seats of its ranks."""
+        return self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
+
+    def _tell_failure(self, failure: Failure) -> None:
+        self._tell(RankFailed(failure[0], LastWords.of(failure[1])))
+
+    def _tell(self, message: FromHost) -> Future[None]:
+        return self._writer.submit(self._print, MARK + encode_local(message))
+
+    @staticmethod
+    def _print(line: bytes) -> None:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            os.write(1, line)

@@ -1,0 +1,139 @@
+"""Job: what many ranks are to run, the same for all of them; and Hosts: which ranks each host has."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_manual import launchers
+from ddp_manual.agent.tasks import without_options
+from ddp_manual.errors import BadOption
+from ddp_manual.options import number_below
+from ddp_manual.program import EXECUTABLE, Program
+from ddp_manual.run_folder import default_run_dir, new_run_id
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.world_spec import WorldSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all ranks of a run have in common. Either ``program`` or ``config`` is given."""
+
+    spec: WorldSpec
+    """The options of each rank, without its place in the world."""
+    run_id: str
+    run_dir: str | None
+    """Where logs, failures and results go; None: nowhere."""
+    go_on: str
+    """The command that starts the run again, our own training from its newest checkpoint."""
+    program: Program | None = None
+    """Of the user's own."""
+    config: TrainConfig | None = None
+    """Of our own training."""
+    may_differ: Sequence[str] = ()
+    """The arguments of the program that may differ between ranks."""
+    forks: bool = True
+    """Whether workers are forks of a process that has imported torch."""
+    chose_folder: bool = True
+    """Whether the user has chosen the run's folder, which is then kept."""
+
+    @property
+    def max_restarts(self) -> int:
+        """How often all ranks are started again. Where a rank's own code counts as its loss, rank 0 counts these, and
+        starts that rank again."""
+        chosen = self.spec.source("max_restarts") != "default" and not self.spec.on_loss_of_own_code
+        return self.spec.max_restarts if chosen else 0
+
+    def at(self, **address: Any) -> Job:
+        """Return the job of ranks that meet at this ``master_addr`` and ``master_port``."""
+        sources = {**self.spec.sources, **dict.fromkeys(address, "flag")}
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **address, sources=sources))
+
+
+def job_of(
+    task: Program | TrainConfig,
+    spec: WorldSpec,
+    *,
+    after: Sequence[str],
+    run_dir: str | None,
+    variables: Iterable[str] = (),
+    may_differ: Sequence[str] = (),
+    start: str = "fork",
+) -> Job:
+    """Return what was typed, with the command that starts it again, and resumes our own training.
+
+    Args:
+        spec: the options of each rank, without its place in the world.
+        after: what was typed after the options of ``launch``: the script and its arguments, or training options.
+        run_dir: where results go; None: of our own training a folder that is named after the time, otherwise nowhere.
+        variables: the names of those that are passed on to other hosts.
+        start: ``fork`` or ``exec``.
+    """
+    command, typed = launchers.typed_command()
+    run_id = new_run_id()
+    # Whoever looks at the run is shown the command to go on: it has no values of variables.
+    before = without_options(typed[: len(typed) - len(after)], ["export"])
+    names = ",".join(name for name in variables if name != launchers.TOKEN_VARIABLE)
+    before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
+    if isinstance(task, Program):
+        words = shlex.join([*before, *after])
+        return Job(
+            spec=spec,
+            run_id=run_id,
+            run_dir=run_dir,
+            go_on=words,
+            program=task,
+            may_differ=may_differ,
+            forks=start == "fork" and task.kind != EXECUTABLE,
+        )
+    # The time in its name is this machine's on all hosts.
+    folder = run_dir or default_run_dir(run_id)
+    launch = [word for word in without_options(before, ["run_dir"]) if word != "--"]
+    training = [*without_options(after, ["resume"]), "--resume", "auto"]
+    words = shlex.join([*launch, "--run_dir", folder, "--", *training])
+    return Job(spec=spec, run_id=run_id, run_dir=folder, go_on=words, config=task, chose_folder=run_dir is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """How many ranks there are on how many hosts, of which this is one."""
+
+    nproc: int
+    """The number of ranks on each host, or on this one where ``slots`` says how many the others have."""
+    nnodes: int = 1
+    node_rank: int = 0
+    slots: Sequence[int] = ()
+    """The number of ranks of each host, in order; empty where all have the same number."""
+
+    @classmethod
+    def of_slots(cls, slots: Sequence[int], node_rank: int) -> Hosts:
+        """Return hosts of which each has a number of ranks of its own."""
+        return cls(nproc=slots[node_rank], nnodes=len(slots), node_rank=node_rank, slots=tuple(slots))
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.slots) or self.nproc * self.nnodes
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this host."""
+        first = sum(self.slots[: self.node_rank]) if self.slots else self.node_rank * self.nproc
+        return range(first, first + self.nproc)
+
+    def check(self, spec: WorldSpec) -> None:
+        """Raise BadOption if the hosts cannot be these, or cannot meet."""
+        if self.node_rank >= self.nnodes:
+            raise BadOption(
+                f"--node_rank {self.node_rank} does not exist among {self.nnodes} hosts",
+                why=f"--nnodes is {self.nnodes}; hosts count from 0",
+                next=number_below("node_rank", self.node_rank, "nnodes", self.nnodes, "hosts"),
+            )
+        if self.nnodes > 1 and spec.source("master_addr") == "default":
+            raise BadOption(
+                f"launch on {self.nnodes} hosts needs the address of the first one",
+                why="no --master_addr was given, and 127.0.0.1 is another host on each",
+                next="give --master_addr with the name or the IP address of the host with --node_rank 0",
+            )

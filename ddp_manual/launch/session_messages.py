@@ -1,0 +1,105 @@
+"""What ``launch --hosts`` and its process on each host say to each other: this module is the whole list.
+
+Each message is a JSON object on a line: those to the host on the standard input of its process, those to the launcher
+on standard output, behind ``MARK``, between the lines of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddp_manual.launch.job import Job
+from ddp_manual.messages import Count, LastWords, Message, Port, Seconds
+from ddp_manual.wire import Read, local_reader_of, reader_of
+
+MARK = b"\x1eddp-manual "
+# Seconds. Each side says as often that it is alive, and gives up the other when nothing has come for so long.
+ALIVE_EVERY = 1.0
+SILENT_AFTER = 5.0
+# Seconds from the last sign of the launcher to the end of a host's process, whatever it does: the kernel ends its
+# workers with it.
+END_WITHIN = 8.5
+
+
+class Alive(Message):
+    """Says nothing else; sent every second by each side."""
+
+
+class Order(Message):
+    """What the host is to start, and as which of the hosts; the launcher's first message."""
+
+    job: Job
+    slots: Sequence[int]
+    """The number of ranks of each host."""
+    node_rank: int
+    variables: Mapping[str, str]
+    """Those to set on the host."""
+
+
+class Begin(Message):
+    """Start all ranks of the host: every host is ready."""
+
+    master_addr: str
+    master_port: Port
+    restarts: Count
+    """How often all ranks were started before."""
+
+
+class PassOn(Message):
+    """A signal to the launcher, which is meant for the ranks."""
+
+    number: int
+
+
+class GiveUp(Message):
+    """End the ranks that still wait for others to join: the run is over."""
+
+
+class HostIsGone(Message):
+    """End the ranks in time, since another host is gone and the run does not go on without it."""
+
+    name: str
+    within: Seconds
+
+
+class Hello(Message):
+    """The host's first message: its version of this package, and the two addresses of the connection by ssh."""
+
+    version: str
+    address: str
+    reached_from: str
+
+
+class Refused(Message):
+    """Why the host cannot run its ranks."""
+
+    words: LastWords
+
+
+class HostReady(Message):
+    """The host can run its ranks."""
+
+    code: Mapping[str, str]
+    """Part of the program -> digest of its source code there."""
+    port: Port
+    """One that is free there for rank 0."""
+
+
+class RankFailed(Message):
+    """A rank of the host has ended with an error."""
+
+    rank: Count
+    words: LastWords
+
+
+class AttemptEnded(Message):
+    """All ranks of the host have ended."""
+
+    has_saved: bool
+
+
+FromLauncher = Alive | Order | Begin | PassOn | GiveUp | HostIsGone
+FromHost = Alive | Hello | Refused | HostReady | RankFailed | AttemptEnded
+
+read_from_launcher: Read[FromLauncher] = local_reader_of(FromLauncher)
+read_from_host: Read[FromHost] = reader_of(FromHost)

@@ -1,0 +1,299 @@
+"""``launch --hosts``: the ranks of several hosts from one terminal, by way of the system's ssh, one session a host.
+
+No rank is started before every host is ready. What to run goes to ``launch/hosted.py`` on each host over standard
+input, never on a command line; when that connection ends, however it ends, the ranks of the host end too. With
+``--on_loss wait`` or ``shrink`` the other ranks go on then, and the host gets another session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import shlex
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ddp_manual import launchers, signals
+from ddp_manual.agent.program_source import check_program, source_of
+from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
+from ddp_manual.launch.engine import Launch, Tell, first_of, say_how_to_look
+from ddp_manual.launch.host_list import Host
+from ddp_manual.launch.job import Hosts, Job
+from ddp_manual.launch.session_messages import (
+    END_WITHIN,
+    AttemptEnded,
+    Begin,
+    GiveUp,
+    HostIsGone,
+    Order,
+    PassOn,
+    RankFailed,
+)
+from ddp_manual.launch.ssh_session import NotReady, Remote, Session
+from ddp_manual.on_loss import LEAVE
+from ddp_manual.options import as_flags
+from ddp_manual.program import without_secrets
+from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.terminal import in_words, say
+
+# Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
+OPEN_AGAIN_AFTER = 5.0
+
+
+class HostedLaunch(Launch):
+    """A run of ranks on several hosts, with all attempts at it.
+
+    Args:
+        variables: to be passed on to the hosts.
+    """
+
+    def __init__(self, job: Job, hosts: Sequence[Host], remote: Remote, variables: Mapping[str, str]) -> None:
+        super().__init__(job)
+        self.hosts, self.remote, self.variables = hosts, remote, variables
+        self.parts: Sequence[RanksOfHost] = ()
+        self.lost: DdpManualError | None = None
+        """Why the run ends, where it ends because a host is gone."""
+        self.at_work: set[RanksOfHost] = set()
+        """The hosts whose ranks run."""
+        self.over = asyncio.Event()
+        """Set once no lost host is waited for any more, in this attempt."""
+        self._preparing: asyncio.Future[Any] | None = None
+        self._closing: list[asyncio.Future[None]] = []
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code of the rank that failed first, or 0.
+
+        Raises:
+            HostNotReady: before any rank was started. PeerLost: a host was lost. Stopped: by a signal.
+        """
+        self.code: Mapping[str, str] = {}
+        if self.job.program is not None:
+            check_program(self.job.program)
+            self.code = source_of(self.job.program).code
+        if (token := launchers.token(self.job.spec.token_file)) is not None:
+            self.variables = {**self.variables, launchers.TOKEN_VARIABLE: token.decode("utf-8", "surrogateescape")}
+        return asyncio.run(self._run())
+
+    def dry_run(self) -> str:
+        """Return what would be run on each host, without secrets."""
+        lines = []
+        for number, host in enumerate(self.hosts):
+            lines += [
+                f"{host.name}: {self.ranks_in_words(number)}",
+                f"  {shlex.join(self.remote.command(host.name))}",
+            ]
+        job = self.job
+        what = job.program.typed if job.program else as_flags(job.config.given_options() if job.config else {})
+        lines.append(f"over standard input: {what or 'the built-in training'}")
+        given = [f"{name}={value}" for name, value in self.variables.items()]
+        return "\n".join([*lines, f"variables: {shlex.join(without_secrets(given)) or 'none'}"])
+
+    def ranks_of(self, number: int) -> range:
+        return Hosts.of_slots([host.slots for host in self.hosts], number).ranks
+
+    def ranks_in_words(self, number: int) -> str:
+        ranks = self.ranks_of(number)
+        return in_words([[ranks[0], ranks[-1]]])
+
+    def order(self, number: int) -> Order:
+        """Return what a host is told to start."""
+        sources = {name: of for name, of in self.job.spec.sources.items() if name != "token_file"}
+        spec = dataclasses.replace(self.job.spec, token_file=None, sources=sources)
+        slots = [host.slots for host in self.hosts]
+        return Order(dataclasses.replace(self.job, spec=spec), slots, number, self.variables)
+
+    async def _run(self) -> int:
+        with ThreadPoolExecutor(1, "ddp_manual output") as writer:
+            self.parts = [RanksOfHost(self, number, writer) for number in range(len(self.hosts))]
+            with signals.handle_in_event_loop(self.take_signal):
+                try:
+                    self._preparing = asyncio.ensure_future(self._prepare())
+                    try:
+                        await self._preparing
+                    except asyncio.CancelledError:
+                        raise Stopped(self.signalled, "before any rank was started") from None
+                    self._preparing = None
+                    self.meeting_point = self._find_meeting_point()
+                    say_how_to_look(self.meeting_point)
+                    await self.attempts()
+                finally:
+                    await asyncio.gather(*(part.session.close() for part in self.parts))
+                    for task in self._closing:
+                        task.cancel()
+        return self.conclude()
+
+    async def _prepare(self) -> None:
+        found = await asyncio.gather(*(part.prepare() for part in self.parts), return_exceptions=True)
+        wrong = [(host.name, error) for host, error in zip(self.hosts, found, strict=True) if error]
+        for _, error in wrong:
+            if not isinstance(error, NotReady):
+                raise error
+        if wrong:
+            names = ", ".join(name for name, _ in wrong)
+            raise HostNotReady(
+                f"{len(wrong)} of {len(self.hosts)} hosts cannot run their ranks: {names}",
+                why="\n".join(f"{name}: {error.args[0]}" for name, error in wrong),
+                next="\n".join(f"{name}: {error.args[1]}" for name, error in wrong),
+            )
+
+    def _find_meeting_point(self) -> dict[str, Any]:
+        first = self.parts[0].session
+        assert first.hello is not None and first.ready is not None
+        address, port = first.hello.address, first.ready.port
+        if self.job.spec.source("master_addr") != "default":
+            address = self.job.spec.master_addr
+        elif len(self.hosts) > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            hello = self.parts[1].session.hello
+            assert hello is not None
+            raise BadOption(
+                f"{first.host.name} was reached at {address}, where no other host reaches rank 0",
+                why=f"rank 0 is on the first host, and {self.hosts[1].name} was reached from {hello.reached_from}",
+                next=f"give its address: --master_addr {hello.reached_from}",
+            )
+        if self.job.spec.source("master_port") != "default":
+            port = self.job.spec.master_port
+        return {"master_addr": address, "master_port": port}
+
+    async def attempt(self) -> None:
+        self.over = asyncio.Event()
+        await super().attempt()
+
+    def may_start_again(self, error: DdpManualError) -> bool:
+        return self.lost is None and super().may_start_again(error)
+
+    def keeps_seats_of(self, lost: RanksOfHost) -> bool:
+        """Return whether the run goes on without a host: it does if any other is at work, and nobody has stopped."""
+        stops = self.signalled or any(rank in lost.ranks for rank, _ in self.failed)
+        return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
+
+    def have_ended(self, ended: RanksOfHost) -> None:
+        """Take note that the ranks of a host have ended. Where they have worked the run is over, and nobody needs those
+        that still wait for a seat."""
+        if not ended.is_newcomer or not self.at_work:
+            self.over.set()
+            for part in self.parts:
+                if part.is_newcomer:
+                    part.session.send(GiveUp())
+
+    async def is_over_before(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Wait until the work is done; return whether the run was over before, and the work was cancelled."""
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work), asyncio.create_task(self.over.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.over.is_set() and isinstance(done, Exception):
+            raise done
+        return self.over.is_set()
+
+    def end_without(self, lost: RanksOfHost) -> None:
+        """Have all ranks end, since the run does not go on without this host."""
+        self.over.set()
+        host = lost.session.host.name
+        cause, remedy = lost.session.why_ended()
+        self.lost = self.lost or PeerLost(
+            f"the connection to host {host} has ended, and {self.ranks_in_words(lost.number)} with it",
+            why=f"{host}: {cause}",
+            next=f"{remedy}\nthen start again:\n{self.job.go_on}",
+        )
+        was_stopped = any(rank in lost.ranks and error.identifier == "stopped" for rank, error in self.failed)
+        within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so
+        for part in self.parts:
+            part.session.send(HostIsGone(host, within))
+            asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
+
+    def take_signal(self, number: int) -> None:
+        if number != signals.SAVE:
+            if not self.signalled:
+                self._asked = time.monotonic()
+            elif time.monotonic() - self._asked > signals.ONCE_WITHIN and not self._closing:
+                # Also those of hosts that take no signal any more.
+                self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
+            if self._preparing is not None:
+                self._preparing.cancel()
+            self.over.set()
+        super().take_signal(number)
+
+    def conclude(self) -> int:
+        failed = first_of(self.failed)
+        # What a rank says because its peers are gone, or because its host has stopped it, follows from that.
+        of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
+        if self.lost is not None and of_lost and not self.signalled:
+            raise self.lost
+        return super().conclude()
+
+
+class RanksOfHost:
+    """The ranks of one host, as a part of a launch."""
+
+    def __init__(self, launch: HostedLaunch, number: int, writer: ThreadPoolExecutor) -> None:
+        self.number, self.ranks = number, launch.ranks_of(number)
+        self.has_saved = False
+        self.is_newcomer = False
+        """Whether its session is not the first, and its ranks take the seats of those that were lost."""
+        self._launch, self._writer = launch, writer
+        self._new_session()
+
+    def _new_session(self) -> None:
+        self.session = Session(self._launch.hosts[self.number], self._launch.remote, self._writer)
+
+    async def prepare(self) -> None:
+        await self.session.prepare(self._launch.order(self.number), self._launch.code)
+
+    def take_signal(self, number: int) -> None:
+        self.session.send(PassOn(number))
+
+    async def attempt(self, restarts: int, tell: Tell) -> None:
+        """Have the host start its ranks, and wait until they have ended. Where the run goes on without a lost host,
+        open another session once that is possible."""
+        launch = self._launch
+        while not await self._have_ended(restarts, tell):
+            if self.is_newcomer and launch.over.is_set():
+                return
+            if not launch.keeps_seats_of(self):
+                launch.end_without(self)
+                return
+            if not await self._open_again():
+                return
+            # What ends a newcomer does not end the run: another rank may have its seat, or it cannot work there.
+            self.is_newcomer, tell = True, lambda failure: None
+        launch.have_ended(self)
+
+    async def _have_ended(self, restarts: int, tell: Tell) -> bool:
+        """Have the host start its ranks; return whether they have ended before the session has."""
+        launch = self._launch
+        launch.at_work.add(self)
+        self.session.send(Begin(**launch.meeting_point, restarts=restarts))
+        try:
+            while (message := await self.session.hear()) is not None:
+                if isinstance(message, RankFailed):
+                    tell((message.rank, message.words.error()))
+                elif isinstance(message, AttemptEnded):
+                    self.has_saved = message.has_saved
+                    return True
+            return False
+        finally:
+            launch.at_work.discard(self)
+
+    async def _open_again(self) -> bool:
+        """Open another session; return whether that went well before the run was over, or the time of the seats."""
+        launch, name, ranks = self._launch, self.session.host.name, self._launch.ranks_in_words(self.number)
+        cause, _ = self.session.why_ended()
+        say(f"the connection to host {name} has ended, and {ranks} with it: {cause}")
+        say(f"the run goes on; host {name} is tried again every {OPEN_AGAIN_AFTER:.0f} s")
+        until, said = time.monotonic() + launch.job.spec.rejoin_timeout, cause
+        while time.monotonic() < until and not await launch.is_over_before(asyncio.sleep(OPEN_AGAIN_AFTER)):
+            await self.session.close()
+            self._new_session()
+            try:
+                if not await launch.is_over_before(self.prepare()):
+                    say(f"host {name} is there again, and starts {ranks}")
+                    return True
+            except NotReady as error:
+                if error.args[0] != said:
+                    said = error.args[0]
+                    say(f"{name}: {said}")
+        return False

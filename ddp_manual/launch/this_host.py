@@ -1,0 +1,256 @@
+"""``launch`` on this host: the agents of all its ranks in one process, for our own training or a program of the user's.
+
+Their workers are forks of a process that has imported torch once; each has a session of its own, and its lines are
+shown with its rank in front and go to a log file. When one rank fails its agent tells the others, as in any run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddp_manual import launchers, orphans, signals, terminal
+from ddp_manual.agent import tasks
+from ddp_manual.agent.launched_worker import Forker, ProcessStarter
+from ddp_manual.agent.main import Agent
+from ddp_manual.agent.program_source import check_program, forkable_imports
+from ddp_manual.agent.worker_process import Worker, check_torch_is_installed
+from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, RankTaken, from_dict
+from ddp_manual.held_memory import HeldMemory
+from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
+from ddp_manual.launch.job import Hosts, Job
+from ddp_manual.on_loss import LEAVE
+from ddp_manual.program import without_secrets
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.terminal import RankOutput
+from ddp_manual.training import checkpoint_files
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.own_code import check_module, is_own_factory
+
+# Options that say where the hosts meet.
+ADDRESS = ("master_addr", "master_port", "listen_addr")
+# Seconds until ranks stop waiting for a rank that has left.
+GIVE_UP_AFTER = 0.3
+
+
+def check_train_options(typed: Sequence[str]) -> None:
+    """Check the options for the ranks' training.
+
+    Raises:
+        BadOption: ``launch`` would silently override an option.
+    """
+    for option in typed:
+        name = option.removeprefix("--").split("=")[0].replace("-", "_")
+        if option.startswith("--") and name in tasks.PER_RANK_OPTIONS:
+            raise BadOption(
+                f"--{name} cannot be passed on by launch",
+                why=f"launch gives every rank its --{name}",
+                next=f"put --{name} before the --" if name in ("run_dir", *ADDRESS) else f"leave --{name} out",
+            )
+
+
+def launch_here(job: Job, hosts: Hosts) -> int:
+    """Start the ranks of this host and wait for them: at the port that was chosen, otherwise at a free one if all ranks
+    are here. Returns the exit code of the rank that failed first, or 0.
+
+    Raises:
+        BadOption, CheckpointMissing, BackendUnavailable: the ranks would find the same, one by one. Stopped: by a
+            signal, after all ranks have ended.
+    """
+    hosts.check(job.spec)
+    job = prepared(job, hosts)
+    spec = job.spec
+    is_chosen = hosts.nnodes > 1 or spec.source("master_port") != "default"
+    with (
+        ThreadPoolExecutor(1, "ddp_manual output") as writer,
+        nullcontext(spec.master_port) if is_chosen else launchers.reserved_port() as port,
+    ):
+        address = {"master_addr": spec.master_addr if hosts.nnodes > 1 else None, "master_port": port}
+        say_how_to_look({**address, "token_file": spec.token_file})
+        ranks = Ranks(job.at(master_port=port), hosts, writer)
+        try:
+            return asyncio.run(_run(job, ranks))
+        finally:
+            ranks.tidy_up()
+
+
+async def _run(job: Job, ranks: Ranks) -> int:
+    launch = Launch(job, [ranks])
+    with signals.handle_in_event_loop(launch.take_signal), ranks.able_to_start():
+        await launch.attempts()
+    return launch.conclude()
+
+
+def prepared(job: Job, hosts: Hosts) -> Job:
+    """Return the job as this host's ranks have it, once all is checked that they would find one by one; make the folder
+    of the run.
+
+    Raises:
+        BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here.
+    """
+    launchers.token(job.spec.token_file)
+    if job.program is not None:
+        check_program(job.program)
+        job = dataclasses.replace(job, spec=job.spec.of_script())
+    else:
+        assert job.config is not None and job.run_dir is not None
+        check_torch_is_installed()
+        for option in ("model", "dataset"):
+            if is_own_factory(value := getattr(job.config, option)):
+                check_module(option, value)
+        job = dataclasses.replace(job, config=job.config.in_folder(job.run_dir))
+        assert job.config is not None
+        tasks.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
+    if job.run_dir is not None:
+        resumes = job.config is not None and job.config.resume is not None
+        # A rank that takes the seat of a lost one finds the files of their run.
+        RunPaths(Path(job.run_dir)).create(resuming=resumes or job.spec.on_loss != LEAVE)
+    return job
+
+
+class Starter(Protocol):
+    """Starts the workers of a host."""
+
+    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput) -> Worker: ...
+
+    def start_again(self) -> None: ...
+
+
+class Ranks:
+    """The ranks of this host, as a part of a launch.
+
+    Args:
+        job: as ``prepared`` returns it.
+        writer: the thread that writes the output.
+    """
+
+    def __init__(self, job: Job, hosts: Hosts, writer: Executor) -> None:
+        self.job, self.hosts = job, hosts
+        self.starter: Starter
+        self.agents: list[Agent] = []
+        self._paths = RunPaths(Path(job.run_dir)) if job.run_dir is not None else None
+        self._writer = writer
+        self._witness: signals.Witness | None = None
+        self._has_trained = False
+        """Whether any attempt has taken a step."""
+        self._said: dict[tuple[str, ...], int] = {}
+        """What ranks have said why they end, in this attempt, and which rank said it first."""
+
+    @contextmanager
+    def able_to_start(self) -> Iterator[None]:
+        """Have what starts the workers of this host in the body."""
+        job, nproc = self.job, self.hosts.nproc
+        imports = forkable_imports(job.program) if job.forks and job.program is not None else []
+        starter = Forker(nproc, job.program, imports) if job.forks else ProcessStarter(nproc, job.program)
+        self.starter = starter
+        with ExitStack() as stack:
+            stack.enter_context(closing(starter))
+            if job.program is not None:
+                self._witness = stack.enter_context(closing(signals.Witness(own_session=True)))
+            yield
+
+    async def attempt(self, restarts: int, tell: Tell) -> None:
+        """Start all ranks of this host and wait for the last; after a failure our own training goes on from the newest
+        checkpoint."""
+        if restarts:
+            self.starter.start_again()
+        with ExitStack() as stack:
+            ranks = self.hosts.ranks
+            files = [self._paths.log(rank) if self._paths else Path(os.devnull) for rank in ranks]
+            logs = [stack.enter_context(file.open("ab")) for file in files]
+            outputs = [RankOutput(log, rank, self._writer) for rank, log in zip(ranks, logs, strict=True)]
+            self._said.clear()
+            config = self._to_go_on() if restarts else self.job.config
+            self.agents = [
+                self._agent(rank, config, restarts, output) for rank, output in zip(ranks, outputs, strict=True)
+            ]
+            try:
+                lives = zip(self.agents, outputs, strict=True)
+                await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
+                await orphans.Children().end()  # those in sessions of their own may be any rank's
+            finally:  # before the logs are closed
+                await asyncio.wrap_future(self._writer.submit(lambda: None))
+        self._has_trained |= any(agent.protocol.has_trained for agent in self.agents)
+
+    async def _live(self, agent: Agent, output: RankOutput, tell: Tell) -> None:
+        rank, ended = agent.spec.rank, await agent.run()
+        if ended.error is not None:
+            tell((rank, ended.error))
+            if not (isinstance(ended.error, RankTaken) and self.job.spec.on_loss != LEAVE):
+                await asyncio.sleep(GIVE_UP_AFTER)  # the others may learn why, and then say it themselves
+                self.give_up(PeerFailed(f"rank {rank} has left", why="", next=""))
+        elif rank == 0 and self.job.config is not None:
+            output.write(f"{terminal.result_text(ended.result)}\n".encode(), sys.stdout)
+
+    def give_up(self, error: DdpManualError) -> None:
+        """End the ranks that still wait for others to join."""
+        for agent in self.agents:
+            agent.give_up(error)
+
+    def _agent(self, rank: int, config: TrainConfig | None, restarts: int, output: RankOutput) -> Agent:
+        # The options of a rank that is started by hand, so that its commands are what a person could type.
+        job, world_size = self.job, self.hosts.world_size
+        place: dict[str, Any] = {"world_size": world_size, "rank": rank, "run_id": job.run_id}
+        own = dataclasses.replace(job.spec, **place, sources={**job.spec.sources, **dict.fromkeys(place, "flag")})
+        if job.program is not None:
+            task = tasks.program_task(
+                own,
+                job.program,
+                run_dir=job.run_dir,
+                may_differ=job.may_differ,
+                launched=shlex.join(without_secrets(shlex.split(job.go_on))),
+                restarts=(restarts, job.max_restarts),
+            )
+        else:
+            assert config is not None
+            task = tasks.training_task(own, config, launched=job.go_on)
+        first = self.hosts.ranks[0]
+        speaker = 0 if self.hosts.slots else first  # with ssh the ranks of all hosts share one terminal
+        agent = Agent(
+            own,
+            dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
+            start_worker=lambda held: self.starter.start(rank, world_size, held, output),
+            log=lambda line: output.print(f"{terminal.tag(rank)} {line}"),
+            print_error=lambda error: output.print(self._render(rank, error)),
+        )
+        agent.witness = self._witness
+        return agent
+
+    def _render(self, rank: int, error: DdpManualError) -> str:
+        """Return the text of a rank's error without the way on, which ``launch`` says once, and in one line if another
+        rank has said the same."""
+        first = self._said.setdefault((error.identifier, error.what, error.why), rank)
+        if first != rank:
+            return f"error[{error.identifier}]: the same as on rank {first}"
+        next = "\n".join(line for line in error.next.splitlines() if self.job.go_on not in line)
+        return from_dict({**error.as_dict(), "next": next}).render()
+
+    def take_signal(self, number: int) -> None:
+        # In our own training rank 0 saves for all.
+        for agent in self.agents[: 1 if number == signals.SAVE and self.job.program is None else None]:
+            agent.take_signal(number)
+
+    @property
+    def has_saved(self) -> bool:
+        if self.job.config is None or self._paths is None:
+            return False
+        return bool(checkpoint_files.find(self._paths.checkpoints))
+
+    def _to_go_on(self) -> TrainConfig | None:
+        """Resume from the newest checkpoint of this run; if it has none yet, from the checkpoint it began with."""
+        config = self.job.config
+        begins_with_another = config is not None and config.resume is not None and not self.has_saved
+        return config if config is None or begins_with_another else config.resumed()
+
+    def tidy_up(self) -> None:
+        """Remove the run's folder if nobody has chosen it and no rank has trained."""
+        if not self._has_trained and not self.job.chose_folder and self._paths is not None:
+            self._paths.remove_start()
