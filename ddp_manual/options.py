@@ -23,6 +23,7 @@ BOUNDS = (
     ("minimum", "below", "at least", operator.lt),
     ("above", "not above", "above", operator.le),
     ("maximum", "above", "at most", operator.gt),
+    ("below", "not below", "below", operator.ge),
 )
 
 # Options of torchrun that launch has no use for, and what it has instead.
@@ -45,6 +46,7 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    below: float | None = None,
     choices: tuple[str, ...] | None = None,
     forms: Mapping[str, str] | None = None,
     shared: bool = True,
@@ -52,12 +54,14 @@ def option(
     """A dataclass field that is also a command-line option.
 
     Args:
-        minimum, maximum: the smallest and the largest value allowed; ``above``: a bound that is itself not allowed.
+        minimum, maximum: the smallest and the largest value allowed; ``above``, ``below``: bounds that are not allowed
+            themselves.
         forms: values allowed besides the ``choices``: a name such as PATH -> a regular expression for the whole value.
         shared: whether the ranks of a run must agree on it.
     """
-    limits = {"minimum": minimum, "above": above, "maximum": maximum, "choices": choices, "forms": forms or {}}
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, "shared": shared, **limits})
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    described = {"help": help, "group": group, "shared": shared, "choices": choices, "forms": forms or {}}
+    return dataclasses.field(default=default, metadata={**described, **bounds})
 
 
 class Options:
@@ -99,25 +103,21 @@ class Options:
             raise
 
     def check_bounds(self) -> None:
-        """Raise BadOption for a value of the wrong type or out of bounds."""
+        """Raise BadOption for a value of the wrong type, for an empty text, and for a value out of bounds."""
         kinds = value_types(type(self))
         for field in option_fields(type(self)):
-            value = getattr(self, field.name)
+            name, kind, value, limits = field.name, kinds[field.name], getattr(self, field.name), field.metadata
+            why = f"{self.named(name)}: {limits['help']}"
             if value is None and field.default is None:
                 continue
-            kind = kinds[field.name]
             if not _is_of(kind, value):
-                raise BadOption(
-                    f"--{field.name} {value!r} is not {KINDS[kind]}",
-                    why=f"{self.named(field.name)} is of the type {type(value).__name__}: {field.metadata['help']}",
-                    next=f"give {KINDS[kind]}",
-                )
-            if complaint := _complaint(value, field.metadata):
-                raise BadOption(
-                    f"--{field.name} {value} {complaint}",
-                    why=f"{self.named(field.name)}: {field.metadata['help']}",
-                    next=_meant(field, value) + f"choose a --{field.name} that {_wanted(field.metadata)}",
-                )
+                why = f"{self.named(name)} is of the type {type(value).__name__}: {limits['help']}"
+                raise BadOption(f"--{name} {value!r} is not {KINDS[kind]}", why=why, next=f"give {KINDS[kind]}")
+            if kind is str and not value.strip():
+                raise BadOption(f"--{name} is empty", why=why, next=f"leave --{name} out, or say which it is")
+            if complaint := _complaint(value, limits):
+                wanted = _meant(field, value) + f"choose a --{name} that {_wanted(limits)}"
+                raise BadOption(f"--{name} {value} {complaint}", why=why, next=wanted)
 
 
 def _is_of(kind: type, value: Any) -> bool:
@@ -128,16 +128,13 @@ def _is_of(kind: type, value: Any) -> bool:
 
 
 def _complaint(value: Any, limits: Mapping[str, Any]) -> str | None:
-    if limits["choices"] is not None and value not in limits["choices"]:
-        if not any(re.fullmatch(form, value) for form in limits["forms"].values()):
-            return "is not known"
-        return None
+    if limits["choices"] is not None:
+        is_known = value in limits["choices"] or any(re.fullmatch(form, value) for form in limits["forms"].values())
+        return None if is_known else "is not known"
     if isinstance(value, float) and not math.isfinite(value):
         return "is not a finite number"
-    for name, complaint, _, is_violated in BOUNDS:
-        if limits[name] is not None and is_violated(value, limits[name]):
-            return f"is {complaint} {limits[name]}"
-    return None
+    violated = (bound for bound in BOUNDS if limits[bound[0]] is not None and bound[-1](value, limits[bound[0]]))
+    return next((f"is {complaint} {limits[name]}" for name, complaint, *_ in violated), None)
 
 
 def _meant(field: dataclasses.Field[Any], value: Any) -> str:

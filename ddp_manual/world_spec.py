@@ -111,13 +111,6 @@ class WorldSpec(Options):
             BadOption: a value is out of its bounds, or two of them contradict each other.
         """
         self.check_bounds()
-        for name in ("master_addr", "listen_addr"):
-            if getattr(self, name) is not None and not getattr(self, name).strip():
-                raise BadOption(
-                    f"--{name} is empty",
-                    why=self.named(name),
-                    next="give the host name or the IP address of rank 0's machine",
-                )
         if self.master_addr in ("0.0.0.0", "::"):
             raise BadOption(
                 f"--master_addr {self.master_addr} is not an address that other ranks can connect to",

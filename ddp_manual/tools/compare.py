@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import named_from_outside
@@ -26,8 +26,6 @@ WIDEST_TABLE = 120
 ALWAYS_SHOWN = ("model", "dataset", "epochs")
 # Failures of ranks that only saw another rank fail: any other failure is nearer to the cause.
 OF_A_PEER = ("peer-", "master-lost")
-# A number beyond these is damage, and what is computed from it could be infinite.
-LARGEST = 2**53
 # The lines of the table: label, fact and format.
 ROWS = (
     ("state", "state", "{}"),
@@ -45,23 +43,37 @@ ROWS = (
     ("test loss", "test_loss", "{:.4f}"),
     ("test accuracy", "test_accuracy", "{:.2%}"),
 )
+# A number beyond these is damage, and what is computed from it could be infinite.
+Number = Annotated[float, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A line of ``metrics.jsonl``: over all ranks, since the line before.
+class Numbers(msgspec.Struct):
+    """What ``summary.json``, and ``config.json`` below ``run``, say, as far as it is needed."""
 
-    Args:
-        accuracy: a fraction.
-        seconds: of training since the run began, without evaluations.
-    """
+    world_size: int | None = None
+    batch_size_per_rank: int | None = None
+    peak_lr: Number | None = None
+    goes_on_after_step: int | None = None
+    samples_per_second: Number | None = None
+    train_seconds: Number | None = None
+    final_test_loss: Number | None = None
+
+
+class Point(msgspec.Struct):
+    """A line of ``metrics.jsonl``: over all ranks, since the line before; ``seconds`` since the run began."""
 
     step: int
-    epoch: int
-    loss: float
-    accuracy: float
-    samples_per_second: float
-    seconds: float
+    loss: Number
+    samples_per_second: Number
+    seconds: Number
+
+
+class Failure(msgspec.Struct):
+    """What a ``failure-rank<k>.json`` says, as far as it is needed."""
+
+    identifier: str
+    what: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +85,10 @@ class RecordedRun:
             finished, running, stopped, ``failed: <identifier>`` or unfinished (killed, or not begun). ``ended`` is in
             seconds since 1970, of a killed run when it last wrote; ``why`` is what a run that failed has said.
         options: those of TrainConfig that all ranks share.
-        test_accuracies: fractions, one for each complete epoch.
     """
 
     facts: Mapping[str, Any]
     options: Mapping[str, Any]
-    points: Sequence[Point]
-    test_accuracies: Sequence[float]
 
     @property
     def rate_per_rank(self) -> float | None:
@@ -107,64 +116,57 @@ def read_run(folder: Path) -> RecordedRun:
                 why=f"it has neither {paths.config.name} nor {paths.metrics.name} nor {paths.summary.name}",
                 next="name folders of runs, such as runs/<start time>-<run_id>",
             )
-        config, summary = _read_json(paths.config, dict), _read_json(paths.summary, dict)
-        accuracies, run = _read_json(paths.accuracies, list), config.get("run", {})
-        if not isinstance(run, dict):
-            raise _damaged(paths.config)
-        of_config = ("world_size", "batch_size_per_rank", "peak_lr", "goes_on_after_step")
-        of_summary = ("samples_per_second", "train_seconds", "final_test_loss")
-        _check_numbers(paths.config, (run[name] for name in of_config if run.get(name) is not None))
-        _check_numbers(paths.summary, (summary[name] for name in of_summary if summary.get(name) is not None))
-        _check_numbers(paths.accuracies, accuracies)
-        points = _read_points(paths.metrics)
-        end = read_end(paths)
+        config, summary = _read(paths.config, dict[str, Any]), _read(paths.summary, Numbers)
+        run = _checked(paths.config, config.get("run", {}), Numbers)
+        accuracies, points, end = (
+            _read(paths.accuracies, list[Number], b"[]"),
+            _read_points(paths.metrics),
+            read_end(paths),
+        )
     except OSError as error:
         raise BadOption(
             f"{error.filename or folder} cannot be read", why=str(error.strerror), next="leave this run out"
         ) from error
-    world_size, batch, began = (run.get(name) for name in ("world_size", "batch_size_per_rank", "goes_on_after_step"))
+    last = points[-1] if points else None
+    batch = (run.world_size or 0) * (run.batch_size_per_rank or 0)
     facts = {
         "run_dir": str(folder),
         **end._asdict(),
         "model": config.get("model"),
         "dataset": config.get("dataset"),
-        "world_size": world_size,
-        "device": run.get("device"),
-        "global_batch_size": world_size * batch if world_size and batch else None,
-        "peak_lr": run.get("peak_lr"),
-        "samples_per_second": summary.get("samples_per_second") or _mean_rate(points, began or 0),
+        "world_size": run.world_size,
+        "device": config.get("run", {}).get("device"),
+        "global_batch_size": batch or None,
+        "peak_lr": run.peak_lr,
+        "samples_per_second": summary.samples_per_second or _mean_rate(points, run.goes_on_after_step or 0),
         "efficiency": None,  # relative to another run
         "epochs": config.get("epochs"),
         "epochs_done": len(accuracies),
-        "steps_done": points[-1].step if points else 0,
-        "final_loss": points[-1].loss if points else None,
-        "test_loss": summary.get("final_test_loss"),
+        "steps_done": last.step if last else 0,
+        "final_loss": last.loss if last else None,
+        "test_loss": summary.final_test_loss,
         "test_accuracy": accuracies[-1] if accuracies else None,
-        "train_seconds": summary.get("train_seconds") or (points[-1].seconds if points else None),
+        "train_seconds": summary.train_seconds or (last.seconds if last else None),
         "notes": [f"no {path.name}" for path in (paths.config, paths.metrics) if not path.exists()],
     }
     shared = (field.name for field in option_fields(TrainConfig) if field.metadata["shared"])
-    options = {name: config[name] for name in shared if name in config}
-    return RecordedRun(facts=facts, options=options, points=points, test_accuracies=accuracies)
+    return RecordedRun(facts=facts, options={name: config[name] for name in shared if name in config})
 
 
-def _read_json(path: Path, kind: type[T]) -> T:
-    """Return the content of a file, empty if there is no such file; raise OSError, which names it, if damaged."""
+def _read(path: Path, kind: type[T], otherwise: bytes = b"{}") -> T:
+    """Return what is in a JSON file, or ``otherwise`` if it is not there; raise OSError, which names it, if damaged."""
     try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return kind()
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(path.read_bytes() if path.exists() else otherwise, type=kind)
+    except (msgspec.MsgspecError, RecursionError):
         raise _damaged(path) from None
-    if not isinstance(found, kind):
-        raise _damaged(path)
-    return found
 
 
-def _check_numbers(path: Path, values: Iterable[Any]) -> None:
-    """Raise OSError, which names the file, if a value is no number that a run can have."""
-    if not all(isinstance(value, (int, float)) and abs(value) <= LARGEST for value in values):
-        raise _damaged(path)
+def _checked(path: Path, value: Any, kind: type[T]) -> T:
+    """Return a part of what is in a JSON file; raise OSError, which names it, if damaged."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise _damaged(path) from None
 
 
 def _damaged(path: Path) -> OSError:
@@ -173,13 +175,13 @@ def _damaged(path: Path) -> OSError:
 
 def _read_points(path: Path) -> list[Point]:
     points: list[Point] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for line in lines:
-        with suppress(ValueError, LookupError, TypeError, RecursionError):  # a kill may have cut a line off
-            found = json.loads(line)
-            point = [found[field.name] for field in fields(Point)]
-            _check_numbers(path, point)
-            points.append(Point(*point))
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            points.append(msgspec.json.decode(line, type=Point))
+        except msgspec.ValidationError:
+            raise _damaged(path) from None
+        except msgspec.DecodeError:
+            continue  # a kill has cut it off
     return points
 
 
@@ -199,19 +201,14 @@ def read_end(paths: RunPaths) -> End:
         return End("running", None, None)
     # A run that is started again writes its options anew: the failures of before no longer count.
     began = paths.config.stat().st_mtime if paths.config.exists() else 0.0
-    failures = []
-    for path in paths.failures():
-        if (ended := path.stat().st_mtime) >= began:
-            words = _read_json(path, dict)
-            if not isinstance(words.get("identifier"), str):
-                raise _damaged(path)
-            failures.append((words, ended))
+    dated = [(path, path.stat().st_mtime) for path in paths.failures()]
+    failures = [(_read(path, Failure), ended) for path, ended in dated if ended >= began]
     if not failures:
         written = [path.stat().st_mtime for path in (paths.config, paths.metrics, paths.accuracies) if path.exists()]
         return End("unfinished", max(written, default=None), None)
-    words, ended = min(failures, key=lambda failure: failure[0]["identifier"].startswith(OF_A_PEER))
-    identifier, why = words["identifier"], named_from_outside(str(words.get("what") or ""), words.get("rank"))
-    return End("stopped" if identifier == "stopped" else f"failed: {identifier}", ended, why)
+    failure, ended = min(failures, key=lambda one: one[0].identifier.startswith(OF_A_PEER))
+    why = named_from_outside(failure.what, failure.rank)
+    return End("stopped" if failure.identifier == "stopped" else f"failed: {failure.identifier}", ended, why)
 
 
 def _mean_rate(points: Sequence[Point], began: int) -> float | None:

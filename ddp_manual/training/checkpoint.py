@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -68,11 +69,11 @@ class Saved:
 
     position: Position
     history: History
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     world_size: int
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[int, Any]
-    random: Mapping[str, Any]
+    model: dict[str, Any]
+    optimizer: dict[int, Any]
+    random: dict[str, Any]
 
 
 def pack(trainer: Trainer) -> bytes:
@@ -103,14 +104,12 @@ def on_cpu(state: Any) -> Any:
 def unpack(path: Path, content: bytes) -> Saved:
     """Return what ``pack`` has packed; raise CheckpointCorrupt, which names ``path``, for any other bytes."""
     with _corrupt_if_it_fails(path):
-        read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        return Saved(**{**read, "position": Position(**read["position"]), "history": history_of(read["history"])})
+        return msgspec.convert(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), Saved)
 
 
 def history_of(saved: Mapping[str, Any]) -> History:
     """Return what ``asdict`` has made a dictionary of."""
-    evaluations = tuple(Evaluation(**evaluation) for evaluation in saved["evaluations"])
-    return History(**{**saved, "evaluations": evaluations, "window": Window(**saved["window"])})
+    return msgspec.convert(saved, History)
 
 
 @contextmanager
@@ -218,7 +217,7 @@ def resume(paths: RunPaths, trainer: Trainer) -> bool:
     if content is None:
         return False
     saved = unpack(path, content)
-    _check_parameters(path, saved, trainer.network)
+    check_parameters(path, saved, trainer.network)
     trainer.settle_buckets()
     restore(path, saved, trainer.network, trainer.optimizer)
     trainer.resume(saved.position, saved.history)
@@ -262,7 +261,7 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
     return found
 
 
-def _check_parameters(path: Path, saved: Saved, network: nn.Module) -> None:
+def check_parameters(path: Path, saved: Saved, network: nn.Module) -> None:
     then, now = (
         {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         for state in (saved.model, network.state_dict())

@@ -70,7 +70,7 @@ class TrainConfig(Options):
         "linear", "How the learning rate decays after the warm-up.", choices=("linear", "cosine", "constant")
     )
     warmup_epochs: float = _training(0.8, "Epochs (or a part of one) of linear warm-up.", minimum=0)
-    momentum: float = _training(0.9, "SGD momentum.", minimum=0)
+    momentum: float = _training(0.9, "SGD momentum.", minimum=0, below=1)
     weight_decay: float = _training(5e-4, "SGD weight decay.", minimum=0)
     clip_grad_norm: float | None = _training(
         None,
@@ -153,14 +153,6 @@ class TrainConfig(Options):
         for name in ("model", "dataset"):
             own_code.check_name(name, getattr(self, name))
         self.check_bounds()
-        for name in OF_ONE_RUN:
-            value = getattr(self, name)
-            if value is not None and not value.strip():
-                raise BadOption(
-                    f"--{name} is empty",
-                    why=f"{self.named(name)}: it names no folder",
-                    next=f"leave --{name} out, or name a folder" + (", or auto" if name == "resume" else ""),
-                )
         names = self.class_names or ()
         if not all(names) or len(set(names)) < len(names):
             raise BadOption(
@@ -192,12 +184,6 @@ class TrainConfig(Options):
                 f"--warmup_epochs {self.warmup_epochs:g} is longer than the run",
                 why=f"{self.named('warmup_epochs')}, {self.named('epochs')}: the learning rate would never decay",
                 next=f"choose a --warmup_epochs of at most {self.epochs}",
-            )
-        if self.momentum >= 1:
-            raise BadOption(
-                f"--momentum {self.momentum} never forgets a gradient",
-                why=self.named("momentum"),
-                next="choose a --momentum below 1, such as 0.9",
             )
 
     @property

@@ -63,7 +63,7 @@ def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
         return list(splits)
     size, free = sum(map(size_of, splits)), torch.cuda.mem_get_info(device)[0]
     try:
-        if fits(size, free):
+        if size <= IMAGES_MAY_TAKE * free:
             moved = [split.to(device) for split in splits]
             level = logging.DEBUG if ddp.rank() else logging.INFO  # what all ranks say alike, rank 0 says
             logger.log(level, "the images (%d MB) are in the memory of %s", size >> 20, device)
@@ -80,11 +80,6 @@ def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
 
 def in_host_memory(splits: Sequence[Split], target: torch.device) -> list[Split]:
     return [SplitInHostMemory(**vars(split), target=target) for split in splits]
-
-
-def fits(size: int, free: int) -> bool:
-    """Return whether images of ``size`` bytes are to be on a GPU that has ``free`` bytes."""
-    return size <= IMAGES_MAY_TAKE * free
 
 
 def size_of(split: Split) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import logging
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy
 import psutil
 import torch
 from PIL import Image, ImageOps
@@ -45,6 +47,8 @@ DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tupl
     # torchvision knows its classes.
     "cifar10": ("CIFAR10", "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), ()),
 }
+# How an IDX file of unsigned bytes begins, plus the number of its dimensions.
+IDX_OF_BYTES = 0x0800
 DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
 IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 DRAWN_COUNTS = {"train": 60_000, "test": 10_000}
@@ -116,12 +120,11 @@ class Downloaded(Source):
     def read(self, part: str) -> Split:
         if not all(map(self._found, self._names)):
             raise self._missing("they are not all there")
-        return self._read_cifar10(part) if self.name == "cifar10" else self._read_idx(part)
+        return self._read_cifar10(part) if self.name == "cifar10" else self._read_mnist(part)
 
-    def _read_idx(self, part: str) -> Split:
-        idx = _torchvision().mnist
+    def _read_mnist(self, part: str) -> Split:
         images_file, labels_file = (self._found(name) or self._raw for name in IDX_FILES[part])
-        images, labels = _unpacked(images_file, idx.read_image_file), _unpacked(labels_file, idx.read_label_file)
+        images, labels = _read_idx(images_file, dimensions=3), _read_idx(labels_file, dimensions=1).long()
         if not 0 < len(images) == len(labels) or int(labels.max()) >= len(self._own_classes):
             highest = f", the highest {int(labels.max())}" if len(labels) else ""
             raise DataCorrupt(
@@ -181,8 +184,7 @@ class ImageFolder(Source):
     @cached_property
     def _files_digest(self) -> str:
         """Of the files of both parts: a coloured image in one part makes the images of the other coloured too."""
-        folders = [found for part in PARTS for found in os.walk(self.folder / part, followlinks=True)]
-        return digest_of_files(self.folder, (Path(folder, name) for folder, _, names in folders for name in names))
+        return digest_of_files(self.folder, (path for part in PARTS for path in _files_below(self.folder / part)))
 
     def read(self, part: str) -> Split:
         samples = self._samples(part)
@@ -195,7 +197,7 @@ class ImageFolder(Source):
                 why=f"looked for files that end in {' '.join(IMAGE_ENDINGS)}",
                 next="put images there, or delete the folder of a class that has none",
             )
-        return Split(self._pixels([Path(path) for path, _ in samples]), torch.tensor(labels), classes)
+        return Split(self._pixels([path for path, _ in samples]), torch.tensor(labels), classes)
 
     def _class_names(self) -> tuple[str, ...]:
         """Return the class folders of the training part, or of the test part where that is all there is."""
@@ -225,26 +227,22 @@ class ImageFolder(Source):
             ) from None
         return tuple(names)
 
-    def _samples(self, part: str) -> list[tuple[str, int]]:
+    def _samples(self, part: str) -> list[tuple[Path, int]]:
         """Return the path and the label of each image, in the order of classes and paths."""
-        folder = self.folder / part
-        self._class_folders(part)
+        folder, own = self.folder / part, self._class_folders(part)
 
-        def is_image(path: str) -> bool:
+        def is_image(path: Path) -> bool:
             # Notebooks keep copies of what they show in .ipynb_checkpoints.
-            hidden = any(name[0] == "." for name in Path(path).relative_to(folder).parts)
-            return not hidden and path.lower().endswith(IMAGE_ENDINGS)
+            hidden = any(name[0] == "." for name in path.relative_to(folder).parts)
+            return not hidden and path.suffix.lower() in IMAGE_ENDINGS
 
-        numbers = {name: number for number, name in enumerate(self._class_names())}
-        found: list[tuple[str, int]] = _torchvision().folder.make_dataset(
-            str(folder), numbers, is_valid_file=is_image, allow_empty=True
-        )
-        return found
+        labels = {name: label for label, name in enumerate(self._class_names()) if name in own}
+        return [(path, labels[name]) for name in labels for path in filter(is_image, _files_below(folder / name))]
 
     @cached_property
     def _channels(self) -> int:
         parts = [part for part in PARTS if (self.folder / part).is_dir()]
-        files = [Path(path) for part in parts for path, _ in self._samples(part)]
+        files = [path for part in parts for path, _ in self._samples(part)]
         return 1 if all(_in_threads(lambda path: _opened(path, is_grey), files)) else 3
 
     def _pixels(self, files: Sequence[Path]) -> Tensor:
@@ -283,6 +281,12 @@ def _torchvision() -> Any:
     return datasets
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and those of the folders in it, in an order that every host has."""
+    for below, _, names in sorted(os.walk(folder, followlinks=True)):
+        yield from (Path(below, name) for name in sorted(names))
+
+
 def _make_data_dir(data_dir: Path) -> None:
     with writing(data_dir, "--data_dir"):
         # Not its parents: a folder whose parent is not there is more likely mistyped than wanted.
@@ -300,17 +304,15 @@ def _opened(path: Path, action: Callable[[Image.Image], T]) -> T:
         return action(image)
 
 
-def _unpacked(path: Path, read: Callable[[str], Tensor]) -> Tensor:
+def _read_idx(path: Path, *, dimensions: int) -> Tensor:
+    """Read a file of the MNIST family, compressed or not: unsigned bytes behind a header with their shape."""
     with _naming(path, "a data set", DOWNLOAD_AGAIN):
-        if path.suffix != ".gz":
-            return read(str(path))
-        content = gzip.decompress(path.read_bytes())
-    # torchvision would unpack it beside the archive, where this user may not be allowed to write.
-    with writing(Path("the folder for temporary files"), "TMPDIR"), tempfile.NamedTemporaryFile() as plain:
-        plain.write(content)
-        plain.flush()
-        with _naming(path, "a data set", DOWNLOAD_AGAIN):
-            return read(plain.name)
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        kind, *shape = struct.unpack_from(f">{1 + dimensions}I", content)
+        if kind != IDX_OF_BYTES + dimensions:
+            raise ValueError(f"it begins with {kind:#010x}")
+        values = numpy.frombuffer(content, numpy.uint8, offset=4 + 4 * dimensions)
+        return torch.from_numpy(values.reshape(shape).copy())
 
 
 @contextmanager

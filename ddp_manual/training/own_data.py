@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,14 @@ class OwnData(Source):
             raise self._wrong(f"a {type(made).__name__}{size}", wanted)
         parts = {part: self._part(part, value) for part, value in zip(PARTS, made, strict=True)}
         classes = self._class_names(list(parts.values()))
-        found = {part: Split(images, labels, classes) for part, (images, labels, _) in parts.items()}
-        # Last, so that the second reading changes nothing, even if it draws from a generator of the user's own.
-        with _generators_kept():
-            varying = [part for part, value in zip(PARTS, made, strict=True) if _varies(value, found[part].images)]
+        varying = [part for part, value in zip(PARTS, made, strict=True) if _varies(value, parts[part][0])]
         if varying and ddp.rank() == 0:
             logger.warning(
                 "the %s images of %s differ when they are read again: random transforms are drawn once, and kept; "
                 "--shift and --flip vary images anew in each epoch",
                 *(" and ".join(varying), self.name),
             )
-        return found
+        return {part: Split(images, labels, classes) for part, (images, labels, _) in parts.items()}
 
     def _class_names(self, parts: Sequence[tuple[Tensor, Tensor, tuple[str, ...]]]) -> tuple[str, ...]:
         count = max(1 + int(labels.max()) for _, labels, _ in parts)
@@ -197,13 +193,3 @@ def _is_array(value: Any) -> bool:
 def _as_tensor(value: Any) -> Tensor:
     # torch warns of memory that it may not write to, and refuses arrays with negative strides.
     return torch.as_tensor(numpy.require(value, requirements=("C", "W")) if isinstance(value, numpy.ndarray) else value)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the state of the generators after the body."""
-    python, numpys = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng([]):
-        yield
-    random.setstate(python)
-    numpy.random.set_state(numpys)

@@ -7,9 +7,9 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from ddp_manual.errors import (
 from ddp_manual.messages import first_command_and, resume_flags
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
-from ddp_manual.training import checkpoint, checkpoint_files, models
+from ddp_manual.training import checkpoint, checkpoint_files, models, own_code
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
@@ -129,23 +129,6 @@ def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path,
             continue
         # White space in the description is nobody's loss.
         assert suffix == ".json" and found[1] == content and found[0].test_accuracy == 0.5
-
-
-def test_any_damaged_bytes_end_in_checkpoint_corrupt(content: bytes) -> None:
-    order = random.Random(0)
-    network, optimizer = trained(1)
-    path = Path("step.pt")
-    for _ in range(200):
-        damaged = bytearray(content)
-        for _ in range(order.choice((1, 10, 1000))):
-            damaged[order.randrange(len(damaged))] = order.randrange(256)
-        try:
-            checkpoint.restore(path, checkpoint.unpack(path, bytes(damaged)), network, optimizer)
-        except CheckpointCorrupt:
-            continue
-    for wrong in (b"", b"\x80", b"PK\x03\x04", os.urandom(1000)):
-        with pytest.raises(CheckpointCorrupt):
-            checkpoint.unpack(path, wrong)
 
 
 def test_a_state_of_another_network_does_not_fit() -> None:
@@ -322,19 +305,6 @@ def test_a_folder_without_checkpoints_exits_15_and_no_folder_2(
     assert "error[checkpoint-missing]" in (said := capsys.readouterr().err) and "error[bad-option]" in said
 
 
-def test_listing_needs_no_torch(tmp_path: Path) -> None:
-    checkpoint_files.write(tmp_path, 10, b"ten", {"epochs": 1.0})
-    script = (
-        "import sys; from ddp_manual import cli; status = cli.run(['checkpoints', sys.argv[1]]);"
-        "sys.exit(99 if 'torch' in sys.modules else status)"
-    )
-    repository = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=repository, capture_output=True, check=False
-    )
-    assert done.returncode == 0
-
-
 def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_there_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,120 +424,89 @@ def test_what_to_type_here_is_shown_however_the_folder_is_spelled(given: str, fo
     assert error.next.endswith(f"; here:\npython train.py {resume_flags(folder)}")
 
 
-def resume(
-    folder: Path, content: bytes, network: nn.Module, train: Split, test: Split | None = None, **options: Any
+BLACK = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"), digest="one")
+
+
+@pytest.fixture
+def resume(tmp_path: Path) -> Callable[..., None]:
+    """Resume on these images, with these options, from a checkpoint of a run on black ones with those."""
+
+    def resume(now: dict[str, Any], *, train: Split = BLACK, test: Split = BLACK, **then: Any) -> None:
+        network, optimizer = trained()
+        saved = checkpoint.options_of(TrainConfig(**{"epochs": 9, **then}), BLACK, BLACK)
+        path = checkpoint_files.write(RunPaths(tmp_path).checkpoints, 33, taken(network, optimizer, **saved), {})
+        config = TrainConfig(resume=str(path), **{"epochs": 9, **now})
+        network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=train.shape)
+        trainer: Any = SimpleNamespace(
+            config=config,
+            options=checkpoint.options_of(config, train, test),
+            rank=0,
+            world_size=1,
+            device=torch.device("cpu"),
+            epoch_plan=SimpleNamespace(samples=len(train), seen=lambda _: 0),
+            network=network,
+            optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
+            settle_buckets=int,
+            resume=lambda position, history: None,
+        )
+        checkpoint.resume(RunPaths(tmp_path), trainer)
+
+    return resume
+
+
+def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(
+    tmp_path: Path, resume: Callable[..., None]
 ) -> None:
-    path = checkpoint_files.write(folder, 33, content, {})
-    config = TrainConfig(resume=str(path), **{"epochs": 9, **options})
-    trainer: Any = SimpleNamespace(
-        config=config,
-        options=checkpoint.options_of(config, train, test or train),
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        epoch_plan=SimpleNamespace(samples=len(train), seen=lambda _: 0),
-        network=network,
-        optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
-        settle_buckets=int,
-        resume=lambda position, history: None,
-    )
-    checkpoint.resume(RunPaths(folder), trainer)
-
-
-def test_a_checkpoint_of_other_images_is_a_mismatch_and_not_damaged(tmp_path: Path) -> None:
-    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
-    config = TrainConfig(dataset="folder:here", image_size=28)
-    network, optimizer = trained()
-    saved = taken(network, optimizer, **checkpoint.options_of(config, train, train))
-    larger = replace(train, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
-    with pytest.raises(CheckpointMismatch) as caught:
-        resume(tmp_path, saved, network, larger, dataset="folder:here", image_size=32)
+    pictures = {"dataset": "folder:here", "image_size": 28}
+    larger = replace(BLACK, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
+    with pytest.raises(CheckpointMismatch, match="another run") as caught:
+        resume({**pictures, "image_size": 32, "normalization": "none"}, train=larger, **pictures)
     assert caught.value.why.splitlines() == [
         "image_size: 28 in the checkpoint / 32 here (argument)",
+        "normalization: dataset in the checkpoint / none here (argument)",
         "shape: [1, 28, 28] in the checkpoint / [1, 32, 32] here",
         "class_count: 2 in the checkpoint / 3 here",
     ]
-    (file,) = tmp_path.glob("*.json")
+    (file,) = RunPaths(tmp_path).checkpoints.glob("*.json")
     assert caught.value.next.splitlines()[0] == f"give the options it was saved with, which are in {file}"
 
 
-def test_images_that_are_normalised_in_another_way_make_another_run(tmp_path: Path) -> None:
-    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
-    network, optimizer = trained()
-    options = checkpoint.options_of(TrainConfig(epochs=9), train, train)
-    then = taken(network, optimizer, **options)
-    with pytest.raises(CheckpointMismatch, match="another run") as caught:
-        resume(tmp_path, then, network, train, normalization="none")
-    assert caught.value.why == "normalization: dataset in the checkpoint / none here (argument)"
-
-
-def test_other_test_images_are_a_warning_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    images, labels = torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
-    train, test, other = (Split(images, labels, ("a", "b"), digest=digest) for digest in ("one", "two", "three"))
-    network, optimizer = trained()
-    then = taken(network, optimizer, **checkpoint.options_of(TrainConfig(epochs=9), train, test))
-    resume(tmp_path, then, network, train, test)
+def test_other_test_images_are_a_warning_and_not_refused(
+    resume: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    resume({})
     assert "test images" not in caplog.text
-    resume(tmp_path, then, network, train, other)
+    resume({}, test=replace(BLACK, digest="another"))
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning.startswith("the test images of mnist have changed since the checkpoint")
 
 
-def test_a_run_that_is_resumed_with_other_options_is_answered_with_the_flags_that_take_its_own(tmp_path: Path) -> None:
-    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
-    network, optimizer = trained()
-    options = checkpoint.options_of(TrainConfig(momentum=0.5, epochs=4), train, train)
-    saved = taken(network, optimizer, **options)
-    paths = RunPaths(tmp_path / "a run")
-    paths.checkpoints.mkdir(parents=True)
-
-    def told(**options: Any) -> str:
+def test_a_run_that_is_resumed_with_other_options_is_answered_with_the_flags_that_take_its_own(
+    tmp_path: Path, resume: Callable[..., None]
+) -> None:
+    run_folder.write_json(RunPaths(tmp_path).config, {})
+    for now in ({"seed": 1}, {"epochs": 1}):
         with pytest.raises(CheckpointMismatch) as caught:
-            resume(paths.checkpoints, saved, network, train, **options)
-        return caught.value.next.splitlines()[0]
-
-    run_folder.write_json(paths.config, {})
-    again = f"leave those options out, which --resume auto --run_dir '{paths.run_dir}' takes from that run"
-    assert told(seed=1) == again
-    assert told(epochs=1) == again
+            resume(now)
+        again = f"leave those options out, which --resume auto --run_dir {tmp_path} takes from that run"
+        assert caught.value.next.splitlines()[0] == again
 
 
 def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(tmp_path: Path) -> None:
-    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a",))
-    options = checkpoint.options_of(TrainConfig(epochs=9), train, train)
+    saved = checkpoint.unpack(Path("step.pt"), taken(*trained()))
     network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=(1, 32, 32), classes=10)
     with pytest.raises(CheckpointMismatch) as caught:
-        resume(tmp_path, taken(*trained(), **options), network, train)
+        checkpoint.check_parameters(Path("step.pt"), saved, network)
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"
 
 
 def test_code_that_has_changed_since_the_checkpoint_is_a_warning_and_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resume: Callable[..., None]
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "mine_resumed.py").write_text("one = 1")
-    train = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"))
-    network, optimizer = trained()
-    options = checkpoint.options_of(TrainConfig(model="mine_resumed:net", epochs=9), train, train)
-    then = taken(network, optimizer, **options)
-    resume(tmp_path, then, network, train, model="mine_resumed:net")
-    (tmp_path / "mine_resumed.py").write_text("two = 2  # another")
-    monkeypatch.delitem(sys.modules, "mine_resumed")
+    monkeypatch.setattr(own_code, "sources", lambda **_: {"model_source": "one"})
+    resume({"model": "mine:net"}, model="mine:net")
     assert "has changed" not in caplog.text
-    resume(tmp_path, then, network, train, model="mine_resumed:net")
-    assert "the source of mine_resumed:net has changed since the checkpoint" in caplog.messages
-
-
-def test_an_old_failure_that_cannot_be_renamed_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a disk that this rank may only read; root, which the tests may be, could rename it all the same."""
-
-    def refuse(*names: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    paths = RunPaths(tmp_path)
-    paths.failure(1).write_text("{}")
-    monkeypatch.setattr(os, "replace", refuse)
-    paths.set_failures_aside(1)
-    assert paths.failures() == [paths.failure(1)]
+    sources = iter(("one", "two"))
+    monkeypatch.setattr(own_code, "sources", lambda **_: {"model_source": next(sources)})
+    resume({"model": "mine:net"}, model="mine:net")
+    assert "the source of mine:net has changed since the checkpoint" in caplog.messages

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,16 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "options.json"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        TrainConfig(),
-        TrainConfig(model="mlp", epochs=3, lr=0.1, batch_size=7, sync_bn=True, data_dir="my data", keep=2),
-    ],
-)
-def test_what_is_written_as_json_is_read_as_the_same_config(file: Path, config: TrainConfig) -> None:
+def test_what_is_written_as_json_is_read_as_the_same_config_in_a_folder_of_its_own(file: Path) -> None:
+    config = TrainConfig(
+        model="mlp", lr=0.1, batch_size=7, sync_bn=True, data_dir="my data", run_dir="mine", resume="x"
+    )
     file.write_text(config.to_json())
-    read = TrainConfig.from_file(str(file))
-    assert read == config
-    assert read.to_json() == config.to_json()
-
-
-def test_the_folder_of_a_run_is_not_written(file: Path) -> None:
-    file.write_text(TrainConfig(run_dir="runs/mine", resume="auto", epochs=5).to_json())
-    assert TrainConfig.from_file(str(file)) == TrainConfig(epochs=5)
+    assert TrainConfig.from_file(str(file)) == dataclasses.replace(config, run_dir=None, resume=None)
 
 
 def test_a_file_need_not_give_all_options_and_each_value_remembers_where_it_is_from(file: Path) -> None:
-    file.write_text('{"epochs": 3, "lr": 1, "batch_size": null, "seed": null}')
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"epochs": 3, "lr": 1, "batch_size": null, "seed": null}')  # as on Windows
     config = TrainConfig.from_file(str(file), epochs=4)
     assert config.named("epochs") == "epochs 4 (flag)"
     assert config.named("lr") == f"lr 1 (from {file})"
@@ -52,15 +41,14 @@ def test_a_file_need_not_give_all_options_and_each_value_remembers_where_it_is_f
     assert TrainConfig.from_file(None, epochs=4) == TrainConfig(epochs=4)
 
 
-@pytest.mark.parametrize(
-    ("in_the_file", "flag"), [("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")]
-)
-def test_a_batch_size_that_is_typed_replaces_the_other_kind_in_the_file(
-    file: Path, in_the_file: str, flag: str
-) -> None:
-    file.write_text(json.dumps({in_the_file: 60}))
-    config = TrainConfig.from_file(str(file), **{flag: 80})
-    assert (getattr(config, in_the_file), getattr(config, flag)) == (None, 80)
+def test_a_batch_size_that_is_typed_replaces_the_other_kind_in_the_file(file: Path) -> None:
+    for in_the_file, flag in itertools.permutations(("batch_size", "global_batch_size")):
+        file.write_text(json.dumps({in_the_file: 60}))
+        config = TrainConfig.from_file(str(file), **{flag: 80})
+        assert (getattr(config, in_the_file), getattr(config, flag)) == (None, 80)
+    file.write_text('{"batch_size": 60, "global_batch_size": 60}')
+    with pytest.raises(BadOption, match="cannot both be given"):
+        TrainConfig.from_file(str(file))
 
 
 @pytest.mark.parametrize(
@@ -77,16 +65,12 @@ def test_the_names_and_the_size_of_another_data_set_do_not_count(
     assert TrainConfig.from_file(str(file), dataset="folder:pets").classes == "cat,dog"
 
 
-def test_both_batch_sizes_in_one_file_are_refused(file: Path) -> None:
-    file.write_text('{"batch_size": 60, "global_batch_size": 60}')
-    with pytest.raises(BadOption, match="cannot both be given"):
-        TrainConfig.from_file(str(file))
-
-
 def test_the_config_json_of_a_run_repeats_it_in_a_new_folder(file: Path) -> None:
-    config = TrainConfig(epochs=3, run_dir="runs/first", resume="auto")
-    file.write_text(json.dumps({**config.values(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
-    assert TrainConfig.from_file(str(file)) == TrainConfig(epochs=3)
+    config, path = TrainConfig(epochs=3, run_dir="runs/first", resume="auto"), file.with_name("config.json")
+    path.write_text(json.dumps({**config.values(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
+    for named in (path, path.parent):
+        read = TrainConfig.from_file(str(named))
+        assert read == TrainConfig(epochs=3) and read.source("epochs") == f"from {path}"
 
 
 def test_a_flag_switches_off_what_the_file_has_switched_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,11 +83,6 @@ def test_a_flag_switches_off_what_the_file_has_switched_on(file: Path, capsys: p
     assert "--epochs 0 is below 1" in capsys.readouterr().err
     off = TrainConfig.from_file(str(file), epochs=1, no_ddp=False, flip=False, sync_bn=False)
     assert off == TrainConfig(epochs=1) and off.source("flip") == "flag"
-
-
-def test_a_file_that_begins_with_a_byte_order_mark_is_read(file: Path) -> None:
-    file.write_bytes(b"\xef\xbb\xbf" + b'{"epochs": 3}')
-    assert TrainConfig.from_file(str(file)).epochs == 3
 
 
 def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
@@ -150,16 +129,13 @@ def test_a_run_that_is_resumed_has_the_options_in_its_folder_unless_others_are_g
     ("text", "told"),
     [
         ("", "Expecting value"),
-        ("{'epochs': 3}", "line 1 column 2"),
         ('{"epochs": 3', "line 1 column 13"),
         ("[1, 2]", "it is JSON, but no object"),
-        ("3", "it is JSON, but no object"),
         ("[" * 100_000, "recursion"),
         ('{"epochs": 3, "epochs": 4}', '"epochs" is there twice'),
-        ('{"epochs": ' + "9" * 5000 + "}", "digits"),
         (b"\xff\xfe{\x00}\x00", "codec can't decode"),
     ],
-    ids=range(9),
+    ids=range(6),
 )
 def test_a_file_without_a_json_object_is_refused_with_its_name_and_the_place(
     file: Path, text: str | bytes, told: str
@@ -177,8 +153,6 @@ def test_a_file_without_a_json_object_is_refused_with_its_name_and_the_place(
         ({"epoch": 3}, '"epoch" is no option', "write epochs"),
         ({"colour": "red"}, '"colour" is no option', "leave it out"),
         ({"rank": 1}, "rank cannot be given in a file", "--rank"),
-        ({"world_size": 2}, "world_size cannot be given in a file", "--world_size"),
-        ({"device": "cpu"}, "device cannot be given in a file", "--device"),
         ({"run_dir": "runs/mine"}, "run_dir cannot be given in a file", "--run_dir"),
         ({"resume": "auto"}, "resume cannot be given in a file", "--resume"),
     ],
@@ -198,17 +172,12 @@ def test_a_key_that_cannot_be_used_is_named_with_the_file(
     ("text", "what"),
     [
         ('{"epochs": 0}', "--epochs 0 is below 1"),
-        ('{"epochs": "3"}', "--epochs '3' is not a whole number"),
         ('{"epochs": 3.0}', "--epochs 3.0 is not a whole number"),
         ('{"epochs": true}', "--epochs True is not a whole number"),
-        ('{"epochs": [3]}', "--epochs [3] is not a whole number"),
-        ('{"lr": "0.1"}', "--lr '0.1' is not a number"),
         ('{"lr": false}', "--lr False is not a number"),
         ('{"sync_bn": 1}', "--sync_bn 1 is not true or false"),
         ('{"lr": NaN}', "--lr nan is not a finite number"),
-        ('{"lr": 1e999}', "--lr inf is not a finite number"),
         ('{"model": "resnet"}', "--model resnet is not known"),
-        ('{"lr_scaling": ""}', "--lr_scaling  is not known"),
     ],
 )
 def test_a_value_of_another_type_or_out_of_bounds_is_refused_with_its_file(file: Path, text: str, what: str) -> None:
@@ -218,13 +187,6 @@ def test_a_value_of_another_type_or_out_of_bounds_is_refused_with_its_file(file:
     assert caught.value.what == what
     assert f"(from {file})" in caught.value.why
     assert caught.value.next.endswith(f"or change it in {file}")
-
-
-def test_the_folder_of_a_run_means_its_config_json(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"seed": 5}')
-    config = TrainConfig.from_file(str(tmp_path))
-    assert config.named("seed") == f"seed 5 (from {path})"
 
 
 @pytest.mark.parametrize("kind", ["missing", "a folder", "a pipe", "not allowed"])
@@ -243,9 +205,3 @@ def test_a_file_that_cannot_be_read_exits_2_and_is_named(
             path = Path("/proc/self/mem")
     assert cli.run(["train", "--config", str(path)]) == 2
     assert f"error[bad-option]: --config {path} cannot be read" in capsys.readouterr().err
-
-
-def test_a_bad_value_in_the_file_exits_2_before_torch_is_loaded(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text('{"rank": 1}')
-    assert cli.run(["train", *shlex.split(f"--config {file} --epochs 3")]) == 2
-    assert f"{file}: rank cannot be given in a file" in capsys.readouterr().err

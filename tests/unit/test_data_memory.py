@@ -19,7 +19,7 @@ from ddp_manual.training import data, models
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data, Split
-from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, fits, in_host_memory
+from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, in_host_memory
 from ddp_manual.training.loop import Trainer
 from tests.alone import alone
 from tests.conftest import Start, source
@@ -58,15 +58,6 @@ def test_a_batch_from_host_memory_has_the_images_the_labels_and_the_numbers_of_i
     for samples in (torch.tensor([5, 0, 3]), torch.arange(8)[1::3], torch.arange(0)):
         for found, wanted in zip(in_host_memory([split], CPU)[0].batch(samples), split.batch(samples), strict=True):
             assert torch.equal(found, wanted) and found.dtype == wanted.dtype
-
-
-def test_on_the_cpu_the_images_stay_as_they_were_mapped() -> None:
-    parts = [some_images(2), some_images(1)]
-    assert all(one is other for one, other in zip(bring_to(CPU, parts), parts, strict=True))
-
-
-def test_images_may_take_half_of_the_free_memory_of_a_gpu() -> None:
-    assert fits(50, 100) and not fits(51, 100) and not fits(1, 0)
 
 
 @pytest.mark.parametrize("taken_meanwhile", [False, True])

@@ -55,6 +55,12 @@ def untrained() -> torch.nn.Module:
     return models.build("mlp", device=torch.device("cpu"), seed=3, shape=(3, 8, 8), classes=3)
 
 
+def save_checkpoint(run: Path, step: int) -> Path:
+    content = io.BytesIO()
+    torch.save({"position": {}, "model": untrained().state_dict()}, content)
+    return checkpoint_files.write(run / "checkpoints", step, content.getvalue(), {})
+
+
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     assert cli.run(["evaluate", "--json", *map(str, arguments)]) == 0
     return json.loads(capsys.readouterr().out)
@@ -101,10 +107,7 @@ def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
     run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_images(tmp_path / "others", train=("ant", "bee", "cat"), test=("cat",))
-    state = {"position": {}, "model": untrained().state_dict()}
-    content = io.BytesIO()
-    torch.save(state, content)
-    saved = checkpoint_files.write(run / "checkpoints", 7, content.getvalue(), {})
+    saved = save_checkpoint(run, 7)
     folders = [
         Path(evaluated(capsys, "--checkpoint", *arguments)["files"][0]).parent
         for arguments in ([run], [run, "--dataset", f"folder:{other}"], [saved], [saved.with_suffix(".json")])
@@ -117,23 +120,12 @@ def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
     assert all(folder.parent == run and sorted(path.name for path in folder.iterdir()) == FILES for folder in folders)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("folder:/데이터", "folder:/写真"),
-        ("folder:/x/a-b", "folder:/x/a/b"),
-        ("folder:" + "a/" * 60 + "x", "folder:b" + "a/" * 60 + "x"),
-        ("fashion:mnist", "fashion-mnist"),
-        ("folder:\udcff", "folder:\udcfe"),
-    ],
-)
-def test_no_two_data_sets_share_the_name_of_a_folder(one: str, other: str) -> None:
-    assert in_a_file_name(one) != in_a_file_name(other)
-    assert all(len(in_a_file_name(name)) < 100 for name in (one, other))
-
-
-def test_a_plain_data_set_name_is_a_file_name_as_it_is() -> None:
-    assert [in_a_file_name(name) for name in ("fashion-mnist", "folder:cifar10")] == ["fashion-mnist", "folder-cifar10"]
+def test_no_two_data_sets_share_the_name_of_a_folder_and_a_plain_name_stays_as_it_is() -> None:
+    names = ["fashion:mnist", "folder:/데이터", "folder:/写真", "folder:/x/a-b", "folder:/x/a/b", "folder:\udcff"]
+    names += ["folder:\udcfe", "folder:" + "a/" * 60 + "x", "folder:b" + "a/" * 60 + "x", "fashion-mnist"]
+    given = [in_a_file_name(name) for name in names]
+    assert len(set(given)) == len(names) and all(len(name) < 100 for name in given)
+    assert given[-1] == "fashion-mnist" and in_a_file_name("folder:cifar10") == "folder-cifar10"
 
 
 def test_code_that_no_flag_names_is_not_imported(
@@ -179,9 +171,7 @@ def test_a_parameter_may_have_the_name_of_a_part_of_a_checkpoint(run: Path, caps
 def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_is_whole(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = io.BytesIO()
-    torch.save({"position": {}, "model": untrained().state_dict()}, content)
-    whole, damaged = (checkpoint_files.write(run / "checkpoints", step, content.getvalue(), {}) for step in (7, 8))
+    whole, damaged = (save_checkpoint(run, step) for step in (7, 8))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with_model = evaluated(capsys, "--checkpoint", run)
     (run / "model.pt").unlink()
@@ -191,30 +181,17 @@ def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_
     assert "is not the checkpoint that was written" in refused(capsys, 15, "--checkpoint", damaged)
 
 
-def test_a_checkpoint_that_was_set_aside_is_evaluated_with_its_runs_options(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = io.BytesIO()
-    torch.save({"position": {}, "model": untrained().state_dict()}, content)
-    aside = checkpoint_files.write(run / "checkpoints", 7, content.getvalue(), {}).parent / "set-aside"
-    (run / "checkpoints").rename(run / "elsewhere")
-    (run / "checkpoints").mkdir()
-    (run / "elsewhere").rename(aside)
-    (saved,) = aside.glob("*.pt")
-    report = evaluated(capsys, "--checkpoint", saved)
-    assert report["model"] == "mlp"
-    assert Path(report["files"][0]).parent.parent == run
-
-
-def test_a_checkpoint_can_be_named_from_within_its_folder(
+def test_a_checkpoint_that_was_set_aside_is_evaluated_with_its_runs_options_also_from_within_its_folder(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = io.BytesIO()
-    torch.save({"position": {}, "model": untrained().state_dict()}, content)
-    saved = checkpoint_files.write(run / "checkpoints", 7, content.getvalue(), {})
-    monkeypatch.chdir(run / "checkpoints")
-    (first, *_) = evaluated(capsys, "--checkpoint", saved.name)["files"]
-    assert Path(first).resolve().parent.parent == run
+    saved = save_checkpoint(run, 7)
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").mkdir()
+    (run / "elsewhere").rename(run / "checkpoints" / "set-aside")
+    monkeypatch.chdir(run / "checkpoints" / "set-aside")
+    report = evaluated(capsys, "--checkpoint", saved.name)
+    assert report["model"] == "mlp"
+    assert Path(report["files"][0]).resolve().parent.parent == run
 
 
 def test_a_model_without_its_run_needs_the_model_and_the_dataset_as_flags(
@@ -236,14 +213,9 @@ def test_a_model_without_its_run_needs_the_model_and_the_dataset_as_flags(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "cannot read it"),
-        (b"not a model", "cannot read it"),
         (None, "cannot read it"),
         ([1, 2], "cannot read it"),
-        (
-            Fraction(1, 2),
-            "torch.load with weights_only=True cannot read it: UnpicklingError\n",
-        ),
+        (Fraction(1, 2), "torch.load with weights_only=True cannot read it: UnpicklingError\n"),
         ({}, "it holds nothing"),
         ({"epoch": 3, "accuracy": 0.5}, "it holds epoch, accuracy, where tensors are wanted"),
     ],
@@ -254,8 +226,6 @@ def test_a_file_that_is_no_model_is_refused(
     model = run / "model.pt"
     if content is None:
         model.write_bytes(model.read_bytes()[:-2000])
-    elif isinstance(content, bytes):
-        model.write_bytes(content)
     else:
         torch.save(content, model)
     said = refused(capsys, 15, "--checkpoint", run)
@@ -324,31 +294,24 @@ def test_the_same_classes_in_another_order_are_numbered_as_in_training(
 
 
 @pytest.mark.parametrize(
-    ("run_facts", "why"),
+    "run_facts",
     [
-        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, 28]}, "KeyError: 'classes'"),
-        ({"mean": "x", "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError"),
-        ({"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError: mean is"),
-        ({"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]}, "ValueError: mean is"),
-        ({"mean": [0.0], "std": [1.0], "shape": [1, 28, "x"], "classes": ["0"]}, "ValueError"),
-        ({"mean": [0.0], "std": [1.0], "shape": [28, 28], "classes": ["0"]}, "ValueError"),
-        ([], "TypeError"),
+        {"mean": [0.0], "std": [1.0], "shape": [1, 28, 28]},
+        {"mean": "x", "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]},
+        {"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]},
+        {"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]},
+        {"mean": [0.0], "std": [1.0], "shape": [28, 28], "classes": ["0"]},
+        [],
     ],
+    ids=range(6),
 )
 def test_a_config_whose_record_of_the_run_contradicts_itself_is_named(
-    run: Path, run_facts: Any, why: str, capsys: pytest.CaptureFixture[str]
+    run: Path, run_facts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     described = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**described, "run": run_facts}))
     said = refused(capsys, 15, "--checkpoint", run)
-    assert f"error[checkpoint-corrupt]: {run / 'config.json'} is not what a run has written" in said and why in said
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"epochs": "two"}', '{"run": null, "modle": "mlp"}'])
-def test_a_config_that_cannot_be_read_is_named(run: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "config.json").write_text(content)
-    assert cli.run(["evaluate", "--checkpoint", str(run)]) in (2, 15)
-    assert "config.json" in capsys.readouterr().err
+    assert f"error[checkpoint-corrupt]: {run / 'config.json'} is not what a run has written" in said
 
 
 def test_parameters_that_are_not_numbers_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,20 +80,15 @@ def test_a_module_is_known_before_ranks_are_started_by_whatever_finder_would_imp
             own_code.check_module("model", f"{module}:Net")
 
 
-def test_code_in_place_of_its_name_is_answered_with_the_name(script: ModuleType) -> None:
-    assert refused("model", script.Net) == 'write model="q3:Net"'
-    assert refused("dataset", script.Net) == 'write dataset="q3:Net"'
+def test_code_in_place_of_its_name_or_the_name_main_is_answered_with_the_name(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in (script.Net, "__main__:Net", "__mp_main__:Net"):
+        assert refused("model", model) == 'write model="q3:Net"'
     assert refused("model", nn.Flatten) == 'write model="torch.nn.modules.flatten:Flatten"'
     for model in (script.Outer.Inner, script.unnamed, nn.Flatten(), functools.partial(script.Net, 3)):
         assert refused("model", model).endswith('write model="own:model"')
     assert refused("dataset", ([1], [2])).endswith('write dataset="own:dataset"')
-
-
-def test_the_name_main_is_answered_with_the_name_of_the_module(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for model in ("__main__:Net", "__mp_main__:Net"):
-        assert refused("model", model) == 'write model="q3:Net"'
     monkeypatch.setattr(script, "__file__", "/somewhere/my-script.py")  # no module could be called so
     assert refused("model", script.Net).endswith('write model="own:model"')
 
@@ -108,24 +103,6 @@ def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> N
         own_code.factory("model", "q3:Later")
     assert caught.value.why == f"{path} defines Net, Outer, unnamed, as far as it has run"
     assert "q3" not in sys.modules
-
-
-def test_the_script_has_the_digest_that_its_file_has_when_it_is_imported(
-    write: Write, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("q3", "class Net: ...")
-    as_a_script = own_code.digest("model", "q3:Net")
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    assert own_code.digest("model", "q3:Net") == as_a_script
-    assert own_code.factory("model", "q3:Net") is sys.modules["q3"].Net
-    monkeypatch.delitem(sys.modules, "q3")
-
-
-def test_the_name_of_a_file_in_place_of_its_module_does_not_run_the_file(write: Write) -> None:
-    write("not_imported", "raise AssertionError")
-    with pytest.raises(BadOption) as caught:
-        own_code.factory("model", "not_imported.py:Net")
-    assert caught.value.next == "name the module, not its file: --model not_imported:Net"
 
 
 @pytest.mark.parametrize("ask", [own_code.factory, own_code.digest])

@@ -23,16 +23,16 @@ from tests.alone import alone
 
 CPU = torch.device("cpu")
 SHAPE, CLASSES = (3, 8, 8), 2
-Build = Callable[[nn.Module], nn.Module]
+Build = Callable[..., nn.Module]
 
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """The network that ``--model mine:net`` is where its factory returns this one."""
 
-    def build(returned: nn.Module) -> nn.Module:
+    def build(returned: nn.Module, channels: int = 3) -> nn.Module:
         monkeypatch.setattr(own_code, "factory", lambda *_: lambda: returned)
-        return models.build("mine:net", device=CPU, seed=0, shape=SHAPE, classes=CLASSES)
+        return models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
 
     return build
 
@@ -72,9 +72,8 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_users_network_may_call_view_after_a_convolution(monkeypatch: object, channels: int) -> None:
-    monkeypatch.setattr(own_code, "factory", lambda *_: lambda: Convolved(channels))  # type: ignore[attr-defined]
-    network = models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
+def test_a_users_network_may_call_view_after_a_convolution(build: Build, channels: int) -> None:
+    network = build(Convolved(channels), channels)
     moved = torch.zeros(5, 8, 8, channels).permute(0, 3, 1, 2)
     assert network(moved).shape == (5, CLASSES)
     assert set(network.state_dict()) == set(Convolved(channels).state_dict())
@@ -89,16 +88,6 @@ def test_a_network_that_cannot_be_trained_on_one_sample_is_found_before_training
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert network.training and all(parameter.grad is None for parameter in network.parameters())
-
-
-def test_a_network_that_fails_only_in_training_mode_is_refused_before_training(build: Build) -> None:
-    class Auxiliary(Linear):
-        def forward(self, images: Tensor) -> Tensor:
-            scores = super().forward(images)
-            return (scores, scores) if self.training else scores  # type: ignore[return-value]
-
-    with pytest.raises(BadOption, match="gives a tuple for 2 images while it trains"):
-        fewest_samples(build(Auxiliary()))
 
 
 def test_a_network_that_ends_in_a_softmax_is_a_warning(build: Build, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,6 +110,13 @@ def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(b
     assert "requires_grad_(False)" in caught.value.next
     network.spare.requires_grad_(False)
     assert fewest_samples(network, with_ddp=True) == 1
+
+
+def test_a_network_that_fails_only_in_training_mode_is_refused_before_training(build: Build) -> None:
+    network = build(Linear())
+    network.register_forward_hook(lambda network, _, scores: (scores, scores) if network.training else scores)
+    with pytest.raises(BadOption, match="gives a tuple for 2 images while it trains"):
+        fewest_samples(network)
 
 
 def test_a_buffer_that_cannot_be_sent_is_named(build: Build) -> None:
@@ -161,13 +157,9 @@ def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1, no_ddp: boo
         return Trainer(world, config, network, data.Data(split, split, unit_scale(3)), fewest_samples=fewest)
 
 
-def trained(
-    network: nn.Module, *, samples: int, fewest: int, settle: bool = False, no_ddp: bool = True
-) -> list[Tensor]:
+def trained(network: nn.Module, *, samples: int, fewest: int, no_ddp: bool = True) -> list[Tensor]:
     """The parameters after an epoch."""
     trainer = trainer_of(network, samples, fewest=fewest, no_ddp=no_ddp)
-    if settle:
-        trainer.settle_buckets()
     trainer.train_epoch(Requests(), terminal.ProgressLines())
     assert trainer.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
@@ -180,8 +172,8 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
     )
     for one, other in zip(alone, filled, strict=True):
         torch.testing.assert_close(one, other)
-    for samples in (8, 9):
-        trained(Linear(nn.BatchNorm1d(6)), samples=samples, fewest=2, settle=True)
+    trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=2)
+    trainer_of(Linear(nn.BatchNorm1d(6)), 9, fewest=2).settle_buckets()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=1)
 
@@ -227,31 +219,23 @@ def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) 
     assert fewest_samples(other) == 2
 
 
-def test_the_loss_of_half_precision_scores_has_single_precision() -> None:
-    class Half(Linear):
-        def forward(self, images: Tensor) -> Tensor:
-            return super().forward(images).bfloat16()
+def test_the_loss_of_half_precision_scores_has_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, losses, add = Linear(), list[Tensor](), Meter.add
+    network.register_forward_hook(lambda network, _, scores: scores.bfloat16())
 
-    losses: list[Tensor] = []
+    def noted(meter: Meter, step: int, loss: Tensor, *batch: Tensor) -> None:
+        losses.append(loss)
+        add(meter, step, loss, *batch)
 
-    class Noting(Meter):
-        def add(self, step: int, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-            super().add(step, loss, scores, labels)
-            losses.append(loss)
-
-    trainer = trainer_of(Half(), 8)
-    trainer.meter = Noting(CPU)
-    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    monkeypatch.setattr(Meter, "add", noted)
+    trained(network, samples=8, fewest=1)
     assert {loss.dtype for loss in losses} == {torch.float32}
 
 
 def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
-    class NeverTheFirst(Linear):
-        def forward(self, images: Tensor) -> Tensor:
-            scores = super().forward(images)
-            return scores if self.training else scores.where(torch.arange(CLASSES) > 0, -torch.inf)
-
-    trainer = trainer_of(NeverTheFirst(), 8)
+    network, never_the_first = Linear(), torch.tensor([-torch.inf, 0.0])
+    network.register_forward_hook(lambda network, _, scores: scores if network.training else scores + never_the_first)
+    trainer = trainer_of(network, 8)
     trainer.train_epoch(Requests(), terminal.ProgressLines())
     with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
         trainer.evaluate()

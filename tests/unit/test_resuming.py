@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,14 +16,12 @@ from torch import Tensor, nn
 from ddp_manual import TrainConfig, train
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.signals import Requests
 from ddp_manual.terminal import result_text
 from ddp_manual.training import checkpoint_files, metrics
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.loop import Trainer
-from ddp_manual.training.metrics import Meter
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import Trackers
 from tests.alone import alone
@@ -48,14 +45,6 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
     )
     with alone() as world:
         return train(world, config)
-
-
-def test_a_number_of_one_is_followed_by_a_singular(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ddp_manual")
-    run(tmp_path, epochs=1, batch_size=40)
-    assert ": 1 epoch of 1 step, 40 samples per rank and step, " in caplog.text
-    run(tmp_path, epochs=1, batch_size=40, resume="auto")
-    assert "the run is complete: it has trained for 1 epoch\n" in caplog.text
 
 
 class Died(Exception): ...
@@ -196,21 +185,6 @@ def test_the_seconds_of_a_save_within_an_epoch_do_not_count(
     assert summary["train_seconds"] == pytest.approx(2 * STEPS_PER_EPOCH)
     lines = [json.loads(line) for line in RunPaths(tmp_path).metrics.read_text().splitlines()]
     assert [(line["samples_per_second"], line["seconds"]) for line in lines] == [(10.0, 4.0), (10.0, 8.0)]
-
-
-def test_a_meter_that_begins_again_keeps_the_seconds_and_the_samples_of_its_window(clock: SimpleNamespace) -> None:
-    meter, requests = Meter(torch.device("cpu")), Requests()
-    meter.begin(0)
-    for step in (1, 2):
-        clock.now += 2
-        meter.add(step, torch.tensor(0.5), torch.eye(3), torch.arange(3))
-        meter.sync(step, 0.1, requests)
-        clock.now += 100
-        meter.begin(step)
-    assert meter.window.seconds == meter.seconds == 4
-    again = Meter(torch.device("cpu"), meter.window, meter.seconds)
-    assert again.window == meter.window  # also where it is saved before it has begun
-    assert again.read(step=2, epoch=1, lr=0.1).samples_per_second == 6 / 4
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib
 import os
 import pickle
-import random
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from PIL import Image
 
-from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError
-from ddp_manual.training import models, own_code, own_data
-from ddp_manual.training.data import PARTS, Split
+from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
+from ddp_manual.training import models, own_code
+from ddp_manual.training.data import PARTS, Split, check_shapes
 from tests.conftest import CIFAR_CLASSES, Start, first_of_each_class, source
+
+Write = Callable[[str], str]
 
 
 def draw(path: Path, *, size: tuple[int, int] = (8, 8), mode: str = "RGB", colour: object = 0) -> Path:
@@ -33,13 +33,15 @@ def draw(path: Path, *, size: tuple[int, int] = (8, 8), mode: str = "RGB", colou
 
 @pytest.fixture
 def animals(tmp_path: Path) -> Path:
-    """Three cats and two dogs to train on, a dog to test on; and what is no image."""
+    """Three cats and two dogs to train on, a dog to test on; and what is hidden, or no image."""
     folder = tmp_path / "animals"
     for part, name, count in (("train", "cat", 3), ("train", "dog", 2), ("test", "dog", 1)):
         for number in range(count):
             draw(folder / part / name / f"{number}.png", colour=(number, 100, 200))
     (folder / "train" / "cat" / "notes.txt").write_text("no image")
     (folder / "train" / ".cache").mkdir()
+    draw(folder / "train" / "cat" / ".ipynb_checkpoints" / "0-checkpoint.png")
+    (folder / "train" / "cat" / "album.jpg").mkdir()
     return folder
 
 
@@ -79,22 +81,26 @@ def test_images_of_other_sizes_are_named_or_resized(animals: Path) -> None:
     [
         (lambda folder: os.rename(folder / "train", folder / "training"), "train cannot be read as a folder of images"),
         (lambda folder: os.rename(folder / "test", folder / "val"), "test cannot be read as a folder of images"),
-        (lambda folder: os.rename(folder, folder.with_name("away")), "cannot be read as a folder of images"),
         (lambda folder: os.rename(folder / "test" / "dog", folder / "test" / "cow"), "does not have: cow"),
         (lambda folder: (folder / "train" / "eel").mkdir(), "eel has no images"),
         (lambda folder: [path.unlink() for path in (folder / "test").rglob("*.png")], "test has no images"),
         (lambda folder: (folder / "train" / "dog" / "1.png").write_bytes(b"\x89PNG\r\n"), "1.png cannot be read"),
-        (lambda folder: (folder / "train" / "dog" / "1.png").write_bytes(b""), "1.png cannot be read"),
-        (
-            lambda folder: os.truncate(draw(folder / "train" / "dog" / "1.bmp"), 100),
-            "1.bmp cannot be read",
-        ),
+        (lambda folder: os.truncate(draw(folder / "train" / "dog" / "1.bmp"), 100), "1.bmp cannot be read"),
+        (lambda folder: (folder / "train" / "dog" / "9.png").symlink_to("nowhere"), "9.png cannot be read"),
+        (lambda folder: draw(folder / "train" / "dog" / "9.tiff", mode="F", colour=0.5), "9.tiff cannot be read"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: object, named: str) -> None:
-    break_it(animals)  # type: ignore[operator]
+def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: Callable[[Path], object], named: str) -> None:
+    break_it(animals)
     with pytest.raises((DataMissing, DataCorrupt), match=named):
         [load(animals, part) for part in PARTS]
+
+
+def test_images_to_test_on_of_another_size_are_refused(animals: Path) -> None:
+    draw(animals / "test" / "dog" / "0.png", size=(12, 20))
+    with pytest.raises(BadOption, match="the images to train on and to test on differ in shape") as caught:
+        check_shapes("folder:animals", *(load(animals, part) for part in PARTS))
+    assert caught.value.why == "train has 3x8x8, test has 3x20x12" and "--image_size" in caught.value.next
 
 
 def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for(
@@ -109,27 +115,6 @@ def test_a_folder_without_a_test_set_is_refused_before_the_others_are_waited_for
     assert ["this rank trains alone" in rank.err for rank in ranks] == [False, True]
 
 
-def test_images_to_test_on_of_another_size_are_refused_before_training(
-    animals: Path, tmp_path: Path, start: Start
-) -> None:
-    draw(animals / "test" / "dog" / "0.png", size=(12, 20))
-    options = ["train", "--dataset", f"folder:{animals}", "--no_ddp", "--run_dir", tmp_path / "run"]
-    rank = start(sys.executable, "-m", "ddp_manual", *options)
-    assert rank.wait() == BadOption.exit_code
-    assert "the images to train on and to test on differ in shape" in rank.err
-    assert "train has 3x8x8, test has 3x20x12" in rank.err and "--image_size" in rank.err
-
-
-def test_what_is_hidden_or_a_folder_is_no_image_and_a_link_that_leads_nowhere_is_named(animals: Path) -> None:
-    cats = animals / "train" / "cat"
-    draw(cats / ".ipynb_checkpoints" / "0-checkpoint.png")
-    (cats / "album.png").mkdir()
-    assert len(load(animals)) == 5
-    (cats / "gone.png").symlink_to("nowhere.png")
-    with pytest.raises(DataMissing, match=r"gone\.png cannot be read"):
-        load(animals)
-
-
 def test_16_bits_are_scaled_to_8_and_what_is_transparent_is_black(animals: Path) -> None:
     for path in animals.rglob("*.png"):
         Image.new("I;16", (8, 8), 0x1234).save(path)
@@ -141,13 +126,6 @@ def test_16_bits_are_scaled_to_8_and_what_is_transparent_is_black(animals: Path)
     half.save(animals / "train" / "cat" / "1.png")
     colours = load(animals).images[1]
     assert colours[:, 0, 0].tolist() == [200, 100, 50] and not colours[:, :, 4:].any()
-
-
-def test_pixels_that_are_floats_are_refused(animals: Path) -> None:
-    draw(animals / "train" / "dog" / "2.tiff", mode="F", colour=0.5)
-    with pytest.raises(DataCorrupt, match=r"2\.tiff cannot be read") as caught:
-        load(animals)
-    assert "pixels of mode F" in caught.value.why
 
 
 def test_what_would_break_a_table_is_escaped_in_the_name_of_a_class(animals: Path) -> None:
@@ -172,15 +150,6 @@ def test_a_download_that_fails_says_why_and_takes_away_only_the_folders_it_made(
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-def test_a_download_into_a_folder_that_cannot_be_written_is_a_bad_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(root: str, download: bool) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", root)
-
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", fails)
-    with pytest.raises(BadOption, match="--data_dir /proc cannot be written"):  # not even by root
-        source("cifar10", Path("/proc")).prepare()
-
-
 def test_more_images_than_memory_holds_are_refused_before_they_are_read(
     animals: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,13 +157,6 @@ def test_more_images_than_memory_holds_are_refused_before_they_are_read(
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     with pytest.raises(BadOption, match="do not fit into memory"):
         load(animals)
-
-
-def test_the_real_cifar_10_images_are_read_from_their_class_folders(cifar10: Path) -> None:
-    test = source(f"folder:{cifar10}").load("test")
-    assert test.images.shape == (1000, 3, 32, 32)
-    assert test.classes == CIFAR_CLASSES
-    assert len(test) == 1000 and min(torch.bincount(test.labels)) > 80
 
 
 def test_cifar_10_is_read_from_torchvisions_files(
@@ -258,7 +220,7 @@ class Pictures:
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> object:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Write:
     """Write a module of the user's into the current folder; returns its name, a new one for each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -287,8 +249,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         ("def made(): return part, (images, labels.numpy().astype('uint16'))", ("0", "1")),
     ],
 )
-def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classes: tuple[str, ...]) -> None:
-    name = module(body)  # type: ignore[operator]
+def test_a_factory_returns_tensors_or_datasets(module: Write, body: str, classes: tuple[str, ...]) -> None:
+    name = module(body)
     found = source(f"{name}:made")
     train, test = (found.load(part) for part in PARTS)
     assert len(train) == len(test) == 4 and train.labels.tolist() == [0, 1, 0, 1]
@@ -296,8 +258,8 @@ def test_a_factory_returns_tensors_or_datasets(module: object, body: str, classe
     assert train.classes == classes
 
 
-def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
-    name = module(  # type: ignore[operator]
+def test_what_a_factory_draws_follows_from_the_seed(module: Write) -> None:
+    name = module(
         """
         import random
         import numpy
@@ -321,15 +283,17 @@ def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
     ("body", "named"),
     [
         ("def made(): return None", "returned a NoneType"),
-        ("def made(): return part", "returned a tuple of 2"),
         ("def made(): return images.numpy(), [0, 1, 0, 1]", "returned a tuple of 2"),
-        ("def made(): return (images.numpy() / 255, labels), part", r"train images that are float64 \[4, 3, 8, 8\]"),
-        ("def made(): return (images, ['cat'] * 4), part", "a train part that is not tensors"),
         ("def made(): return part, part, part", "returned a tuple of 3"),
+        (
+            "def made(): return (images / 255, labels), part",
+            "leave ToTensor and Normalize out",
+        ),
+        ("def made(): return part, (images.permute(0, 2, 3, 1), labels)", r"images.permute\(0, 3, 1, 2\)"),
+        ("def made(): return part, (images[:, :2], labels)", r"test images that are uint8 \[4, 2, 8, 8\]"),
+        ("def made(): return (images, ['cat'] * 4), part", "a train part that is not tensors"),
         ("def made(): return (images, labels * 10**11), part", "labels up to 100000000000 for 8 images"),
         ("def made(): return 1, part", "returned a int as its train part"),
-        ("def made(): return (images / 255, labels), part", r"train images that are float32 \[4, 3, 8, 8\]"),
-        ("def made(): return part, (images[:, :2], labels)", r"test images that are uint8 \[4, 2, 8, 8\]"),
         ("def made(): return part, (images, labels[:3])", r"test labels that are int64 \[3\]"),
         ("def made(): return part, (images, labels.float())", r"test labels that are float32 \[4\]"),
         ("def made(): return part, (images, labels - 1)", "a test label -1"),
@@ -339,58 +303,32 @@ def test_what_a_factory_draws_follows_from_the_seed(module: object) -> None:
         ("def made(): return part, [(images[0], 'cat')]", "a strange item 0"),
         ("def made(): return part, [(images[0], 0), (images[0, :, :4], 0)]", r"a strange item 1 .* \[3, 4, 8\]"),
         ("def made(): return part, [(images[0], 0.5)]", "a strange item 0 of its test part .its label is float32"),
-        ("def made(): return part, [(images[0], '1')]", "a strange item 0 of its test part .*'str'"),
-        ("def made(): return part, [(images[0], labels[0] / 2)]", "its label is float32"),
-        ("def made(): return part, [(images[0], labels.numpy()[0] / 2)]", "its label is float64"),
         ("def made(): return part, [(images[0], labels[0] > 0)]", "its label is bool"),
         ("def made(): return part, [(images[0], labels)]", "only one element tensors can be converted"),
+        ("def made(): return part, [(Image.new('F', (8, 8)), 0)]", "pixels of mode F"),
         ("class Few(Pictures): classes = ('cat',)\ndef made(): return Few(), Few()", "a label 1"),
+        ("class Few(Pictures): classes = ('cat', 'cat')\ndef made(): return Few(), part", "the classes cat, cat"),
         (
             "class Few(Pictures): classes = ('dog', 'cat')\ndef made(): return Pictures(), Few()",
             "a label 1 and the classes cat, dog and dog, cat",
         ),
-        (
-            "class Few(Pictures): classes = ('cat', 'cat')\ndef made(): return Few(), part",
-            "a label 1 and the classes cat, cat",
-        ),
         ("class Few(Pictures): classes = 2\ndef made(): return Few(), Few()", "a int as the classes of its train part"),
-        ("def made(): return part, [(Image.new('F', (8, 8)), 0)]", "pixels of mode F"),
         ("def made(folder): return part, part", "cannot be called: missing a required argument: .folder"),
-        ("def other(): return part, part", "has no function or class made"),
         ("made = 5", "has no function or class made"),
         ("import nonsense.of_mine", "cannot be imported"),
-        ("def made(: return 1", "cannot be imported"),
-        ("raise OSError('no such camera')", "cannot be imported"),
     ],
 )
-def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: object, body: str, named: str) -> None:
-    name = module(body)  # type: ignore[operator]
-    with pytest.raises(BadOption, match=named) as caught:
+def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: Write, body: str, named: str) -> None:
+    name = module(body)
+    with pytest.raises(BadOption, match=f"--dataset {name}:made") as caught:
         source(f"{name}:made").load("train")
-    assert f"--dataset {name}:made" in caught.value.what
-
-
-@pytest.mark.parametrize(
-    ("body", "advice"),
-    [
-        ("def made(): return [(image / 255, 0) for image in images], part", "leave ToTensor and Normalize out"),
-        ("def made(): return part, (images.permute(0, 2, 3, 1), labels)", r"images.permute\(0, 3, 1, 2\)"),
-        ("def made(): return part, (images[:, :2], labels)", "fix the factory"),
-    ],
-)
-def test_images_of_another_kind_are_answered_with_how_they_are_converted(
-    module: object, body: str, advice: str
-) -> None:
-    name = module(body)  # type: ignore[operator]
-    with pytest.raises(BadOption) as caught:
-        source(f"{name}:made").load("train")
-    assert re.search(advice, caught.value.next)
+    assert re.search(named, f"{caught.value.what}\n{caught.value.next}\n{caught.value}")
 
 
 def test_what_an_item_raises_comes_through_and_the_item_is_named(
-    module: object, caplog: pytest.LogCaptureFixture
+    module: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = module(  # type: ignore[operator]
+    name = module(
         """
         class Broken(Pictures):
             def __getitem__(self, index): return super().__getitem__(index) if index < 3 else int("x")
@@ -403,18 +341,11 @@ def test_what_an_item_raises_comes_through_and_the_item_is_named(
     assert f"--dataset {name}:made: item 3 of its test part raised ValueError" in told
 
 
-def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_the_same(
-    module: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = module(  # type: ignore[operator]
+def test_images_that_differ_when_they_are_read_again_are_told(module: Write, caplog: pytest.LogCaptureFixture) -> None:
+    name = module(
         """
-        import random
-        import numpy
         class Noisy(Pictures):
-            def __getitem__(self, index):
-                noise = torch.randint(256, (3, 8, 8), dtype=torch.uint8)
-                noise[0, 0, 0], noise[0, 0, 1] = random.randrange(256), numpy.random.randint(256)
-                return noise, int(labels[index])
+            def __getitem__(self, index): return torch.randint(256, (3, 8, 8), dtype=torch.uint8), int(labels[index])
         def made(): return Noisy(), Noisy()
         def still(): return Noisy(), Pictures()
         def pictures(): return [(image, 0) for image in images], Pictures()
@@ -424,16 +355,7 @@ def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_t
         def once(): return Once(), Once()
         """
     )
-
-    def read(again: int) -> list[object]:
-        monkeypatch.setattr(own_data, "READ_AGAIN", again)
-        found = source(f"{name}:made")
-        images = [found.load(part).images.tolist() for part in PARTS]
-        return [images, torch.rand(1).item(), random.random(), numpy.random.rand()]
-
-    once = read(0)
-    assert not caplog.messages and read(16) == once
-    for factory in ("still", "pictures", "once"):
+    for factory in ("made", "still", "pictures", "once"):
         source(f"{name}:{factory}").load("train")
     both, one = caplog.messages
     assert f"the train and test images of {name}:made differ when they are read again" in both
@@ -464,14 +386,14 @@ def test_images_that_differ_when_they_are_read_again_are_told_and_the_data_are_t
         ("def made(width, depth=3): return None", r"cannot be called: missing a required argument: .width"),
     ],
 )
-def test_what_is_wrong_with_what_a_model_factory_returns_is_named(module: object, body: str, named: str) -> None:
-    name = module(body)  # type: ignore[operator]
+def test_what_is_wrong_with_what_a_model_factory_returns_is_named(module: Write, body: str, named: str) -> None:
+    name = module(body)
     with pytest.raises(BadOption, match=named):
         models.build(f"{name}:made", device=torch.device("cpu"), seed=0, shape=(3, 8, 8), classes=2)
 
 
-def test_a_class_without_arguments_or_a_factory_with_lazy_layers_is_a_model(module: object) -> None:
-    name = module(  # type: ignore[operator]
+def test_a_class_without_arguments_or_a_factory_with_lazy_layers_is_a_model(module: Write) -> None:
+    name = module(
         """
         class Net(torch.nn.Sequential):
             def __init__(self): super().__init__(torch.nn.Flatten(), torch.nn.Linear(192, 2))
@@ -490,25 +412,23 @@ def test_a_class_without_arguments_or_a_factory_with_lazy_layers_is_a_model(modu
         assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_what_a_factory_itself_raises_comes_through(module: object) -> None:
-    name = module("def made(): raise ZeroDivisionError('mine')")  # type: ignore[operator]
+def test_what_a_factory_itself_raises_comes_through(module: Write) -> None:
+    name = module("def made(): raise ZeroDivisionError('mine')")
     with pytest.raises(ZeroDivisionError):
         models.build(f"{name}:made", device=torch.device("cpu"), seed=0)
     with pytest.raises(ZeroDivisionError):
         source(f"{name}:made").load("train")
 
 
-def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path: Path) -> None:
-    for name in ("nowhere", "nowhere.at_all", "torch.nowhere"):
-        for ask in (own_code.factory, own_code.digest):
-            with pytest.raises(DdpManualError, match=f"there is no module {name}") as caught:
-                ask("model", f"{name}:made")
-            assert "PYTHONPATH" in (caught.value.next or "")
-
-
-def test_a_files_name_or_a_misspelt_function_is_answered_with_what_was_meant(module: object) -> None:
-    name = module("def network(): pass\ndef train(): pass\n" + "from os.path import *\n")  # type: ignore[operator]
+def test_a_module_that_is_not_there_or_a_misspelt_function_is_answered_with_what_was_meant(
+    module: Write,
+) -> None:
+    name = module("def network(): pass\ndef train(): pass\n" + "from os.path import *\n")
     for ask in (own_code.factory, own_code.digest):
+        for nowhere in ("nowhere", "torch.nowhere"):
+            with pytest.raises(BadOption, match=f"there is no module {nowhere}") as caught:
+                ask("model", f"{nowhere}:made")
+            assert "PYTHONPATH" in caught.value.next
         with pytest.raises(BadOption) as caught:
             ask("model", f"{name}.py:network")
         assert caught.value.next == f"name the module, not its file: --model {name}:network"
@@ -520,14 +440,14 @@ def test_a_files_name_or_a_misspelt_function_is_answered_with_what_was_meant(mod
 
 
 def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(
-    module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digest(name: str) -> str:
         """As in a process that has yet to import the module."""
         monkeypatch.delitem(sys.modules, name, raising=False)
         return own_code.digest("model", f"{name}:made")[0]
 
-    name = module("made = 1")  # type: ignore[operator]
+    name = module("made = 1")
     first = digest(name)
     assert own_code.digest("model", f"{name}:made") == (first, str(tmp_path / f"{name}.py"))
     (tmp_path / f"{name}.py").write_text("made = 2")
@@ -547,8 +467,8 @@ def test_the_digest_follows_the_source_of_a_module_or_of_all_of_its_package(
     assert digest("pack.below.net") != package
 
 
-def test_the_digest_of_what_is_imported_stays_that_of_the_code_that_trains(module: object, tmp_path: Path) -> None:
-    name = module("def made(): ...")  # type: ignore[operator]
+def test_the_digest_of_what_is_imported_stays_that_of_the_code_that_trains(module: Write, tmp_path: Path) -> None:
+    name = module("def made(): ...")
     imported = own_code.factory("model", f"{name}:made")
     digest = own_code.digest("model", f"{name}:made")
     (tmp_path / f"{name}.py").write_text("def made(): return 2")
