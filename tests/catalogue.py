@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,12 +45,19 @@ def record(
 
 
 def main(table: str) -> None:
+    took = defaultdict[tuple[float, str], list[float]](list)
     lines = [json.loads(line) for line in Path(table).read_text(encoding="utf-8").splitlines()]
-    print("| provoked | identifier | named | seconds (promised) | exit codes |\n|---|---|---|---|---|")
-    for line in sorted(lines, key=lambda line: (line["row"], line["fault"])):
-        codes = ", ".join(map(str, line["codes"]))
-        seconds = "" if line["seconds"] is None else f"{line['seconds']} ({line['within']:g})"
-        print(f"| {line['fault']} | {line['identifier']} | {line['named']} | {seconds} | {codes} |")
+    for line in sorted(lines, key=lambda line: line["row"]):
+        if line["seconds"] is not None:
+            took[line["within"], line["identifier"]].append(line["seconds"])
+    print("| within | told as: seconds that it took, least to most |\n|---|---|")
+    for promised in sorted({within for within, _ in took}):
+        told = [
+            f"`{identifier}` {min(seconds)}" + (f" to {max(seconds)}" if min(seconds) < max(seconds) else "")
+            for (within, identifier), seconds in took.items()
+            if within == promised
+        ]
+        print(f"| {promised:g} s | {'; '.join(told)} |")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ SCENARIOS = sorted(FOLDER.glob("*.txt"))
 LINE = "-" * 100 + "\n"
 DOCUMENTS = [FOLDER.parents[1] / "docs" / name for name in ("faults.md", "how-ranks-meet.md")]
 QUOTE = re.compile(
-    r"((?:Rank (\d+) prints|ll ranks print)[^\n]*\(\.\./tests/scenarios/([\w-]+\.txt)\)+:\n\n```text\n)(.*?)(```\n)",
+    r"(Rank (\d+) prints(, by the second)?[^`]*?\(\.\./tests/scenarios/([\w-]+\.txt)\)+:\n\n```text\n)(.*?)(```\n)",
     re.DOTALL,
 )
 
@@ -29,15 +29,16 @@ def play(path: Path) -> tuple[str, list[str]]:
 
 
 def quoted_anew(document: str) -> str:
-    """Return the text of a document in which each quote says what is printed now: by a rank its error, or all."""
+    """Return the text of a document in which each quote says what the rank prints now: its error, or all."""
 
     def anew(quote: re.Match[str]) -> str:
-        text = (FOLDER / quote[3]).read_text(encoding="utf-8").partition(LINE)[2]
-        if quote[2] is None:
-            return quote[1] + text + quote[5]
-        said = re.search(rf" rank {quote[2]} on \S+: (error\[.*\n(?: {{11}}.*\n)*)", text)
-        assert said is not None, quote[0]
-        return quote[1] + re.sub(r"^ {11}", "", said[1], flags=re.MULTILINE) + quote[5]
+        text = (FOLDER / quote[4]).read_text(encoding="utf-8").partition(LINE)[2]
+        if quote[3]:
+            said = "".join(re.findall(rf"^ *[\d.]+ rank {quote[2]} on .*\n(?: {{7}}.*\n)*", text, re.MULTILINE))
+            return quote[1] + said + quote[6]
+        error = re.search(rf" rank {quote[2]} on \S+: (error\[.*\n(?: {{11}}.*\n)*)", text)
+        assert error is not None, quote[0]
+        return quote[1] + re.sub(r"^ {11}", "", error[1], flags=re.MULTILINE) + quote[6]
 
     return QUOTE.sub(anew, document)
 

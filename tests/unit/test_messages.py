@@ -1,11 +1,11 @@
-"""The messages of the network, whose list in docs/how-ranks-meet.md is the one in ``messages``, and those between an
-agent and its own worker."""
+"""The messages of the network, and those between an agent and its own worker."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import typing
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -15,29 +15,10 @@ import pytest
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.wire import LineReader, Unreadable, as_json, encode_local, reader_of
-from tests.conftest import REPOSITORY
 
-SENDERS = {
-    "a process that is no rank yet": messages.FromStranger,
-    "the agent of a rank": messages.FromRank,
-    "the coordinator": messages.FromRank0,
-}
+SENDERS = (messages.FromStranger, messages.FromRank, messages.FromRank0)
 
 LOCAL = {from_worker: from_worker.FromWorker, from_agent: from_agent.FromAgent}
-
-
-def table() -> str:
-    """Return the lines of the table in the document."""
-    rows = ["| message | from | says |", "|---|---|---|"]
-    for sender, kinds in SENDERS.items():
-        for kind in typing.get_args(kinds):
-            says = " ".join(inspect.getdoc(kind).split()).replace("``", "`")  # type: ignore[union-attr]
-            rows.append(f"| `{kind.__struct_config__.tag}` | {sender} | {says} |")
-    return "\n".join(rows)
-
-
-def test_the_document_lists_all_messages_in_the_words_of_their_docstrings() -> None:
-    assert table() in (REPOSITORY / "docs" / "how-ranks-meet.md").read_text(encoding="utf-8"), table()
 
 
 def messages_in(module: ModuleType) -> set[type[messages.Message]]:
@@ -47,16 +28,22 @@ def messages_in(module: ModuleType) -> set[type[messages.Message]]:
     return {kind for kind in defined if issubclass(kind, messages.Message) and kind not in bases}
 
 
-def test_every_message_belongs_to_one_sender() -> None:
-    listed = [kind for kinds in SENDERS.values() for kind in typing.get_args(kinds)]
+def test_every_message_belongs_to_one_sender_and_has_words_of_its_own() -> None:
+    listed = [kind for kinds in SENDERS for kind in typing.get_args(kinds)]
     assert sorted(map(repr, listed)) == sorted(map(repr, messages_in(messages)))
+    assert_has_words(listed)
 
 
 @pytest.mark.parametrize("module", LOCAL, ids=lambda module: module.__name__)
 def test_what_agent_and_worker_say_is_one_type_each_with_words_for_it(module: ModuleType) -> None:
     listed = typing.get_args(LOCAL[module])
     assert set(listed) == messages_in(module) and len({kind.__struct_config__.tag for kind in listed}) == len(listed)
-    says = [inspect.getdoc(kind) or "" for kind in listed]
+    assert_has_words(listed)
+
+
+def assert_has_words(kinds: Iterable[type[messages.Message]]) -> None:
+    """Check that each docstring says who sends the message when: ``messages.py`` is the only list of them."""
+    says = [inspect.getdoc(kind) or "" for kind in kinds]
     assert len(set(says)) == len(says) and all(text.endswith(".") for text in says)
 
 
@@ -111,10 +98,7 @@ def test_what_a_worker_does_not_say_is_no_message(line: str) -> None:
 
 
 KINDS = [
-    kind
-    for kinds in (*SENDERS.values(), *LOCAL.values())
-    for kind in typing.get_args(kinds)
-    if kind is not messages.Greeting
+    kind for kinds in (*SENDERS, *LOCAL.values()) for kind in typing.get_args(kinds) if kind is not messages.Greeting
 ]
 
 

@@ -20,7 +20,6 @@ COMMANDS = cli.ddp_manual.commands
 EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 OF_OTHER_PROGRAMS = {
-    "any-script.md": "--api_key --hf_token",
     "benchmarks.md": "--before --images --only --repetitions --threads",
     "clusters.md": " ".join(
         (
@@ -36,7 +35,7 @@ OF_OTHER_PROGRAMS = {
     "command-line.md": "--version --world-size",
     "faults.md": "--ipc --shm-size",
     "from-tutorials.md": "--image --inplace --logdir --remote",
-    "security.md": "--api_key --max_tokens --tokenizer",
+    "security.md": "--api_key --hf_token --max_tokens --tokenizer",
 }
 # What follows one of these is the command line of ``ddp-manual train``.
 TRAINING = (
@@ -44,6 +43,11 @@ TRAINING = (
     ("python", "-m", "run_multi_gpu_train"),
     ("run_multi_gpu_train",),
 )
+
+
+def test_the_documents_stay_as_short_as_they_are() -> None:
+    words = {document.name: len(document.read_text(encoding="utf-8").split()) for document in DOCUMENTS}
+    assert words["README.md"] <= 1_200 and sum(words.values()) <= 24_000, words
 
 
 @EACH_DOCUMENT
@@ -62,9 +66,9 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_script_in_the_readme_is_the_example() -> None:
+def test_the_script_that_calls_join_is_the_example() -> None:
     code = (REPOSITORY / "examples" / "own_script.py").read_text().split('"""')[2].strip()
-    assert code in README.read_text()
+    assert code in (REPOSITORY / "docs" / "any-script.md").read_text()
 
 
 def test_the_readme_leads_to_every_other_document() -> None:
