@@ -1,8 +1,8 @@
 """What answers at rank 0's address, the wait until rank 0's agent does, and what that agent shows of its run.
 
-The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked over
-a second connection whether it is torch's TCPStore or a server that waits for a line: an agent that is only busy could
-not read such a question.
+The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked
+whether it is torch's TCPStore or a server that waits for a line. An agent that was only busy greets then all the same,
+closes the connection because of such a question, and is asked for another one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.name_lookup import resolve_in_thread
 from ddp_manual.errors import MasterLost, TokenMismatch
 from ddp_manual.messages import more_seconds, read_from_rank_0
+from ddp_manual.protocol.handshakes import CLOSED
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
 from ddp_manual.protocol.search import NOT_RANK_0, Answer, Search, Seen
 from ddp_manual.terminal import POLL_EVERY, Waiting
@@ -53,16 +54,21 @@ class Probe(Seen):
     """Of the last two questions to rank 0, which binds what it shows of its run to the last one that it has read."""
 
 
-async def probe(address: str, port: int, greeted_within: float | None = None, *, more: float = 0.0) -> Probe:
+async def probe(address: str, port: int, *, more: float = 0.0) -> Probe:
     """Connect to an address, and find out within 5 s what listens there; a busy agent has 5 s more to greet.
 
     Args:
-        greeted_within: in seconds; None for the usual time.
         more: seconds in which an agent may have to greet thousands of other ranks first.
     """
-    loop = asyncio.get_running_loop()
+    found = await _probe(address, port, GREETED_WITHIN + more)
+    if found.answer is Answer.BUSY:  # it was asked what it cannot read, and closes that connection
+        found = await _probe(address, port, BUSY_AGENT_GREETS_WITHIN + more)
+    return found
+
+
+async def _probe(address: str, port: int, greeted_within: float) -> Probe:
     try:
-        opening = loop.create_connection(lambda: Connection(read_from_rank_0), address, port)
+        opening = asyncio.get_running_loop().create_connection(lambda: Connection(read_from_rank_0), address, port)
         _, connection = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
     except ConnectionRefusedError:
         return Probe(address, Answer.REFUSED)
@@ -70,47 +76,34 @@ async def probe(address: str, port: int, greeted_within: float | None = None, *,
         return Probe(address, Answer.SILENT, "timed out")
     except OSError as error:
         return Probe(address, Answer.SILENT, error.strerror or str(error))
-    try:
-        greeting = await asyncio.wait_for(connection.receive(), (greeted_within or GREETED_WITHIN) + more)
-    except (TimeoutError, asyncio.TimeoutError):
-        connection.close()  # a server of one connection at a time takes the next one
-        found = await _ask(address, port)
-        # Its greeting came on a connection on which it has been asked something that it cannot read.
-        is_first = found.answer is Answer.BUSY and greeted_within is None
-        return await probe(address, port, BUSY_AGENT_GREETS_WITHIN, more=more) if is_first else found
-    if isinstance(greeting, messages.Greeting):
-        return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
+    nonce = b""
+    for asked in range(3):  # at first nothing: rank 0's agent greets by itself
+        if asked == 1:
+            nonce = secrets.token_hex(2).encode()  # without a byte that other servers take for the end of a line
+            connection.write(VALIDATE + _PING + nonce)
+        elif asked == 2:
+            connection.write(_LINE)
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            greeting = await asyncio.wait_for(connection.receive(), REPLY_WITHIN if asked else greeted_within)
+            if isinstance(greeting, messages.Greeting) and not asked:
+                return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
+            break
+        if connection.first_bytes:  # and no whole line
+            break
     connection.close()
-    if connection.first_bytes:
-        return Probe(address, Answer.STRANGER, _shown(connection.first_bytes))
-    return Probe(address, Answer.CLOSED, connection.ended)
-
-
-async def _ask(address: str, port: int) -> Probe:
-    """Ask a program that waits for its client to speak: a TCPStore, or a server of lines such as http."""
-    nonce = secrets.token_hex(2).encode()  # without a byte that another kind of server takes for the end of a line
-    writer, reply = None, b""
-    try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_TIMEOUT)
-        for question in (VALIDATE + _PING + nonce, _LINE):
-            writer.write(question)
-            with suppress(TimeoutError, asyncio.TimeoutError):
-                reply = await asyncio.wait_for(reader.read(64), REPLY_WITHIN)
-                break
-        else:
-            return Probe(address, Answer.MUTE)
-    except (TimeoutError, asyncio.TimeoutError):
-        return Probe(address, Answer.MUTE)
-    except OSError as error:
-        return Probe(address, Answer.STRANGER, error.strerror or str(error))
-    finally:
-        if writer is not None:
-            writer.close()
-    if reply == nonce:
+    first = connection.first_bytes
+    if first and first == nonce:
         return Probe(address, Answer.STORE)
-    if reply.startswith(b'{"type":"greeting"'):
+    if first.startswith(b'{"type":"greeting"') and (asked or not connection.ended):
         return Probe(address, Answer.BUSY)
-    return Probe(address, Answer.STRANGER, _shown(reply) if reply else "it closed the connection when it was asked")
+    if first:
+        return Probe(address, Answer.STRANGER, _shown(first))
+    if not connection.ended:
+        return Probe(address, Answer.MUTE)
+    if not asked:
+        return Probe(address, Answer.CLOSED, connection.ended)
+    closed = "it closed the connection when it was asked"
+    return Probe(address, Answer.STRANGER, closed if connection.ended == CLOSED else connection.ended)
 
 
 def _shown(first: bytes) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddp_manual.launch.job import Job
-from ddp_manual.messages import Count, LastWords, Message, Port, Seconds
+from ddp_manual.messages import LastWords, Message
+from ddp_manual.messages.contents import Count, Port, Seconds
 from ddp_manual.wire import Read, local_reader_of, reader_of
 
 MARK = b"\x1eddp-manual "

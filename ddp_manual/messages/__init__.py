@@ -1,9 +1,8 @@
 """What agent, coordinator and observer say to each other: this module is the whole list.
 
 It is a JSON object on a line (``wire``), of a type of its own below; its docstring says who sends it when. It is
-checked as it is read, against the types and bounds of its fields. What is said of a rank and of a run, in several of
-them, is in ``rank`` and ``run``. What an agent and its own worker say to each other is in ``from_agent`` and
-``from_worker``.
+checked as it is read, against the types and bounds of its fields. What several of them are about, such as a rank or a
+run, is in ``contents``. What an agent and its own worker say to each other is in ``from_agent`` and ``from_worker``.
 """
 
 from __future__ import annotations
@@ -14,80 +13,46 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ddp_manual.errors import DdpManualError, from_dict
-from ddp_manual.messages.checked import Checked, Count, Moment, Name, Option, Port, Seconds
-from ddp_manual.messages.rank import (
+from ddp_manual.messages.contents import (
     ENDED,
     JOINING,
     LEAVING,
+    LONGEST_TEXT,
     RUNNING,
     SAVING,
     Beat,
+    Checked,
+    Count,
+    LastWords,
+    LongestWait,
+    Moment,
+    Name,
+    Option,
     Place,
+    Port,
     RankInfo,
     Ready,
-    named_from_outside,
-)
-from ddp_manual.messages.run import (
-    LongestWait,
     RunInfo,
     RunSoFar,
+    Seconds,
+    Verdict,
     first_command_and,
     from_last_checkpoint,
     more_seconds,
+    named_from_outside,
     resume_flags,
     timeout_for,
 )
 from ddp_manual.wire import Read, reader_of
 
 # What others import from here besides the messages.
-__all__ = ["Checked", "Moment", "Option"]
-__all__ += ["ENDED", "JOINING", "LEAVING", "RUNNING", "SAVING"]
-__all__ += ["Beat", "Place", "RankInfo", "Ready", "named_from_outside"]
-__all__ += ["LongestWait", "RunInfo", "RunSoFar", "timeout_for"]
-__all__ += ["first_command_and", "from_last_checkpoint", "more_seconds", "resume_flags"]
+__all__ = ["Beat", "Checked", "LastWords", "LongestWait", "Moment", "Option", "Place", "RankInfo", "Ready", "RunInfo"]
+__all__ += ["ENDED", "JOINING", "LEAVING", "LONGEST_TEXT", "RUNNING", "SAVING", "RunSoFar", "Verdict"]
+__all__ += ["first_command_and", "from_last_checkpoint", "more_seconds", "named_from_outside", "resume_flags"]
+__all__ += ["timeout_for"]
 
 # What agents and coordinators of this version say to each other; another number is another version.
 PROTOCOL = 2
-# Characters of an error's text, such as a traceback.
-LONGEST_TEXT = 20_000
-
-# -- why a rank or the run ends ----------------------------------------------------------------------------------------
-
-
-class LastWords(Checked):
-    """The error that ends a worker or an agent; its texts are cut at their beginning if they are long."""
-
-    identifier: str
-    what: str
-    why: str
-    next: str
-    exit_code: int
-
-    @classmethod
-    def of(cls, error: DdpManualError) -> LastWords:
-        texts = {name: text[-LONGEST_TEXT:] for name, text in error.as_dict().items()}
-        return cls(**texts, exit_code=error.exit_code)
-
-    def error(self) -> DdpManualError:
-        return from_dict(msgspec.structs.asdict(self), self.exit_code)
-
-
-class Verdict(LastWords):
-    """What ends a rank or the run, about the rank that it names."""
-
-    rank: Count
-    host: Name
-    pid: Count
-    judged: bool = False
-    """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
-
-    @property
-    def words(self) -> LastWords:
-        return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)
-
-
-# -- the messages of the network ---------------------------------------------------------------------------------------
 
 
 def _tag(name: str) -> str:

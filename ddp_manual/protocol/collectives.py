@@ -150,14 +150,14 @@ class Comparison:
         differ = {group: first for group, one in chains.items() if (first := first_difference(one)) is not None}
         found: list[tuple[int, Difference]] = []
         if differ:
-            wanted = {group: [first - 1, first] for group, first in [*differ.items()][:MOST_GROUPS_ASKED]}
+            wanted = {group: [max(0, first - 1), first] for group, first in [*differ.items()][:MOST_GROUPS_ASKED]}
             replies = yield {rank for group in wanted for rank in chains[group]}, {"calls": wanted}
             for group, (_, first) in wanted.items():
                 calls = {
                     (rank, call.number): call
                     for rank, reply in replies.items()
                     for call in reply.calls
-                    if call.group == group
+                    if call.group == group and rank in chains[group]  # it may have begun in that group meanwhile
                 }
                 found += _differences(calls, chains[group], first, names[group])
         difference = min(found, key=lambda one: one[0])[1] if found else seen

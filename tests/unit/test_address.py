@@ -104,14 +104,16 @@ def test_a_store_is_recognised_and_not_disturbed(use_libuv: bool) -> None:
     assert store.get("key") == b"value"
 
 
-def sends(content: bytes, *, after: float = 0.0, first_reads: bool = False) -> Callable[[socket.socket], None]:
+def sends(*pieces: bytes, after: float = 0.0, first_reads: bool = False) -> Callable[[socket.socket], None]:
     def serve(connection: socket.socket) -> None:
         if first_reads:
             with connection.makefile("rb") as lines:
                 lines.readline()
         time.sleep(after)
         with suppress(OSError):
-            connection.sendall(content)
+            for number, piece in enumerate(pieces):
+                time.sleep(0.5 if number else 0)
+                connection.sendall(piece)
 
     return serve
 
@@ -128,6 +130,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (sends(encode(GREETING)), Answer.GREETED, ""),
         (sends(encode(GREETING), after=0.8), Answer.GREETED, ""),  # its host is busy
+        (sends(encode(GREETING)[:40], encode(GREETING)[40:]), Answer.GREETED, ""),
         (sends(b"SSH-2.0-OpenSSH_9.2\r\n"), Answer.STRANGER, "SSH-2.0-OpenSSH_9.2\\r\\n"),
         (sends(b"HTTP/1.1 400 Bad Request\r\n", first_reads=True), Answer.STRANGER, "HTTP/1.1 400 Bad Request\\r\\n"),
         (sends(b"", after=3.5), Answer.MUTE, ""),

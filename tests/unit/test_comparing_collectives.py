@@ -88,6 +88,17 @@ def test_a_rank_that_does_not_reply_is_known_by_its_heartbeats() -> None:
     }
 
 
+def test_a_rank_that_begins_in_a_group_while_others_are_asked_about_it_is_on_no_side() -> None:
+    def answer(rank: int, asked: messages.AskRecords) -> messages.RecordsReply:
+        groups = {"g": [(1, rank)], **({"h": [(1, rank)]} if rank < 2 else {})}
+        named = {group: messages.GroupRecords(f"group {group}", chains) for group, chains in groups.items()}
+        calls = [messages.Begun(group, 1, 1, f"call {rank}", "", "a.py:1") for group in asked.calls]
+        return messages.RecordsReply(1, named, calls)
+
+    found = look(Comparison(), 3, answer).difference
+    assert found is not None and found.error.what.endswith("rank 2 called call 2 at a.py:1, as the 1st of group g")
+
+
 def look(
     comparison: Comparison, ranks: int, answer: Callable[[int, messages.AskRecords], messages.RecordsReply | None]
 ) -> Seen:

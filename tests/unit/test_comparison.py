@@ -88,18 +88,30 @@ def test_runs_stand_side_by_side_with_what_differs_between_them(
     assert "efficiency: samples/s per rank, relative to one" in out
 
 
-def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(tmp_path: Path) -> None:
-    runs = compared(
-        leave_run(tmp_path / "four", ranks=4, rate=3000),
-        leave_run(tmp_path / "two", ranks=2, rate=2000),
-        leave_run(tmp_path / "mlp", ranks=4, rate=9000, model="mlp"),
-    )
-    assert {name: run["efficiency"] for name, run in runs.items()} == {"four": 0.75, "two": 1.0, "mlp": None}
-
-
-def test_runs_on_images_of_another_size_have_no_efficiency(tmp_path: Path) -> None:
-    runs = [leave_run(tmp_path / str(size), dataset="folder:pets", image_size=size) for size in (32, 128)]
-    assert [run["efficiency"] for run in compared(*runs).values()] == [None, None]
+@pytest.mark.parametrize(
+    ("left", "efficiencies"),
+    [
+        (
+            {
+                "four": {"ranks": 4, "rate": 3000},
+                "two": {"ranks": 2, "rate": 2000},
+                "mlp": {"ranks": 4, "rate": 9000, "model": "mlp"},
+            },
+            [0.75, 1.0, None],
+        ),
+        ({str(size): {"dataset": "folder:pets", "image_size": size} for size in (32, 128)}, [None, None]),
+        ({"one": {"global_batch_size": 50}, "mlp": {"model": "mlp"}}, [None, None]),
+    ],
+)
+def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(
+    tmp_path: Path, left: dict[str, dict[str, Any]], efficiencies: list[float | None]
+) -> None:
+    """Images of another size, and another network, are other work."""
+    runs = [leave_run(tmp_path / name, **options) for name, options in left.items()]
+    assert [run["efficiency"] for run in compared(*runs).values()] == efficiencies
+    shown = compare.compare(runs).text()
+    assert ("efficiency:" in shown) == any(efficiencies)
+    assert any(efficiencies) or table(shown)["efficiency"] == ["-", "-"]
 
 
 def test_without_a_summary_the_speed_is_that_since_the_run_was_last_resumed(tmp_path: Path) -> None:
@@ -115,14 +127,6 @@ def test_without_a_summary_the_speed_is_that_since_the_run_was_last_resumed(tmp_
         RunPaths(run).config.write_text(json.dumps(config))
         (found, _) = compared(run, leave_run(tmp_path / f"other{began}")).values()
         assert found["samples_per_second"] == (None if rate is None else pytest.approx(rate))
-
-
-def test_a_run_without_another_one_of_the_same_work_has_no_efficiency(tmp_path: Path) -> None:
-    runs = [leave_run(tmp_path / "one", global_batch_size=50), leave_run(tmp_path / "mlp", model="mlp")]
-    assert compare.compare(runs).base is None
-    shown = compare.compare(runs).text()
-    assert table(shown)["efficiency"] == ["-", "-"] and "efficiency:" not in shown
-    assert shown.splitlines()[-1].split() == ["global_batch_size", "50", "default"]
 
 
 def test_failed_starts_are_passed_over_if_two_runs_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,23 +224,17 @@ def test_the_list_of_runs_leaves_out_columns_that_a_narrow_terminal_cannot_show(
     assert head.split() == ["run", "state", *kept[width]]
 
 
-def test_a_run_that_has_just_begun_has_a_column_of_its_own(tmp_path: Path) -> None:
-    begun = leave_run(tmp_path / "begun", finished=False)
+def test_a_run_that_has_just_begun_has_a_column_and_a_line_that_a_kill_cut_off_is_passed_over(tmp_path: Path) -> None:
+    one = leave_run(tmp_path / "one")
+    begun, cut = (leave_run(tmp_path / name, finished=False) for name in ("begun", "cut"))
     RunPaths(begun).metrics.unlink()
     RunPaths(begun).accuracies.unlink()
-    text = compare.compare([leave_run(tmp_path / "one"), begun]).text()
-    cells = table(text)
-    assert cells["samples/s"] == ["1,000", "-"]
-    assert cells["epochs"] == ["2 of 2", "0 of 2"]
+    text = compare.compare([one, begun]).text()
+    assert table(text)["samples/s"] == ["1,000", "-"] and table(text)["epochs"] == ["2 of 2", "0 of 2"]
     assert "begun: no metrics.jsonl" in text
-
-
-def test_a_line_that_a_kill_cut_off_is_passed_over(tmp_path: Path) -> None:
-    cut = leave_run(tmp_path / "cut", finished=False)
     metrics = RunPaths(cut).metrics
     metrics.write_bytes(metrics.read_bytes()[:-20])
-    runs = compared(leave_run(tmp_path / "one"), cut)
-    assert [run["steps_done"] for run in runs.values()] == [20, 15]
+    assert [run["steps_done"] for run in compared(one, cut).values()] == [20, 15]
 
 
 LINE = b'{"step": 5, "epoch": 1, "loss": %b, "accuracy": 1, "samples_per_second": 1, "seconds": 1}'
@@ -290,17 +288,14 @@ def test_anything_but_two_different_folders_of_runs_is_a_bad_option(
     assert hint in error.partition("next: ")[2]
 
 
-def test_a_folder_that_cannot_be_looked_into_is_a_bad_option(tmp_path: Path) -> None:
+def test_a_folder_or_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:
+    one, two = leave_run(tmp_path / "one"), leave_run(tmp_path / "two")
     with pytest.raises(BadOption, match=r"xxx/config\.json cannot be read"):  # as with a folder of another user
-        compare.compare([leave_run(tmp_path / "one"), tmp_path / ("x" * 300)])
-
-
-def test_a_file_that_cannot_be_read_is_a_bad_option(tmp_path: Path) -> None:
-    runs = [leave_run(tmp_path / "one"), leave_run(tmp_path / "two")]
-    RunPaths(runs[1]).metrics.unlink()
-    RunPaths(runs[1]).metrics.mkdir()
+        compare.compare([one, tmp_path / ("x" * 300)])
+    RunPaths(two).metrics.unlink()
+    RunPaths(two).metrics.mkdir()
     with pytest.raises(BadOption, match=r"metrics\.jsonl cannot be read"):
-        compare.compare(runs)
+        compare.compare([one, two])
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

@@ -40,34 +40,40 @@ def seen_once(thread: threading.Thread, there: Callable[[Whereabouts], bool]) ->
     return seen
 
 
-def test_a_thread_that_waits_for_an_async_collective_is_inside_it() -> None:
-    begun = torch._C.Future([])  # type: ignore[attr-defined]
+def test_a_thread_that_waits_for_an_async_collective_is_inside_it_until_it_has_waited() -> None:
+    begun, waited, seen_outside = torch._C.Future([]), threading.Event(), threading.Event()  # type: ignore[attr-defined]
 
     def waits() -> None:
         begun.wait()
+        waited.set()
+        seen_outside.wait(30)
 
     with a_thread_that(waits) as thread:
         seen = seen_once(thread, lambda seen: seen.inside)
         begun.set_result(None)
-    assert seen.inside and not seen.debugging
+        assert waited.wait(30)
+        later = whereabouts(thread.ident or 0)
+        seen_outside.set()
+    assert seen.inside and not seen.debugging and not later.inside
     assert seen.place.startswith("test_whereabouts.py:") and seen.place.endswith(" in waits")
+    assert whereabouts(-1) == Whereabouts(inside=False, place="", debugging=False)
 
 
-@pytest.mark.parametrize(
-    "sync",
-    [lambda result: result.item(), lambda result: result.tolist(), lambda result: result.cpu()],
-    ids=["item", "tolist", "cpu"],
-)
-def test_a_thread_that_waits_for_its_device_is_seen(sync: Callable[[Any], object]) -> None:
+@pytest.mark.parametrize("method", ["item", "tolist", "cpu"])
+def test_a_thread_that_waits_for_its_device_is_seen(method: str) -> None:
     """The result on a device is a fake, for want of a GPU: a method in C that waits."""
+    syncs: dict[str, Callable[[Any], object]] = {
+        "item": lambda result: result.item(),
+        "tolist": lambda result: result.tolist(),
+        "cpu": lambda result: result.cpu(),
+    }
     completed = threading.Lock()
     completed.acquire()
-    result = SimpleNamespace(item=completed.acquire, tolist=completed.acquire, cpu=completed.acquire)
-    with a_thread_that(lambda: sync(result)) as thread:
+    result = SimpleNamespace(**{method: completed.acquire})
+    with a_thread_that(lambda: syncs[method](result)) as thread:
         seen = seen_once(thread, lambda seen: seen.syncs)
         completed.release()
-    assert seen.syncs and not seen.inside
-    assert seen.place.startswith("test_whereabouts.py:")
+    assert seen.syncs and not seen.inside and seen.place.startswith("test_whereabouts.py:")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 an instruction has no place in the file")
@@ -78,25 +84,6 @@ def test_the_method_is_found_whatever_it_is_given() -> None:
         return tensor @ tensor
 
     assert [*dict.fromkeys(reporter._calls(called.__code__).values())] == ["to", "item", "wait"]
-
-
-def test_a_thread_that_has_finished_waiting_is_not_inside_a_collective() -> None:
-    begun = torch._C.Future([])  # type: ignore[attr-defined]
-    begun.set_result(None)
-    waited, seen = threading.Event(), threading.Event()
-
-    def sleeps() -> None:
-        begun.wait()
-        waited.set()
-        while not seen.is_set():
-            time.sleep(0.1)
-
-    with a_thread_that(sleeps) as thread:
-        assert waited.wait(30)
-        inside = whereabouts(thread.ident or 0).inside
-        seen.set()
-    assert not inside
-    assert whereabouts(-1) == Whereabouts(inside=False, place="", debugging=False)
 
 
 def test_a_thread_in_a_debugger_is_on_the_line_of_the_program_that_called_the_debugger() -> None:

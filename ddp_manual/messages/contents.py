@@ -1,0 +1,370 @@
+"""What messages are about: a rank, its worker, the run, why it ends. Each is checked as it is read."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, field
+
+from ddp_manual.errors import DdpManualError, from_dict
+from ddp_manual.on_loss import LEAVE
+from ddp_manual.wire import LONGEST_NAME
+
+# Characters of an error's text, such as a traceback.
+LONGEST_TEXT = 20_000
+# Numbers and chains that a heartbeat may say of a group.
+LONGEST_CHAINS = 256
+# Of the time-out of a process group: ranks wait for less long in a collective. After the time-out torch ends those that
+# wait, and nobody would name the rank that they wait for.
+SHARE_OF_TIMEOUT = 0.8
+
+JOINING = "joining"
+RUNNING = "running"
+SAVING = "saving"
+LEAVING = "leaving"
+ENDED = "ended"
+
+# Cached because the ranks of a host share an address, and every rank looks at rank 0's.
+ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
+
+# A number of seconds or samples; JSON brings numbers of any size.
+_LARGEST = 1e15
+_ONE_LINE = r"\A[^\n]*\Z"  # all other characters that cannot be shown are escaped when a message is read
+
+Name = Annotated[str, Meta(max_length=LONGEST_NAME, pattern=_ONE_LINE)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, le=_LARGEST)]
+TimeOut = Annotated[float, Meta(gt=0, le=_LARGEST)]
+Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Option = tuple[Any, str]
+"""The value of an option that ranks must agree on, and where it comes from, such as a file."""
+Moment = tuple[Count, Count]
+"""The generation and the step of a state that is held: see ``held_memory``."""
+
+
+class Checked(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a message tells of something. Fields that are missing, unknown, of the wrong type or out of bounds are an
+    error (``msgspec.ValidationError``) when it is read."""
+
+
+class RankInfo(Checked):
+    """Who a rank is and what it is about to run, as its agent says when it joins."""
+
+    rank: Count
+    world_size: Count
+    host: Name
+    pid: Count
+    """Of the worker; of its agent until the worker has started."""
+    world_size_source: Name = ""
+    host_id: Name = ""
+    """Differs between hosts even if their names do not: see ``launchers.host_id``."""
+    since: Annotated[float, Meta(ge=0, lt=1e11)] = 0.0
+    """Seconds since the epoch, by the rank's own clock."""
+    address: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""
+    """Its IP address on the way to rank 0, which its peers are told to connect to."""
+    answer_port: Port = 0
+    """The port at that address where its agent answers other hosts' probes."""
+    local_rank: Count | None = None
+    versions: Mapping[Name, Name | None] = field(default_factory=dict)
+    """The installed versions of torch and python, and of the packages that the user's own program imports."""
+    code: Mapping[Name, Name] = field(default_factory=dict)
+    """Part of the program -> digest of its source code."""
+    variables: Mapping[Name, Name] = field(default_factory=dict)
+    """The variables that change how ranks talk to one another, as far as they are set."""
+    arguments: Mapping[Name, Name] = field(default_factory=dict)
+    """Of the user's own program: ``--lr``, or ``argument 1`` for one without a name -> value."""
+    may_differ: Sequence[Name] = field(default_factory=list)
+    """The arguments that may differ between ranks, as they were typed."""
+    allow_mismatch: bool = False
+    options: Mapping[Name, Option] = field(default_factory=dict)
+    """The options that the ranks must agree on and that are known without torch."""
+    starts_again: bool = False
+    """Whether its agent starts another worker by itself when one is lost."""
+    goes_on: RunSoFar | None = None
+    """Of a rank that has lost rank 0: the run that it was in."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError("impossible rank")
+        if self.address:
+            ip_address(self.address)
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+class Ready(Checked):
+    """What a rank knows once its worker has loaded torch."""
+
+    pid: Count
+    """Of the worker, which ``launch`` forks only once torch is loaded."""
+    device: Name
+    """``cpu`` or ``cuda``."""
+    backend: Name
+    """``gloo`` or ``nccl``."""
+    gpus: Sequence[Name]
+    """The UUIDs of the GPUs it could use, by index."""
+    versions: Mapping[Name, Name | None]
+    """The versions of torch, python, cuda and nccl, according to torch."""
+    options: Mapping[Name, Option]
+    """The options that the ranks must agree on and only torch or the user's code can tell."""
+    store: tuple[Name, Port] | None = None
+    """From rank 0 its IP address and the port where its worker hosts torch's store."""
+    may_use_cpu: bool = False
+    """Whether it may train on the CPU instead of a GPU, since nobody has chosen a device for it."""
+    chooses_device: bool = False
+    """Whether its program chooses a device itself, so that nobody knows which GPU it will use."""
+
+
+@dataclass(kw_only=True)
+class Place:
+    """A rank's place in the world, and among the hosts of the run."""
+
+    rank: int
+    """In torch's process group. In a world that has shrunk the ranks count anew there; otherwise the rank's own."""
+    world_size: int
+    """The number of ranks that are in the process group."""
+    local_rank: int
+    """Index of its GPU on the host."""
+    local_world_size: int
+    node: int
+    """The index of its host, counted from 0 in rank order."""
+    nodes: int
+    host_leader: int
+    """The first rank of its host, which downloads for the others."""
+
+
+class Beat(Checked):
+    """What a worker is doing and how far its collectives are; sent with a heartbeat when it has changed."""
+
+    phase: Name = JOINING
+    epoch: int = 0
+    step: int = 0
+    samples_per_second: Number = 0.0
+    step_seconds: Number = 0.0
+    collectives: Mapping[Name, int] = field(default_factory=dict)
+    """Process group -> how many collectives this rank has begun in it."""
+    timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)
+    """Process group -> the seconds after which torch ends a collective in it; "" -> those of all that are left out: the
+    shortest."""
+    unfinished: int = 0
+    """How many collectives of NCCL this rank has begun and its GPU has not completed."""
+    inside: bool = False
+    """Whether the training thread is in a collective, or in a backward pass, which may contain one, or waits for a GPU
+    that has collectives to complete."""
+    place: Name = ""
+    """The line of the user's program that is running."""
+    debugging: bool = False
+    """Whether a debugger waits for input."""
+    calls: Mapping[Name, Annotated[Sequence[int], Meta(max_length=LONGEST_CHAINS)]] = field(default_factory=dict)
+    """Process group -> number, chain, number, chain, ... of its last collectives, as its agent reads them: see
+    ``collectives``."""
+    stopped: Name = ""
+    """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
+
+    def __post_init__(self) -> None:
+        if any(len(sent) % 2 for sent in self.calls.values()):
+            raise ValueError("chains of collectives are not pairs")
+
+    def timeout_of_wait(self, fewest: Mapping[str, int]) -> float | None:
+        """Return the time-out of the process group in which this rank waits if it does; None if that is not known.
+
+        Args:
+            fewest: process group -> the fewest collectives that any rank has begun in it. Where this rank has begun
+                more, it waits. If there is no such group, or if there are several, the shortest time-out is returned.
+        """
+        ahead = [group for group, count in self.collectives.items() if count > fewest.get(group, count)]
+        found = [self.timeouts.get(group, self.timeouts.get("")) for group in ahead or self.collectives]
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def at_step(self) -> str:
+        """Return ``training, at step 120 of epoch 2``; the phase alone if steps are not counted."""
+        return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
+
+    def last_seen(self) -> str:
+        """Return the same, and for a script that does not count steps ``running, on train.py:26 in main``."""
+        on_a_line = self.phase == RUNNING and self.place and not (self.step or self.epoch)
+        return f"{self.phase}, on {self.place}" if on_a_line else self.at_step()
+
+
+def named_from_outside(what: str, rank: Any) -> str:
+    """Say which rank a text is about that calls it "this rank"."""
+    return what.replace("this rank", f"rank {rank}")
+
+
+class RunSoFar(Checked):
+    """What the ranks of a run know of it, and tell a new rank 0."""
+
+    run_id: Name
+    run_dir: str | None
+    generation: Count
+    """How often the ranks have begun anew, since others took the places of lost ones."""
+    losses: Count
+    """How often ranks were lost."""
+    lost_seconds: Seconds
+    """From each loss until all ranks went on."""
+    host: Name
+    pid: Count
+    """Of rank 0's worker, which was lost."""
+    address: Name
+    """The IP address that rank 0 listened on."""
+    lost: Name = ""
+    """How it was lost."""
+    seconds: Seconds = 0.0
+    """Since then."""
+    held: Moment | None = None
+    """Of the state that the rank holds, if it holds one."""
+
+    def __post_init__(self) -> None:
+        ip_address(self.address)
+
+
+class RunInfo(Checked):
+    """What run this is, as rank 0 tells each rank that joins."""
+
+    run_id: str
+    run_dir: str | None
+    world_size: Count
+    host: str
+    pid: Count
+    """Of rank 0's worker."""
+    address: str
+    """The IP address rank 0 listens on."""
+    since: float
+    """When the run began, in seconds since the epoch by rank 0's clock."""
+    command: str
+    """The command that starts a rank of this run, with ``{rank}`` for its number; cut if nobody would type it."""
+    launched: str | None
+    """The ``launch`` command that continues the run, if ``launch`` started the ranks; cut as above."""
+    peer_timeout: float
+    stall_timeout: float
+    script: bool
+    """Whether the ranks run the user's own script, whose options are unknown here."""
+    stall_timeout_is_default: bool = False
+    """Whether nobody has set it for a script: then it counts only where the time-outs of its process groups are not
+    known."""
+    on_loss: str = LEAVE
+    """What the ranks do when one of them is lost: see ``WorldSpec``."""
+    rejoin_timeout: float = 0.0
+    shrink_after: float | None = None
+    on_loss_of_own_code: bool = False
+
+    def __post_init__(self) -> None:
+        ip_address(self.address)
+
+    @property
+    def start_again(self) -> str:
+        """What to do after the run has ended, as the end of a sentence."""
+        if self.run_dir is None or self.script:
+            return "start all ranks again"
+        return from_last_checkpoint(self.launched or first_command_and(self.run_dir))
+
+    def longest_wait(self, timeout: float | None, until_known: float) -> LongestWait:
+        """Return how long ranks may wait in a collective of a process group.
+
+        Args:
+            timeout: the seconds of the group's own time-out; None if that is not known.
+            until_known: seconds from the begin of a wait until rank 0 knows of it, at most.
+        """
+        own = LongestWait(self.stall_timeout)
+        if timeout is None:
+            return own
+        of_group = LongestWait(max(timeout / 2, SHARE_OF_TIMEOUT * timeout - until_known), timeout)
+        return of_group if self.stall_timeout_is_default or of_group.seconds < own.seconds else own
+
+    def command_for(self, rank: int) -> str:
+        return self.command.replace("{rank}", str(rank), 1)  # a program may have an argument with such a word
+
+    @property
+    def only_on_its_host(self) -> bool:
+        """Whether rank 0 listens on loopback, which no other host reaches."""
+        return ip_address(self.address).is_loopback
+
+
+@dataclass(frozen=True)
+class LongestWait:
+    """How long ranks may wait in a collective for one that lives but does not come."""
+
+    seconds: float
+    timeout: float | None = None
+    """The time-out of their process group, if it follows from that; otherwise it is ``stall_timeout``."""
+
+    @property
+    def reason(self) -> str:
+        if self.timeout is None:
+            return "--stall_timeout"
+        return f"{SHARE_OF_TIMEOUT:.0%} of their process group's time-out of {self.timeout:g} s"
+
+    @property
+    def larger(self) -> str:
+        """What makes it longer."""
+        if self.timeout is None:
+            return "a larger --stall_timeout"
+        return (
+            f"a larger timeout in\ninit_process_group or new_group: it is {self.timeout:g} s, and the run ends before "
+            "torch ends the ranks that wait\n(for the group that join() opens, a larger stall_timeout)"
+        )
+
+
+def timeout_for(stall_timeout: float) -> float:
+    """Return the seconds of a time-out that ends no collective before ``stall_timeout`` does."""
+    return stall_timeout / SHARE_OF_TIMEOUT + 10
+
+
+def more_seconds(world_size: int) -> float:
+    """Return how much longer to wait in a large world for what rank 0 says once it has read from every rank: reading a
+    reply of 4 KB, or a hello, takes it 0.3 to 0.7 ms."""
+    return world_size / 1000
+
+
+def resume_flags(run_dir: str) -> str:
+    return f"--resume auto --run_dir {shlex.quote(run_dir)}"
+
+
+def first_command_and(run_dir: str) -> str:
+    """Say how ranks that were started by hand go on with the run in ``run_dir``: in words that are right for each."""
+    return f"each rank with its first command and {resume_flags(run_dir)}"
+
+
+def from_last_checkpoint(how: str) -> str:
+    return f"start all ranks again, from the last checkpoint if there is one: {how}"
+
+
+class LastWords(Checked):
+    """The error that ends a worker or an agent; its texts are cut at their beginning if they are long."""
+
+    identifier: str
+    what: str
+    why: str
+    next: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, error: DdpManualError) -> LastWords:
+        texts = {name: text[-LONGEST_TEXT:] for name, text in error.as_dict().items()}
+        return cls(**texts, exit_code=error.exit_code)
+
+    def error(self) -> DdpManualError:
+        return from_dict(msgspec.structs.asdict(self), self.exit_code)
+
+
+class Verdict(LastWords):
+    """What ends a rank or the run, about the rank that it names."""
+
+    rank: Count
+    host: Name
+    pid: Count
+    judged: bool = False
+    """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
+
+    @property
+    def words(self) -> LastWords:
+        return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)
