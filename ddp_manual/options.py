@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from ddp_manual.errors import BadOption
@@ -25,17 +24,6 @@ BOUNDS = (
     ("maximum", "above", "at most", operator.gt),
     ("below", "not below", "below", operator.ge),
 )
-
-# Options of torchrun that launch has no use for, and what it has instead.
-RENDEZVOUS = "ranks on several machines meet at --master_addr and --master_port"
-LINES = "each line shows its rank; with --run_dir DIR there is also a file for each rank"
-NOT_NEEDED = {
-    **dict.fromkeys(("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"), RENDEZVOUS),
-    **dict.fromkeys(("log_dir", "tee", "redirects", "local_ranks_filter", "r", "t"), LINES),
-    "monitor_interval": "the end of a rank is seen at once",
-    "role": "all ranks have the same role",
-    "local_addr": "the address is that of the interface on the way to rank 0",
-}
 
 
 def option(
@@ -222,53 +210,3 @@ def side_by_side(names: Iterable[str], rank_0: Compared, options: Compared, rank
 
 def _shown(option: Sequence[Any] | None) -> str:
     return f"{option[0]} ({option[1]})" if option else "no such option"
-
-
-def check_before_script(
-    words: Sequence[str], own: Sequence[str], of_training: Sequence[str], *, has_script: bool
-) -> None:
-    """Check an option of ``launch`` that it does not have, and that may be one of our training.
-
-    Args:
-        words: what was typed from that option on, without a ``--`` in front.
-        own, of_training: the options that there are.
-        has_script: whether an option has said that there is a script.
-
-    Raises:
-        BadOption: torchrun has it, or a script follows it.
-    """
-    first = words[0].partition("=")[0]
-    known = f"--{_name(first)}" in of_training
-    script = len(words)
-    for number, word in enumerate(words):
-        # A word behind an option may be its value, and what comes after a script is the script's.
-        is_file = word.endswith(".py") or (not known and Path(word).is_file())
-        if word in ("-m", "--no_python", "--no-python") or (is_file and not word.startswith("-")):
-            script, has_script = number, True
-        elif not word.startswith("-") and not words[number - 1].startswith("-"):
-            script = number
-        else:
-            continue
-        break
-    options = {word.partition("=")[0]: _name(word) for word in words[:script] if word.startswith("-")}
-    if needless := [option for option, name in options.items() if name in NOT_NEEDED]:
-        raise BadOption(
-            f"launch has no option {', '.join(needless)}",
-            why="\n".join(dict.fromkeys(f"torchrun has it, and here {NOT_NEEDED[options[one]]}" for one in needless)),
-            next=f"leave {'it' if len(needless) == 1 else 'them'} out",
-        )
-    if not has_script:
-        return
-    close = difflib.get_close_matches(f"--{_name(first)}", own, n=1, cutoff=0.7)
-    raise BadOption(
-        f"launch has no option {first} for a script",
-        why="it is one of the built-in training, which is started if no script is given"
-        if known
-        else "what comes before the script is for launch",
-        next=(f"did you mean {close[0]}?\n" if close else "")
-        + f"{'otherwise ' if close else ''}put {first} after the script if it is one of the script's",
-    )
-
-
-def _name(option: str) -> str:
-    return option.partition("=")[0].lstrip("-").replace("-", "_")

@@ -67,18 +67,7 @@ def _as_ours(error: Exception) -> errors.DdpManualError:
     if isinstance(error, errors.DdpManualError):
         return error
     if isinstance(error, click.ClickException):
-        program, arguments = launchers.typed_command()
-        about = getattr(getattr(error, "param", None), "help", None)
-        command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
-        if command[-1] == "launch" and isinstance(error, click.UsageError) and error.ctx is not None:
-            command[-1] = error.ctx.info_name or "launch"  # train, of the options after the --
-        no_such = "the command has no such option" if isinstance(error, click.NoSuchOption) else None
-        usage = error.ctx.get_usage() if isinstance(error, click.UsageError) and error.ctx is not None else None
-        return errors.BadOption(
-            error.format_message().rstrip("."),
-            why=about or no_such or usage or "the command line cannot be read so",
-            next=f"{shlex.join(command)} --help",
-        )
+        return _of_click(error)
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision", "psutil", "rich"):
         return errors.not_installed(error.name)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
@@ -88,3 +77,22 @@ def _as_ours(error: Exception) -> errors.DdpManualError:
         why=errors.traceback_of(error),
         next="fix the code or the data that raised it, then try again",
     )
+
+
+def _of_click(error: click.ClickException) -> errors.BadOption:
+    """Turn what click cannot read into an error that leads to the help of the command."""
+    program, arguments = launchers.typed_command()
+    command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if command[-1] == "launch" and context is not None:
+        command[-1] = context.info_name or "launch"  # train, of the options after the --
+    why = getattr(getattr(error, "param", None), "help", None)
+    next = f"{shlex.join(command)} --help"
+    if isinstance(error, click.NoSuchOption):
+        why = "the command has no such option"
+        if context is not None and "program" in [parameter.name for parameter in context.command.params]:
+            name = error.option_name
+            next += f"\nor put {name} after the script, if it is one of the script's"
+            next += "\nor after a --, if it is one of the built-in training"
+    why = why or (context.get_usage() if context is not None else "the command line cannot be read so")
+    return errors.BadOption(error.format_message().rstrip("."), why=why, next=next)

@@ -10,24 +10,25 @@ import click
 from ddp_manual import errors, launchers, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
-    check_has_no_script,
+    check_after_dashes,
+    check_before_script,
     given,
     hosts_options,
     json_option,
     launched_program,
     names_in,
-    program_of,
+    own_program,
+    refuse_options_of_torchrun,
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
 from ddp_manual.launch import host_list
-from ddp_manual.options import check_before_script
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 
-@click.command(cls=GroupedCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(cls=GroupedCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "--nproc",
     "--nproc_per_node",
@@ -66,7 +67,8 @@ from ddp_manual.world_spec import WorldSpec
 @click.option("--export", multiple=True, metavar="NAME[=VALUE],...", help="Variables to pass on to the hosts.")
 @click.option("--dry_run", is_flag=True, help="Print what would be run on each host, and run nothing.")
 @click.option("--standalone", is_flag=True, help="Does nothing: torchrun needs it to start all ranks on one machine.")
-@launched_program
+@refuse_options_of_torchrun
+@launched_program(defaults={"max_restarts": 0})
 @click.pass_context
 def launch(
     context: click.Context,
@@ -100,53 +102,24 @@ def launch(
     from ddp_manual.launch.job import Hosts, job_of
 
     by_ssh = hosts is not None or hostfile is not None
-    typed_place = {"nproc": nproc, "nnodes": nnodes, "node_rank": node_rank, **given(WorldSpec, flags)}
-    place = {name: value for name, value in typed_place.items() if value is not None}
-    sources = dict.fromkeys(place, "flag")
-    node = launchers.node_identity() if nnodes is None and not by_ssh else {}
-    for name, (value, variable) in node.items():
-        if name not in place:
-            place[name], sources[name] = value, f"from {variable}"
-    if node:
-        terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
-        if sources.get("master_addr") != "flag":
-            launchers.check_rank_0_is_found()
-    nnodes, node_rank = place.get("nnodes", 1), place.get("node_rank", 0)
-    if "nproc" not in place and num_processes is not None and num_processes % nnodes == 0:  # as accelerate counts
-        place["nproc"] = str(num_processes // nnodes)
-    _, typed = launchers.typed_command()
-    if program[:1] and program[0].startswith("-") and typed[: len(typed) - len(program)][-1:] != ["--"]:
-        own, of_training = (
-            [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
-            for command in (context.command, train)
-        )
-        check_before_script(program, own, of_training, has_script=as_module or no_python)
+    place, sources = _place(context, by_ssh=by_ssh, num_processes=num_processes)
     _check_hosts_options(context.params)
+    script = own_program(context)
     if not by_ssh and "nproc" not in place:
-        if program and (late := program_of(program).argument("nproc", "nproc_per_node")):
-            raise errors.BadOption(
-                f"launch was given no --nproc before {program[0]}",
-                why=f"{late} comes after {program[0]} and goes to it",
-                next=f"put {late} before {program[0]}",
-            )
+        check_before_script("launch", script, "nproc", "nproc_per_node")
         raise click.MissingParameter(ctx=context, param_hint="--nproc", param_type="option")
     options = given(WorldSpec, place)  # and none of a rank's variables, which another launcher may have left
     sources = {name: source for name, source in sources.items() if name in options}
-    if program and not program[0].startswith("-"):
-        task: Program | TrainConfig = program_of(program, as_module=as_module, no_python=no_python)
-        of_task: Any = {"may_differ": names_in(may_differ), "start": start}
+    task: Program | TrainConfig
+    if script is not None:
+        task = script
     else:
-        check_has_no_script(context, as_module=as_module, no_python=no_python, may_differ=may_differ)
-        if not program:
-            terminal.say("no script was given: these ranks do the built-in training, by default on mnist")
-        this_host.check_train_options(program)
-        train_flags = {**train.make_context("train", list(program)).params, "run_dir": run_dir}
-        task, of_task = TrainConfig.from_file(train_flags.pop("config_file"), **given(TrainConfig, train_flags)), {}
-        typed_after = given(WorldSpec, train_flags)
+        task, typed_after = _training(context, run_dir)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
     spec = WorldSpec(**options, sources=sources)
     variables = launchers.exported(export) if by_ssh else {}
-    job = job_of(task, spec, after=program, run_dir=run_dir, variables=variables, **of_task)
+    own: Any = {"variables": variables, "may_differ": names_in(may_differ), "start": start}
+    job = job_of(task, spec, after=program, run_dir=run_dir, **own)
     if by_ssh:
         from ddp_manual.launch.ssh import HostedLaunch
         from ddp_manual.launch.ssh_session import Remote
@@ -158,10 +131,53 @@ def launch(
             return 0
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
-    on = Hosts(nproc=launchers.ranks_per_host(str(place["nproc"])), nnodes=nnodes, node_rank=node_rank)
+    ranks = launchers.ranks_per_host(str(place["nproc"]))
+    on = Hosts(nproc=ranks, nnodes=place.get("nnodes", 1), node_rank=place.get("node_rank", 0))
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return this_host.launch_here(job, on)
+
+
+def _place(context: click.Context, *, by_ssh: bool, num_processes: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return nproc, nnodes, node_rank and the options of each rank, from flags or from the variables of a launcher that
+    has started this process for a whole node; and where each comes from."""
+    typed = {name: context.params[name] for name in ("nproc", "nnodes", "node_rank")}
+    typed |= given(WorldSpec, context.params)
+    place = {name: value for name, value in typed.items() if value is not None}
+    sources = dict.fromkeys(place, "flag")
+    node = launchers.node_identity() if typed["nnodes"] is None and not by_ssh else {}
+    for name, (value, variable) in node.items():
+        if name not in place:
+            place[name], sources[name] = value, f"from {variable}"
+    if node:
+        terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
+        if sources.get("master_addr") != "flag":
+            launchers.check_rank_0_is_found()
+    nnodes = place.get("nnodes", 1)
+    if "nproc" not in place and num_processes is not None and num_processes % nnodes == 0:  # as accelerate counts
+        place["nproc"] = str(num_processes // nnodes)
+    return place, sources
+
+
+def _training(context: click.Context, run_dir: str | None) -> tuple[TrainConfig, dict[str, Any]]:
+    """Return our own training, and the options of each rank, as they were typed after the ``--``."""
+    if not context.params["program"]:
+        terminal.say("no script was given: these ranks do the built-in training, by default on mnist")
+    typed = _options_of_training(context, ("world_size", "rank", "local_rank", "run_id"))
+    typed["run_dir"] = run_dir
+    return TrainConfig.from_file(typed.pop("config_file"), **given(TrainConfig, typed)), given(WorldSpec, typed)
+
+
+def _options_of_training(context: click.Context, of_each_rank: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options of ``train`` that were typed after the ``--`` of another command; None for others.
+
+    Args:
+        of_each_rank: see ``check_after_dashes``.
+    """
+    words, normalize = list(context.params["program"]), context.token_normalize_func
+    typed = train.make_context("train", words, token_normalize_func=normalize).params
+    check_after_dashes(str(context.info_name), typed, of_each_rank)
+    return typed
 
 
 def _check_hosts_options(flags: dict[str, Any]) -> None:
@@ -197,7 +213,7 @@ def hosted() -> int:
 @hosts_options("The hosts, each with its number of ranks; rank 0 is on the first.")
 @click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
 @json_option
-@launched_program
+@launched_program()
 @click.pass_context
 def list_commands(
     context: click.Context,
@@ -217,15 +233,16 @@ def list_commands(
     """
     from ddp_manual.launch import commands
 
-    chosen, own, typed = None, {"run_dir": run_dir}, {}
-    if program and not program[0].startswith("-"):
-        chosen = program_of(program, as_module=as_module, no_python=no_python)
-        own["may_differ"] = may_differ
-    else:
-        check_has_no_script(context, as_module=as_module, no_python=no_python, may_differ=may_differ)
-        typed = train.make_context("train", list(program)).params
-    commands.check_order(hosts is not None or hostfile is not None, chosen, typed)
+    script = own_program(context)
+    if hosts is None and hostfile is None:
+        check_before_script("commands", script, "hosts", "hostfile")
+    if script is None:
+        _options_of_training(context, ("world_size", "rank", "local_rank"))
     found = commands.list_commands(
-        host_list.choose_hosts(hosts, hostfile), given(WorldSpec, flags), program=chosen, training=program, own=own
+        host_list.choose_hosts(hosts, hostfile),
+        given(WorldSpec, flags),
+        program=script,
+        training=program,
+        own={"run_dir": run_dir, "may_differ": may_differ},
     )
     print_result(json.dumps(found.as_dict(), indent=2) if as_json else found.text())

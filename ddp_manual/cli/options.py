@@ -36,8 +36,16 @@ class GroupedCommand(click.Command):
 PROGRAM_OPTIONS = tuple(field.name for field in option_fields(WorldSpec) if field.name not in ("device", "backend"))
 OF_ITS_OWN = ("world_size", "rank", "local_rank", "run_id")
 LAUNCH_OPTIONS = tuple(name for name in PROGRAM_OPTIONS if name not in OF_ITS_OWN)
-# What the help calls the default.
-OF_LAUNCH = {"max_restarts": 0}
+# Options of torchrun that launch has no use for, and what it has instead.
+MEETING = "ranks on several machines meet at --master_addr and --master_port"
+LINES = "each line shows its rank; with --run_dir DIR there is also a file for each rank"
+OF_TORCHRUN = {
+    **dict.fromkeys(("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--rdzv_conf"), MEETING),
+    **dict.fromkeys(("--log_dir", "--tee", "--redirects", "--local_ranks_filter", "-r", "-t"), LINES),
+    "--monitor_interval": "the end of a rank is seen at once",
+    "--role": "all ranks have the same role",
+    "--local_addr": "the address is that of the interface on the way to rank 0",
+}
 # How accelerate spells options of launch.
 ALSO_SPELLED = {"master_addr": "--main_process_ip", "master_port": "--main_process_port"}
 
@@ -91,19 +99,82 @@ def program_options(function: Any) -> Any:
     return function
 
 
-def launched_program(function: Any) -> Any:
-    """Give a command what starts all ranks has: the program, its options, and those of the ranks."""
+def refuse_options_of_torchrun(function: Any) -> Any:
+    """Have a command say what it has in place of options that only torchrun has."""
+
+    def refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            name = parameter.opts[0]
+            raise errors.BadOption(
+                f"{context.info_name} has no option {name}",
+                why=f"torchrun has it, and here {OF_TORCHRUN[name]}",
+                next="leave it out",
+            )
+
+    for number, name in enumerate(OF_TORCHRUN):
+        unused = click.option(f"torchrun_{number}", name, hidden=True, expose_value=False, callback=refuse)
+        function = unused(function)
+    return function
+
+
+def launched_program(defaults: Mapping[str, object] | None = None) -> Callable[[Any], Any]:
+    """Give a command what starts all ranks has: the program, its options, and those of the ranks.
+
+    Args:
+        defaults: see ``options_of``.
+    """
     form = "[SCRIPT [ARGUMENTS]... | -- TRAIN_OPTIONS...]"
     program = click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=form)
-    return program_options(options_of(WorldSpec, only=LAUNCH_OPTIONS, defaults=OF_LAUNCH)(program(function)))
+    of_ranks = options_of(WorldSpec, only=LAUNCH_OPTIONS, defaults=defaults)
+    return lambda function: program_options(of_ranks(program(function)))
 
 
-def check_has_no_script(context: click.Context, **of_script: Any) -> None:
-    """Refuse options that only a script of the user's own can have, where there is none.
+def own_program(context: click.Context) -> Program | None:
+    """Return the script that was typed with ``launched_program``; None where our own training is meant.
 
     Raises:
-        MissingParameter, BadOption: one of them was typed.
+        MissingParameter, BadOption: options were typed that only a script can have, and there is none.
     """
+    typed = context.params
+    if typed["program"] and not typed["program"][0].startswith("-"):
+        return program_of(typed["program"], as_module=typed["as_module"], no_python=typed["no_python"])
+    _check_has_no_script(context, **{name: typed[name] for name in ("as_module", "no_python", "may_differ")})
+    return None
+
+
+def check_after_dashes(command: str, typed: Mapping[str, Any], of_each_rank: Sequence[str]) -> None:
+    """Check that each option is where it is read.
+
+    Args:
+        typed: the options of our training that were typed after the ``--``; None where one was not.
+        of_each_rank: those that ``command`` gives each rank itself.
+
+    Raises:
+        BadOption: an option comes too late, or the command would override it.
+    """
+    for name in (*of_each_rank, "master_addr", "master_port", "listen_addr", "run_dir"):
+        if typed.get(name) is not None:
+            is_decided = name in of_each_rank
+            raise errors.BadOption(
+                f"--{name} cannot come after the --",
+                why=f"{command} gives each rank its own --{name}"
+                if is_decided
+                else f"{command} reads it before the --",
+                next=f"leave --{name} out" if is_decided else f"put --{name} before the --",
+            )
+
+
+def check_before_script(command: str, program: Program | None, *names: str) -> None:
+    """Raise BadOption where a command lacks an option that was typed after the script, and so went to that."""
+    if program is not None and (late := program.argument(*names)):
+        raise errors.BadOption(
+            f"{command} was given no {'hosts' if 'hosts' in names else f'--{names[0]}'} before {program.name}",
+            why=f"{late} comes after {program.name} and goes to it",
+            next=f"put {late} before {program.name}",
+        )
+
+
+def _check_has_no_script(context: click.Context, **of_script: Any) -> None:
     if of_script.pop("may_differ") is not None:
         raise errors.BadOption(
             "--may_differ is for a script of your own",

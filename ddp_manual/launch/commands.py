@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from ddp_manual.options import as_flags
 from ddp_manual.program import Program
 from ddp_manual.world_spec import WorldSpec
 
-# Options that come before the script or the --, where commands reads them.
-BEFORE_TRAINING = ("world_size", "rank", "local_rank", "master_addr", "master_port", "listen_addr", "run_dir")
 # The setting of Linux from which the kernel takes the ports of probes, of torch's store, of gloo and of NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"
 
@@ -135,30 +133,3 @@ def list_commands(
         words = ("train" if program is None else "run", *flags, *rest)
         ranks.append(RankCommand(rank=rank, host=host, program=tuple(command), words=words))
     return Commands(spec=dataclasses.replace(spec, rank=0), program=program, ranks=ranks)
-
-
-def check_order(has_hosts: bool, program: Program | None, typed: Mapping[str, Any]) -> None:
-    """Check that each option is where it is read.
-
-    Args:
-        has_hosts: whether the hosts were given.
-        program: the user's own program; None: our training.
-        typed: the options of our training; None where one was not typed.
-
-    Raises:
-        BadOption: an option comes too late, or it is one that each rank gets otherwise.
-    """
-    if not has_hosts and program is not None and (late := program.argument("hosts") or program.argument("hostfile")):
-        raise BadOption(
-            f"commands was given no hosts before {program.name}",
-            why=f"{late} comes after {program.name} and goes to it",
-            next=f"put {late} before {program.name}",
-        )
-    for name in BEFORE_TRAINING:
-        if typed.get(name) is not None:
-            of_one_rank = name in ("world_size", "rank", "local_rank")
-            raise BadOption(
-                f"--{name} cannot come after the --",
-                why=f"each rank gets its own --{name}" if of_one_rank else "commands reads it before the --",
-                next=f"leave --{name} out" if of_one_rank else f"put --{name} before the --",
-            )

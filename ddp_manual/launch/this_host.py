@@ -11,7 +11,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +23,7 @@ from ddp_manual.agent.launched_worker import Forker, ProcessStarter
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
 from ddp_manual.agent.worker_process import Worker, check_torch_is_installed
-from ddp_manual.errors import BadOption, DdpManualError, PeerFailed, RankTaken, from_dict
+from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, from_dict
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
@@ -35,26 +35,8 @@ from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.own_code import check_module, is_own_factory
 
-# Options that say where the hosts meet.
-ADDRESS = ("master_addr", "master_port", "listen_addr")
 # Seconds until ranks stop waiting for a rank that has left.
 GIVE_UP_AFTER = 0.3
-
-
-def check_train_options(typed: Sequence[str]) -> None:
-    """Check the options for the ranks' training.
-
-    Raises:
-        BadOption: ``launch`` would silently override an option.
-    """
-    for option in typed:
-        name = option.removeprefix("--").split("=")[0].replace("-", "_")
-        if option.startswith("--") and name in tasks.PER_RANK_OPTIONS:
-            raise BadOption(
-                f"--{name} cannot be passed on by launch",
-                why=f"launch gives every rank its --{name}",
-                next=f"put --{name} before the --" if name in ("run_dir", *ADDRESS) else f"leave --{name} out",
-            )
 
 
 def launch_here(job: Job, hosts: Hosts) -> int:

@@ -1,333 +1,121 @@
-"""Variables that mpirun and mpiexec gave to their ranks: recorded, and shortened to those that tell who a rank is.
+"""Variables that mpirun and mpiexec gave to their ranks: recorded, and shortened to those that something here reads.
 
 Each is a list with an environment per rank. Hosts nodeA to nodeC are network namespaces, and mpirun runs on nodeA.
 """
 
 from __future__ import annotations
 
+from tests.unit.launcher_environments import variables
+
+
+def _ranks(common: str, *own: str) -> list[dict[str, str]]:
+    """Return the variables of each rank, of which some are the same for all."""
+    return [{**variables(common), **variables(one)} for one in own]
+
+
 # Open MPI 4.1.4: mpirun -n 2
-OPEN_MPI_4_ONE_HOST = [
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "1850736641",
-        "OMPI_MCA_orte_hnp_uri": "1850736640.0;tcp://192.0.2.2:38107;tcp6://[fd00::2]:39053",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.vm.0/pid.686",
-        "OMPI_MCA_orte_local_daemon_uri": "1850736640.0;tcp://192.0.2.2:38107;tcp6://[fd00::2]:39053",
-        "OMPI_MCA_orte_num_nodes": "1",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "PMIX_HOSTNAME": "vm",
-        "PMIX_NAMESPACE": "1850736641",
-        "PMIX_RANK": "0",
-        "PMIX_SERVER_URI2": "1850736640.0;tcp4://127.0.0.1:52673",
-        "PMIX_VERSION": "4.2.2rc2",
-    },
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "OMPI_COMM_WORLD_NODE_RANK": "1",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "1850736641",
-        "OMPI_MCA_orte_hnp_uri": "1850736640.0;tcp://192.0.2.2:38107;tcp6://[fd00::2]:39053",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.vm.0/pid.686",
-        "OMPI_MCA_orte_local_daemon_uri": "1850736640.0;tcp://192.0.2.2:38107;tcp6://[fd00::2]:39053",
-        "OMPI_MCA_orte_num_nodes": "1",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "PMIX_HOSTNAME": "vm",
-        "PMIX_NAMESPACE": "1850736641",
-        "PMIX_RANK": "1",
-        "PMIX_SERVER_URI2": "1850736640.0;tcp4://127.0.0.1:52673",
-        "PMIX_VERSION": "4.2.2rc2",
-    },
-]
+OPEN_MPI_4_ONE_HOST = _ranks(
+    """
+        OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_SIZE=2
+        OMPI_MCA_orte_hnp_uri=1850736640.0;tcp://192.0.2.2:38107;tcp6://[fd00::2]:39053 PMIX_HOSTNAME=vm
+        PMIX_NAMESPACE=1850736641 PMIX_SERVER_URI2=1850736640.0;tcp4://127.0.0.1:52673
+    """,
+    "OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_RANK=0 PMIX_RANK=0",
+    "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_RANK=1 PMIX_RANK=1",
+)
 
 # Open MPI 4.1.4: mpirun --host nodeA:1,nodeB:1 -n 2
-OPEN_MPI_4_TWO_HOSTS = [
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "2971533313",
-        "OMPI_MCA_orte_hnp_uri": "2971533312.0;tcp://10.91.0.1:60945",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.nodeA.0/pid.1532",
-        "OMPI_MCA_orte_local_daemon_uri": "2971533312.0;tcp://10.91.0.1:60945",
-        "OMPI_MCA_orte_num_nodes": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "PMIX_HOSTNAME": "nodeA",
-        "PMIX_NAMESPACE": "2971533313",
-        "PMIX_RANK": "0",
-        "PMIX_SERVER_URI2": "2971533312.0;tcp4://127.0.0.1:35889",
-        "PMIX_VERSION": "4.2.2rc2",
-    },
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "2971533313",
-        "OMPI_MCA_orte_hnp_uri": "2971533312.0;tcp://10.91.0.1:60945",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.nodeB.0/jf.45342",
-        "OMPI_MCA_orte_local_daemon_uri": "2971533312.1;tcp://10.91.0.2:33255",
-        "OMPI_MCA_orte_node_regex": "nodeA,nodeB@0(2)",
-        "OMPI_MCA_orte_num_nodes": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "PMIX_HOSTNAME": "nodeB",
-        "PMIX_NAMESPACE": "2971533313",
-        "PMIX_RANK": "1",
-        "PMIX_SERVER_URI2": "2971533312.1;tcp4://127.0.0.1:46241",
-        "PMIX_VERSION": "4.2.2rc2",
-    },
-]
+OPEN_MPI_4_TWO_HOSTS = _ranks(
+    """
+        OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_SIZE=2
+        OMPI_MCA_orte_hnp_uri=2971533312.0;tcp://10.91.0.1:60945 PMIX_NAMESPACE=2971533313
+    """,
+    "OMPI_COMM_WORLD_RANK=0 PMIX_HOSTNAME=nodeA PMIX_RANK=0 PMIX_SERVER_URI2=2971533312.0;tcp4://127.0.0.1:35889",
+    """
+        OMPI_COMM_WORLD_RANK=1 OMPI_MCA_orte_node_regex=nodeA,nodeB@0(2) PMIX_HOSTNAME=nodeB PMIX_RANK=1
+        PMIX_SERVER_URI2=2971533312.1;tcp4://127.0.0.1:46241
+    """,
+)
 
 # Open MPI 4.1.4: mpirun --host nodeB:1,nodeC:1 -n 2
-OPEN_MPI_4_WITHOUT_ITS_OWN_HOST = [
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "4006019073",
-        "OMPI_MCA_orte_hnp_uri": "4006019072.0;tcp://10.91.0.1:56165",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.nodeB.0/jf.61127",
-        "OMPI_MCA_orte_local_daemon_uri": "4006019072.1;tcp://10.91.0.2:36351",
-        "OMPI_MCA_orte_node_regex": "nodeA,nodeB,nodeC@0(3)",
-        "OMPI_MCA_orte_num_nodes": "2",
-        "OMPI_UNIVERSE_SIZE": "4",
-        "PMIX_HOSTNAME": "nodeB",
-        "PMIX_NAMESPACE": "4006019073",
-        "PMIX_RANK": "0",
-        "PMIX_SERVER_URI2": "4006019072.1;tcp4://127.0.0.1:40641",
-        "PMIX_VERSION": "4.2.2rc2",
-    },
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "4006019073",
-        "OMPI_MCA_orte_hnp_uri": "4006019072.0;tcp://10.91.0.1:56165",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.nodeC.0/jf.61127",
-        "OMPI_MCA_orte_local_daemon_uri": "4006019072.2;tcp://10.91.0.3:53569",
-        "OMPI_MCA_orte_node_regex": "nodeA,nodeB,nodeC@0(3)",
-        "OMPI_MCA_orte_num_nodes": "2",
-        "OMPI_UNIVERSE_SIZE": "4",
-        "PMIX_HOSTNAME": "nodeC",
-        "PMIX_NAMESPACE": "4006019073",
-        "PMIX_RANK": "1",
-        "PMIX_SERVER_URI2": "4006019072.2;tcp4://127.0.0.1:50801",
-        "PMIX_VERSION": "4.2.2rc2",
-    },
-]
+OPEN_MPI_4_WITHOUT_ITS_OWN_HOST = _ranks(
+    """
+        OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_SIZE=2
+        OMPI_MCA_orte_hnp_uri=4006019072.0;tcp://10.91.0.1:56165 OMPI_MCA_orte_node_regex=nodeA,nodeB,nodeC@0(3)
+        PMIX_NAMESPACE=4006019073
+    """,
+    "OMPI_COMM_WORLD_RANK=0 PMIX_HOSTNAME=nodeB PMIX_RANK=0 PMIX_SERVER_URI2=4006019072.1;tcp4://127.0.0.1:40641",
+    "OMPI_COMM_WORLD_RANK=1 PMIX_HOSTNAME=nodeC PMIX_RANK=1 PMIX_SERVER_URI2=4006019072.2;tcp4://127.0.0.1:50801",
+)
 
 # Open MPI 4.1.4: mpirun in the shell of a job of Slurm 22.05 with two nodes, of which n1 has that shell
-OPEN_MPI_4_IN_A_SLURM_JOB = [
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "1350565889",
-        "OMPI_MCA_orte_hnp_uri": "1350565888.0;tcp://10.77.1.1:57033",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.n1.0/pid.18847",
-        "OMPI_MCA_orte_local_daemon_uri": "1350565888.0;tcp://10.77.1.1:57033",
-        "OMPI_MCA_orte_num_nodes": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "PMIX_HOSTNAME": "n1",
-        "PMIX_NAMESPACE": "1350565889",
-        "PMIX_RANK": "0",
-        "PMIX_SERVER_URI2": "1350565888.0;tcp4://127.0.0.1:59267",
-        "PMIX_VERSION": "4.2.2rc2",
-        "SLURM_JOB_ID": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": "0",
-    },
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_MCA_ess_base_jobid": "1350565889",
-        "OMPI_MCA_orte_hnp_uri": "1350565888.0;tcp://10.77.1.1:57033",
-        "OMPI_MCA_orte_jobfam_session_dir": "/tmp/ompi.n2.0/jf.20608",
-        "OMPI_MCA_orte_local_daemon_uri": "1350565888.1;tcp://10.77.1.2:47679",
-        "OMPI_MCA_orte_node_regex": "n[1:1-2]@0(2)",
-        "OMPI_MCA_orte_num_nodes": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "PMIX_HOSTNAME": "n2",
-        "PMIX_NAMESPACE": "1350565889",
-        "PMIX_RANK": "1",
-        "PMIX_SERVER_URI2": "1350565888.1;tcp4://127.0.0.1:58847",
-        "PMIX_VERSION": "4.2.2rc2",
-        "SLURM_JOB_ID": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "1",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_LAUNCHER_PORT": "46043",
-        "SLURM_STEP_NODELIST": "n2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "1",
-    },
-]
+OPEN_MPI_4_IN_A_SLURM_JOB = _ranks(
+    """
+        OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_SIZE=2
+        OMPI_MCA_orte_hnp_uri=1350565888.0;tcp://10.77.1.1:57033 PMIX_NAMESPACE=1350565889 SLURM_JOB_ID=1
+        SLURM_LOCALID=0 SLURM_PROCID=0
+    """,
+    """
+        OMPI_COMM_WORLD_RANK=0 PMIX_HOSTNAME=n1 PMIX_RANK=0 PMIX_SERVER_URI2=1350565888.0;tcp4://127.0.0.1:59267
+        SLURM_NTASKS=2
+    """,
+    """
+        OMPI_COMM_WORLD_RANK=1 OMPI_MCA_orte_node_regex=n[1:1-2]@0(2) PMIX_HOSTNAME=n2 PMIX_RANK=1
+        PMIX_SERVER_URI2=1350565888.1;tcp4://127.0.0.1:58847 SLURM_NTASKS=1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n2
+        SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+    """,
+)
 
 # Open MPI 5.0.11: mpirun -n 2
-OPEN_MPI_5_ONE_HOST = [
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "OMPI_VERSION": "5.0.11",
-        "PMIX_HOSTNAME": "vm",
-        "PMIX_NAMESPACE": "prterun-vm-9713@1",
-        "PMIX_RANK": "0",
-        "PMIX_SERVER_URI2": "prterun-vm-9713@0.0;tcp4://127.0.0.1:37241",
-        "PMIX_VERSION": "5.0.11rc1",
-    },
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "OMPI_COMM_WORLD_NODE_RANK": "1",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "OMPI_VERSION": "5.0.11",
-        "PMIX_HOSTNAME": "vm",
-        "PMIX_NAMESPACE": "prterun-vm-9713@1",
-        "PMIX_RANK": "1",
-        "PMIX_SERVER_URI2": "prterun-vm-9713@0.0;tcp4://127.0.0.1:37241",
-        "PMIX_VERSION": "5.0.11rc1",
-    },
-]
+OPEN_MPI_5_ONE_HOST = _ranks(
+    """
+        OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_SIZE=2 PMIX_HOSTNAME=vm PMIX_NAMESPACE=prterun-vm-9713@1
+        PMIX_SERVER_URI2=prterun-vm-9713@0.0;tcp4://127.0.0.1:37241
+    """,
+    "OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_RANK=0 PMIX_RANK=0",
+    "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_RANK=1 PMIX_RANK=1",
+)
 
 # Open MPI 5.0.11: mpirun --host nodeA:1,nodeB:1 -n 2
-OPEN_MPI_5_TWO_HOSTS = [
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "OMPI_VERSION": "5.0.11",
-        "PMIX_HOSTNAME": "nodeA",
-        "PMIX_NAMESPACE": "prterun-nodeA-9809@1",
-        "PMIX_RANK": "0",
-        "PMIX_SERVER_URI2": "prterun-nodeA-9809@0.0;tcp4://127.0.0.1:58043",
-        "PMIX_VERSION": "5.0.11rc1",
-    },
-    {
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_COMM_WORLD_NODE_RANK": "0",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_UNIVERSE_SIZE": "2",
-        "OMPI_VERSION": "5.0.11",
-        "PMIX_HOSTNAME": "nodeB",
-        "PMIX_NAMESPACE": "prterun-nodeA-9809@1",
-        "PMIX_RANK": "1",
-        "PMIX_SERVER_URI2": "prterun-nodeA-9809@0.1;tcp4://127.0.0.1:42519",
-        "PMIX_VERSION": "5.0.11rc1",
-    },
-]
+OPEN_MPI_5_TWO_HOSTS = _ranks(
+    """
+        OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_SIZE=2
+        PMIX_NAMESPACE=prterun-nodeA-9809@1
+    """,
+    """
+        OMPI_COMM_WORLD_RANK=0 PMIX_HOSTNAME=nodeA PMIX_RANK=0
+        PMIX_SERVER_URI2=prterun-nodeA-9809@0.0;tcp4://127.0.0.1:58043
+    """,
+    """
+        OMPI_COMM_WORLD_RANK=1 PMIX_HOSTNAME=nodeB PMIX_RANK=1
+        PMIX_SERVER_URI2=prterun-nodeA-9809@0.1;tcp4://127.0.0.1:42519
+    """,
+)
 
 # MPICH 5.0.2: mpiexec -n 2
-MPICH_ONE_HOST = [
-    {
-        "MPI_LOCALNRANKS": "2",
-        "MPI_LOCALRANKID": "0",
-        "PMI_FD": "9",
-        "PMI_HOSTNAME": "vm",
-        "PMI_RANK": "0",
-        "PMI_SIZE": "2",
-    },
-    {
-        "MPI_LOCALNRANKS": "2",
-        "MPI_LOCALRANKID": "1",
-        "PMI_FD": "11",
-        "PMI_HOSTNAME": "vm",
-        "PMI_RANK": "1",
-        "PMI_SIZE": "2",
-    },
-]
+MPICH_ONE_HOST = _ranks(
+    "MPI_LOCALNRANKS=2 PMI_SIZE=2",
+    "MPI_LOCALRANKID=0 PMI_RANK=0",
+    "MPI_LOCALRANKID=1 PMI_RANK=1",
+)
 
 # MPICH 5.0.2: mpiexec -hosts nodeA,nodeB -n 2
-MPICH_TWO_HOSTS = [
-    {
-        "MPI_LOCALNRANKS": "1",
-        "MPI_LOCALRANKID": "0",
-        "PMI_FD": "9",
-        "PMI_HOSTNAME": "nodeA",
-        "PMI_RANK": "0",
-        "PMI_SIZE": "2",
-    },
-    {
-        "MPI_LOCALNRANKS": "1",
-        "MPI_LOCALRANKID": "0",
-        "PMI_FD": "5",
-        "PMI_HOSTNAME": "nodeB",
-        "PMI_RANK": "1",
-        "PMI_SIZE": "2",
-    },
-]
+MPICH_TWO_HOSTS = _ranks(
+    "MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0 PMI_SIZE=2",
+    "PMI_RANK=0",
+    "PMI_RANK=1",
+)
 
 # Intel MPI 2021.19: mpiexec -n 2
-INTEL_MPI_ONE_HOST = [
-    {
-        "HYDRA_BSTRAP_LOCALHOST": "vm",
-        "I_MPI_HYDRA_UUID": "1d2d0000-982a-e169-ee60-0600de29e76e",
-        "MPI_LOCALNRANKS": "2",
-        "MPI_LOCALRANKID": "0",
-        "PMI_FD": "9",
-        "PMI_RANK": "0",
-        "PMI_SIZE": "2",
-    },
-    {
-        "HYDRA_BSTRAP_LOCALHOST": "vm",
-        "I_MPI_HYDRA_UUID": "1d2d0000-982a-e169-ee60-0600de29e76e",
-        "MPI_LOCALNRANKS": "2",
-        "MPI_LOCALRANKID": "1",
-        "PMI_FD": "11",
-        "PMI_RANK": "1",
-        "PMI_SIZE": "2",
-    },
-]
+INTEL_MPI_ONE_HOST = _ranks(
+    "I_MPI_HYDRA_UUID=1d2d0000-982a-e169-ee60-0600de29e76e MPI_LOCALNRANKS=2 PMI_SIZE=2",
+    "MPI_LOCALRANKID=0 PMI_RANK=0",
+    "MPI_LOCALRANKID=1 PMI_RANK=1",
+)
 
 # Intel MPI 2021.19: mpiexec -hosts nodeA,nodeB -ppn 1 -n 2
-INTEL_MPI_TWO_HOSTS = [
-    {
-        "HYDRA_BSTRAP_LOCALHOST": "nodeA",
-        "I_MPI_HYDRA_UUID": "772d0000-768e-eb69-ee60-0600a0c25178",
-        "MPI_LOCALNRANKS": "1",
-        "MPI_LOCALRANKID": "0",
-        "PMI_FD": "9",
-        "PMI_RANK": "0",
-        "PMI_SIZE": "2",
-    },
-    {
-        "HYDRA_BSTRAP_LOCALHOST": "nodeB",
-        "I_MPI_HYDRA_UUID": "772d0000-768e-eb69-ee60-0600a0c25178",
-        "MPI_LOCALNRANKS": "1",
-        "MPI_LOCALRANKID": "0",
-        "PMI_FD": "5",
-        "PMI_RANK": "1",
-        "PMI_SIZE": "2",
-    },
-]
+INTEL_MPI_TWO_HOSTS = _ranks(
+    "I_MPI_HYDRA_UUID=772d0000-768e-eb69-ee60-0600a0c25178 MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0 PMI_SIZE=2",
+    "PMI_RANK=0",
+    "PMI_RANK=1",
+)

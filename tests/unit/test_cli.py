@@ -262,30 +262,19 @@ def _seconds(command: list[str]) -> float:
 
 def test_launch_refuses_options_whose_values_it_decides_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["launch", "--nproc", "2", "--", "--world-size", "3"]) == 2
-    assert "--world_size cannot be passed on by launch" in capsys.readouterr().err
+    assert "--world_size cannot come after the --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--nproc 2 --max_restart 3 train.py", ["no option --max_restart ", "did you mean --max_restarts?"]),
-        ("--nproc 2 --max-restart=3 -m tool", ["launch has no option --max-restart ", "--max_restarts"]),
-        ("--nproc 2 --no_such script --epochs 2", ["launch has no option --no_such", "put --no_such after the script"]),
-        ("--nproc 2 --device cpu train.py", ["launch has no option --device for a script", "built-in training"]),
-        ("--nproc 2 --log-dir logs train.py", ["no option --log-dir", "torchrun has it", "next: leave it out"]),
-        ("--nproc 2 --rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend, --rdzv_id", "--master_addr", "them out"]),
-        (
-            "--nproc 2 --max_restart 3 train.py --role admin",
-            ["launch has no option --max_restart ", "--max_restarts"],
-        ),
-        (
-            "--nproc 2 --max_restart 3 -m tool --role admin",
-            ["launch has no option --max_restart ", "--max_restarts"],
-        ),
-        ("--log_dir logs --nproc 2 train.py --role admin", ["launch has no option --log_dir\n"]),
-        ("--nproc 2 --no_flip --epohcs=3 --config script", ["No such option", "train --help"]),
+        ("--nproc 2 --max_restart 3 train.py", ["No such option '--max_restart'", "'--max_restarts'"]),
+        ("--nproc 2 --no_such script", ["No such option '--no_such'", "or put --no_such after the script"]),
+        ("--nproc 2 --device cpu train.py", ["No such option '--device'", "after a --, if it is one of the built-in"]),
+        ("--nproc 2 --log-dir logs train.py", ["no option --log_dir", "torchrun has it", "next: leave it out"]),
+        ("--rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend", "--master_addr", "leave it out"]),
         ("--nproc 2 --tee 3", ["no option --tee", "leave it out"]),
-        ("--nproc 2 --epohcs 3", ["No such option", "--epochs", "train --help"]),
+        ("--nproc 2 -- --epohcs 3", ["No such option", "--epochs", "train --help"]),
         ("--nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script of your own", "leave --may_differ"]),
         ("train.py --nproc 2", ["no --nproc before train.py", "next: put --nproc 2 before train.py"]),
         ("train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
