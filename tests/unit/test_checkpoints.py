@@ -130,13 +130,10 @@ def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path,
         assert suffix == ".json" and found[1] == content and found[0].test_accuracy == 0.5
 
 
-def test_a_state_of_another_network_does_not_fit() -> None:
+def test_a_state_of_another_optimizer_does_not_fit() -> None:
     saved = checkpoint.unpack(Path("step.pt"), taken(*trained()))
-    other = models.build("mlp", device=torch.device("cpu"), seed=0)
-    with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written"):
-        checkpoint.restore(Path("step.pt"), saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
     momentum = {0: {"momentum_buffer": torch.zeros(3)}}
-    with pytest.raises(CheckpointCorrupt, match="another shape"):
+    with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written(.|\n)*another shape"):
         checkpoint.restore(Path("step.pt"), replace(saved, optimizer=momentum), *trained())
 
 
@@ -162,24 +159,22 @@ def test_signals_become_requests_instead_of_interrupting_and_each_is_told() -> N
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
-def test_a_checkpoint_with_an_unusable_description_counts_as_damaged(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff", None])
+def test_a_checkpoint_with_an_unusable_description_or_none_counts_as_damaged(tmp_path: Path, text: str | None) -> None:
     path = checkpoint_files.write(tmp_path, 20, b"content", {})
-    path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(CheckpointCorrupt):
+    description = path.with_suffix(".json")
+    assert checkpoint_files.named(description)[1] == b"content"
+    if text is None:
+        description.unlink()
+    else:
+        description.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
         checkpoint_files.named(path)
     assert [one["verdict"] != "ok" for one in list_checkpoints(tmp_path)] == [True]
 
 
-def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere_is_missing(tmp_path: Path) -> None:
-    path = checkpoint_files.write(tmp_path, 20, b"content", {})
-    assert checkpoint_files.named(path.with_suffix(".json"))[1] == b"content"
-    path.with_suffix(".json").unlink()
-    with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
-        checkpoint_files.named(path)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", empty):
+def test_a_checkpoint_that_is_nowhere_is_missing(tmp_path: Path) -> None:
+    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", tmp_path):
         with pytest.raises(CheckpointMissing):
             checkpoint_files.named(nowhere)
 
