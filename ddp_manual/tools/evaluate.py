@@ -8,9 +8,11 @@ import logging
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -61,13 +63,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     trained = _read_trained(run.config, config)
     step = path.stem if checkpoint_files.NAME.fullmatch(path.name) else None
     folder = out_dir or run.evaluation(config.dataset, step)
-    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
-    if there is not None:
-        raise BadOption(
-            f"--out_dir {folder} is the folder of a run",
-            why=f"{there} exists; the run's own predictions would be replaced",
-            next="choose another --out_dir, or leave the option out for a new one in the run's",
-        )
+    _check_is_no_run(folder)
     source = source_of(config)
     source.prepare(["test"])
     test = source.load("test")
@@ -76,7 +72,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = _network(path, parameters, config, test).to(device)
     if trained is not None and "normalization" not in flags:
-        normalise = trained.normalise
+        normalise = Normalise(trained.mean, trained.std)
     elif config.normalization == "none":
         normalise = unit_scale(test.shape[0])
     else:
@@ -92,17 +88,24 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
             why=f"its loss over the test set of {config.dataset} is {evaluation.loss}",
             next="evaluate a checkpoint from before its training diverged",
         )
-    files = write_predictions(PredictionPaths(folder), predictions, option="--out_dir")
     return {
         "checkpoint": str(path),
         "model": config.model,
         "dataset": config.dataset,
-        "samples": evaluation.samples,
-        "accuracy": evaluation.accuracy,
-        "loss": evaluation.loss,
+        **asdict(evaluation),
         "classes": _by_class(predictions),
-        "files": [str(file) for file in files],
+        "files": list(map(str, write_predictions(PredictionPaths(folder), predictions, option="--out_dir"))),
     }
+
+
+def _check_is_no_run(folder: Path) -> None:
+    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
+    if there is not None:
+        raise BadOption(
+            f"--out_dir {folder} is the folder of a run",
+            why=f"{there} exists; the run's own predictions would be replaced",
+            next="choose another --out_dir, or leave the option out for a new one in the run's",
+        )
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -206,12 +209,17 @@ def _config(path: Path, model: Path, flags: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-class Trained(NamedTuple):
-    """The images that a run's model was trained on, as its ``config.json`` describes them."""
+class Trained(msgspec.Struct, frozen=True):
+    """The images that a run's model was trained on, as its ``config.json`` describes them below ``run``."""
 
-    normalise: Normalise
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     shape: Shape
     classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not (len(self.mean) == len(self.std) == self.shape[0] and all(self.std) and self.classes):
+            raise ValueError(f"mean is {self.mean}, std {self.std}, shape {self.shape}, classes {self.classes}")
 
 
 def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
@@ -220,26 +228,21 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
     Logs a warning where the source of the user's own model or data set has changed since.
     """
     described = json.loads(path.read_bytes()) if path.exists() else {}
-    if described.get("run") is None:
+    if (run := described.get("run")) is None:
         return None
     try:
-        run = described["run"]
-        mean, std = (tuple(map(float, run[name])) for name in ("mean", "std"))
-        channels, height, width = map(int, run["shape"])
-        classes = tuple(map(str, run["classes"]))
-        if not (len(mean) == len(std) == channels and all(std) and classes):
-            raise ValueError(f"mean is {mean}, std {std}, shape {run['shape']}, classes {classes}")
-    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        trained = msgspec.convert(run, Trained)
+    except msgspec.ValidationError as error:
         raise CheckpointCorrupt(
             f"{path} is not what a run has written",
-            why=f"run: {type(error).__name__}: {error}",
+            why=f"run: {error}",
             next="fix it; or move the model to a folder of its own, and say what it is by --model and --dataset",
         ) from None
     for name, digest in own_code.sources(model=config.model, dataset=config.dataset).items():
         factory = getattr(config, name.removesuffix("_source"))
         if factory == described.get(name.removesuffix("_source")) and run.get(name, digest) != digest:
             logger.warning("the source of %s has changed since the run", factory)
-    return Trained(Normalise(mean, std), (channels, height, width), classes)
+    return trained
 
 
 def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, named_by_hand: bool) -> Split:

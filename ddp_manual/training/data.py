@@ -4,8 +4,7 @@ A data set is two tensors, uint8 images and int64 labels. A batch is gathered by
 (``data_memory``), all of its samples at once; nothing is decoded or transformed one sample at a time.
 
 The images are read into the cache once, a file of torch.save for each part of the data set, which every rank maps into
-memory. The ranks of a host then hold them once, in the kernel's page cache, and a second start reads nothing else: it
-does not import torchvision either (1.6 s).
+memory. The ranks of a host then hold them once, in the kernel's page cache, and a second start reads nothing else.
 """
 
 from __future__ import annotations

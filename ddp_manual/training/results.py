@@ -145,7 +145,7 @@ class RunFiles:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``: the run is complete."""
         run_folder.write_json(self._paths.summary, summary)
-        self._trackers.summary(summary)
+        self._trackers.summary = summary
 
 
 @contextmanager

@@ -77,12 +77,8 @@ class Tracker(ABC):
     def predictions(self, step: int, table: Table) -> None: ...
 
     @abstractmethod
-    def summary(self, summary: Mapping[str, Any]) -> None:
-        """Record ``summary.json``: the run is complete."""
-
-    @abstractmethod
-    def close(self, *, complete: bool) -> None:
-        """Finish: the run is ``complete``, or it has stopped or failed."""
+    def close(self, summary: Mapping[str, Any] | None) -> None:
+        """Finish: the run is complete, and this is its ``summary.json``; or None: it has stopped or failed."""
 
 
 class Trackers:
@@ -95,7 +91,8 @@ class Trackers:
     def __init__(self, names: Sequence[str]) -> None:
         self._trackers: list[Tracker] = []
         self._names = names
-        self._complete = False
+        self.summary: Mapping[str, Any] | None = None
+        """Of the run, once it is complete."""
 
     def open(self, settings: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
         """Open all of them; ``settings`` is the content of ``config.json``."""
@@ -113,13 +110,9 @@ class Trackers:
             table = table_of(predictions)
             self._each(lambda tracker: tracker.predictions(step, table))
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
-        self._complete = True
-        self._each(lambda tracker: tracker.summary(summary))
-
     def close(self) -> None:
         """Finish, once no other rank waits for this one; a signal ends the wait."""
-        self._each(lambda tracker: tracker.close(complete=self._complete), at_the_end=True)
+        self._each(lambda tracker: tracker.close(self.summary), at_the_end=True)
         self._trackers = []
 
     def _each(self, action: Callable[[Tracker], None], *, at_the_end: bool = False) -> None:
@@ -181,11 +174,10 @@ class JsonLines(Tracker):
         ]
         self._write("table", step, name="predictions", rows=rows)
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
-        self._write("result", self._step, summary=dict(summary))
-
-    def close(self, *, complete: bool) -> None:
-        self._write("closed", self._step, complete=complete)
+    def close(self, summary: Mapping[str, Any] | None) -> None:
+        if summary is not None:
+            self._write("result", self._step, summary=dict(summary))
+        self._write("closed", self._step, complete=summary is not None)
 
     def _write(self, event: str, step: int, **content: Any) -> None:
         self._step = step
@@ -225,10 +217,9 @@ class TensorBoard(Tracker):
         self._writer.add_images("predictions/images", table.images, step, dataformats="NHWC")
         self._writer.flush()
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
-        self._writer.add_text("summary", f"```\n{json.dumps(summary, indent=2)}\n```")
-
-    def close(self, *, complete: bool) -> None:
+    def close(self, summary: Mapping[str, Any] | None) -> None:
+        if summary is not None:
+            self._writer.add_text("summary", f"```\n{json.dumps(summary, indent=2)}\n```")
         self._writer.close()
 
 
@@ -311,17 +302,17 @@ class WeightsAndBiases(Tracker):
         with launchers.wandb_files_below(self._folder):
             self._run.log({"predictions": self._wandb.Table(columns=columns, data=rows)}, step=step)
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update({name: value for name, value in summary.items() if isinstance(value, (int, float))})
-
-    def close(self, *, complete: bool) -> None:
+    def close(self, summary: Mapping[str, Any] | None) -> None:
         if self._uploads:
             logger.info("wandb: finishing the upload, for up to %g s", UPLOAD_WITHIN)
+        if summary is not None:
+            numbers = {name: value for name, value in summary.items() if isinstance(value, (int, float))}
+            self._run.summary.update(numbers)
         failed: list[BaseException] = []
 
         def finish() -> None:
             try:
-                self._run.finish(exit_code=0 if complete else 1)
+                self._run.finish(exit_code=0 if summary is not None else 1)
             except BaseException as error:
                 failed.append(error)
 

@@ -97,21 +97,20 @@ def test_a_network_goes_on_from_its_checkpoint_as_if_it_had_not_stopped() -> Non
         assert torch.equal(again.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("tenths", range(10))
-def test_a_checkpoint_cut_off_at_any_tenth_is_named_and_the_one_before_is_taken(
+@pytest.mark.parametrize("tenths", [0, 1, 5, 9])
+def test_a_checkpoint_that_is_cut_off_is_named_and_the_one_before_is_taken(
     content: bytes, tmp_path: Path, tenths: int
 ) -> None:
     whole = checkpoint_files.write(tmp_path, 20, content, {})
-    other = taken(*trained(4))
-    cut = checkpoint_files.write(tmp_path, 40, other, {})
-    cut.write_bytes(other[: len(other) * tenths // 10])
+    cut = checkpoint_files.write(tmp_path, 40, content, {})
+    cut.write_bytes(content[: len(content) * tenths // 10])
     with pytest.raises(CheckpointCorrupt) as caught:
         checkpoint_files.named(cut)
     assert cut.name in caught.value.what and "bytes instead of" in caught.value.why
     found = checkpoint_files.newest_whole(tmp_path)
     assert found and (found[0].path, found[1]) == (whole, content)
     with pytest.raises(CheckpointCorrupt):
-        checkpoint.unpack(cut, other[: len(other) * tenths // 10])
+        checkpoint.unpack(cut, cut.read_bytes())
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".json"])
@@ -131,13 +130,10 @@ def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path,
         assert suffix == ".json" and found[1] == content and found[0].test_accuracy == 0.5
 
 
-def test_a_state_of_another_network_does_not_fit() -> None:
+def test_a_state_of_another_optimizer_does_not_fit() -> None:
     saved = checkpoint.unpack(Path("step.pt"), taken(*trained()))
-    other = models.build("mlp", device=torch.device("cpu"), seed=0)
-    with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written"):
-        checkpoint.restore(Path("step.pt"), saved, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
     momentum = {0: {"momentum_buffer": torch.zeros(3)}}
-    with pytest.raises(CheckpointCorrupt, match="another shape"):
+    with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written(.|\n)*another shape"):
         checkpoint.restore(Path("step.pt"), replace(saved, optimizer=momentum), *trained())
 
 
@@ -163,24 +159,22 @@ def test_signals_become_requests_instead_of_interrupting_and_each_is_told() -> N
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff"])
-def test_a_checkpoint_with_an_unusable_description_counts_as_damaged(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"sha256": 3}', "\udcff", None])
+def test_a_checkpoint_with_an_unusable_description_or_none_counts_as_damaged(tmp_path: Path, text: str | None) -> None:
     path = checkpoint_files.write(tmp_path, 20, b"content", {})
-    path.with_suffix(".json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(CheckpointCorrupt):
+    description = path.with_suffix(".json")
+    assert checkpoint_files.named(description)[1] == b"content"
+    if text is None:
+        description.unlink()
+    else:
+        description.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
         checkpoint_files.named(path)
     assert [one["verdict"] != "ok" for one in list_checkpoints(tmp_path)] == [True]
 
 
-def test_a_checkpoint_without_its_description_is_damaged_and_one_that_is_nowhere_is_missing(tmp_path: Path) -> None:
-    path = checkpoint_files.write(tmp_path, 20, b"content", {})
-    assert checkpoint_files.named(path.with_suffix(".json"))[1] == b"content"
-    path.with_suffix(".json").unlink()
-    with pytest.raises(CheckpointCorrupt, match="not the checkpoint that was written"):
-        checkpoint_files.named(path)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", empty):
+def test_a_checkpoint_that_is_nowhere_is_missing(tmp_path: Path) -> None:
+    for nowhere in (tmp_path / "step-00000001-00000000.pt", tmp_path / "no" / "folder", tmp_path):
         with pytest.raises(CheckpointMissing):
             checkpoint_files.named(nowhere)
 
@@ -389,27 +383,26 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pyte
         pass
 
 
+def type_at_the_script(monkeypatch: pytest.MonkeyPatch, *typed: str) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", *typed])
+    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", *typed])
+
+
 def test_a_run_is_resumed_with_what_was_typed_except_for_what_it_resumed_from_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    typed = ["--seed", "3", "--resume", "old.pt", "--run-dir=a b", "--data_dir", "d"]
-    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", *typed])
-    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", *typed])
+    type_at_the_script(monkeypatch, "--seed", "3", "--resume", "old.pt", "--run-dir=a b", "--data_dir", "d")
     task = training_task(WorldSpec(world_size=2, rank=1), TrainConfig(seed=3, resume="old.pt", run_dir="a b"))
     assert task.go_on == "python run_multi_gpu_train.py --seed 3 --data_dir d"
     assert task.for_rank_0 == "--run_dir 'a b' --resume old.pt"
 
 
 def test_where_rank_0_listens_is_in_no_other_ranks_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = ["--listen_addr", "10.0.0.7", "--seed", "3"]
-    monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", *typed])
-    monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", *typed])
+    type_at_the_script(monkeypatch, "--listen_addr", "10.0.0.7", "--seed", "3")
     spec = WorldSpec.from_environment(world_size=2, rank=0, master_addr="forwarder", listen_addr="10.0.0.7")
     task = training_task(spec, TrainConfig.from_file(None, seed=3))
-    assert task.command == (
-        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr forwarder --seed 3"
-    )
-    assert task.for_rank_0 == "--listen_addr 10.0.0.7"
+    command = "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr forwarder --seed 3"
+    assert (task.command, task.for_rank_0) == (command, "--listen_addr 10.0.0.7")
     assert task.go_on == "python run_multi_gpu_train.py --listen_addr 10.0.0.7 --seed 3"
 
 

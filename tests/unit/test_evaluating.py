@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -148,17 +147,13 @@ def test_code_that_has_changed_since_the_run_is_a_warning(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    body = "from ddp_manual.training.models import MLP\ndef net(shape, classes): return MLP(shape, classes)\n"
-    (tmp_path / "mine_evaluated.py").write_text(body)
-    described = json.loads((run / "config.json").read_text())
-    described["run"] |= own_code.sources(model="mine_evaluated:net")
-    (run / "config.json").write_text(json.dumps({**described, "model": "mine_evaluated:net"}))
-    arguments = ["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]
-    assert cli.run(arguments) == 0 and "has changed" not in capsys.readouterr().err
-    (tmp_path / "mine_evaluated.py").write_text(body + "# more")
-    monkeypatch.delitem(sys.modules, "mine_evaluated")
-    assert cli.run(arguments) == 0
-    assert "the source of mine_evaluated:net has changed since the run" in capsys.readouterr().err
+    (tmp_path / "mine_evaluated.py").write_text("from ddp_manual.training.models import MLP as net")
+    config = json.loads((run / "config.json").read_text()) | {"model": "mine_evaluated:net"}
+    current = own_code.sources(model="mine_evaluated:net")
+    for source, changed in ((current, False), ({"model_source": "another"}, True)):
+        (run / "config.json").write_text(json.dumps({**config, "run": {**config["run"], **source}}))
+        assert cli.run(["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]) == 0
+        assert ("the source of mine_evaluated:net has changed since the run" in capsys.readouterr().err) is changed
 
 
 def test_a_parameter_may_have_the_name_of_a_part_of_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

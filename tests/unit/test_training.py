@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
@@ -14,7 +14,6 @@ from ddp_manual.signals import Requests
 from ddp_manual.training import config, data, ddp, metrics, models
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
-from ddp_manual.training.models import ConvNet
 from ddp_manual.worker import device
 from tests.conftest import source
 
@@ -64,25 +63,6 @@ def test_a_batch_larger_than_a_ranks_share_and_synchronised_batch_normalisation_
         models.build("convnet", device=torch.device("cpu"), seed=0, sync_bn=True)
 
 
-def test_pooling_before_relu_computes_what_relu_before_pooling_does() -> None:
-    torch.manual_seed(0)
-    ours = ConvNet()
-    textbook = nn.Sequential(
-        ours.layer1[0], ours.layer1[1], nn.ReLU(), nn.MaxPool2d(2),
-        ours.layer2[0], ours.layer2[1], nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), ours.fc,
-    )  # fmt: skip
-    images = torch.randn(16, 1, 28, 28)
-    gradients = []
-    for network in (ours, textbook):
-        ours.zero_grad()
-        network(images).square().sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in ours.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
-    ours.eval(), textbook.eval()
-    torch.testing.assert_close(ours(images), textbook(images))
-
-
 @pytest.mark.parametrize("name", config.MODELS)
 @pytest.mark.parametrize(("shape", "classes"), [((1, 28, 28), 10), ((3, 32, 32), 2), ((3, 33, 40), 7)])
 def test_a_network_fits_its_images_and_has_the_same_weights_for_the_same_seed(
@@ -104,13 +84,6 @@ def test_images_that_a_network_would_pool_to_nothing_are_refused(name: str) -> N
             models.build(name, device=torch.device("cpu"), seed=0, shape=(1, 28, side))
     kept = models.build(name, device=torch.device("cpu"), seed=0, shape=(1, smallest, smallest))
     assert kept(torch.zeros(2, 1, smallest, smallest)).shape == (2, 10)
-
-
-def test_the_loss_of_scores_that_are_log_probabilities_is_the_negative_log_likelihood() -> None:
-    network, images, labels = models.Classic(), torch.rand(8, 1, 28, 28), torch.arange(8)
-    scores = network(images)
-    torch.testing.assert_close(scores.exp().sum(dim=1), torch.ones(8))
-    torch.testing.assert_close(nn.functional.cross_entropy(scores, labels), nn.functional.nll_loss(scores, labels))
 
 
 def test_every_name_that_an_option_accepts_exists() -> None:

@@ -22,10 +22,10 @@ SCRIPT = """
     from ddp_manual import TrainConfig, join, train
     from ddp_manual.training.trackers import JsonLines
 
-    def close_late(sink, *, complete):
+    def close_late(sink, summary):
         while not Path("rank-1-has-left").exists():
             time.sleep(0.01)
-        close(sink, complete=complete)
+        close(sink, summary)
 
     close, JsonLines.close = JsonLines.close, close_late
 
