@@ -26,8 +26,7 @@ import click
 
 from benchmarks.measuring import REPOSITORY, machine
 from benchmarks.said import table_of
-from tests.conftest import LAUNCHER_VARIABLES
-from tests.forking import named
+from tests.conftest import LAUNCHER_VARIABLES, named
 from tests.hosts.hosts import Host, Network, remove_leftovers, why_not
 
 HOSTS = 3

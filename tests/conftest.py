@@ -1,9 +1,8 @@
-"""Fixtures: real ranks as real processes, which end with the test, and the real MNIST where the machine has it."""
+"""Fixtures: real processes, which end with the test, and the real MNIST where the machine has it."""
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import gzip
 import logging
 import math
@@ -11,10 +10,8 @@ import os
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -26,7 +23,7 @@ import psutil
 import pytest
 
 from ddp_manual import launchers
-from tests import forking
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from ddp_manual.training.data import Source
@@ -40,17 +37,16 @@ LONGER = ("--batch_size", 10, "--epochs")
 DRAWN = {"train": 6_000, "test": 1_000}
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ALL_DIGITS = bool(os.environ.get("DDP_MANUAL_SOAK_ALL_DIGITS"))
+HOST = os.uname().nodename
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Undo that a shell ignores Ctrl-C on behalf of what it runs in the background, and nohup the end of the terminal,
-    which every child inherits; and start the servers that all test processes share."""
+    which every child inherits."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if sys.platform == "linux" and not hasattr(config, "workerinput"):
-        forking.start_servers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,8 +79,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def named(host: str) -> tuple[str, ...]:
+    """Return the words that give the command after them a host name. They start no process besides it."""
+    return ("unshare", "--uts", "sh", "-c", 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"', host)
+
+
 class RankProcess:
-    """A process that runs a command, with its output in files; of a rank it is the agent. Times are seconds."""
+    """A process in a session of its own, without a terminal and with its output in files; of a rank it is the agent.
+
+    Args:
+        place: the network namespace it runs in, and the host name it sees there.
+    """
 
     def __init__(
         self,
@@ -94,16 +99,15 @@ class RankProcess:
         env: dict[str, str],
         cwd: Path,
         place: tuple[str, str] | None,
-        fresh: bool,
-        libraries: bool,
     ) -> None:
         self.arguments = arguments
-        self._out, self._err, self._note = (folder / f"{name}.{suffix}" for suffix in ("out", "err", "worker"))
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            how = {"place": place, "fresh": fresh, "libraries": libraries}
-            self.process = forking.start(arguments, self._note, env=env, cwd=cwd, out=out, err=err, **how)
-        # Not before the fork: the first fork waits until the server has loaded torch.
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        words = ["ip", "netns", "exec", place[0], *named(place[1]), *arguments] if place else arguments
         self.started = time.monotonic()
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True
+            )
         self._worker: int | None = None
         self._watching = threading.Thread(target=self._watch_for_worker, daemon=True)
         self._watching.start()
@@ -111,23 +115,16 @@ class RankProcess:
     @property
     def worker(self) -> int:
         """The pid of the worker, which errors and rosters name; also known after the worker has ended."""
-        while self._worker is None and self._watching.is_alive() and not self._noted:
-            time.sleep(0.005)
-        found = self._noted or self._worker
-        if found is None:
+        self._watching.join(20)
+        if self._worker is None:
             pytest.fail(f"{self.arguments} was never seen with a worker; it said:\n{self.err}")
-        return found
-
-    @property
-    def _noted(self) -> int | None:
-        """The pid that an agent has written down, if the agent is a fork."""
-        return int(self._note.read_text()) if self._note.exists() else None
+        return self._worker
 
     def _watch_for_worker(self) -> None:
-        """Wait until an agent that is not a fork has its first child."""
+        """Wait until the agent has its first child."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with suppress(OSError):
-            while time.monotonic() < self.started + 10:
+            while time.monotonic() < self.started + 20:
                 if found := children.read_text().split():
                     self._worker = int(found[0])
                     return
@@ -191,6 +188,24 @@ def age_of(process: psutil.Process) -> tuple[float, int]:
     return process.create_time(), process.pid
 
 
+def gone(processes: list[psutil.Process], timeout: float) -> bool:
+    """Whether they have ended in time; whoever inherits an orphan may take longer to collect its exit code."""
+    _, alive = psutil.wait_procs(processes, timeout)
+    return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def last_error(text: str) -> str:
+    """Return the text from the last ``error[`` on."""
+    return text[text.rindex("error[") :]
+
+
 def log_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this package's log lines reach pytest once, whatever tests before have done to its logger."""
     monkeypatch.setattr(logging.getLogger("ddp_manual"), "propagate", True)
@@ -230,52 +245,20 @@ def _environment(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start any command; the end of the test kills all processes. For the options see ``forking.start``."""
+    """Start any command; the end of the test kills all processes. For ``place`` see ``RankProcess``."""
     started: list[RankProcess] = []
 
     def start(
-        *arguments: object,
-        cwd: Path = REPOSITORY,
-        place: tuple[str, str] | None = None,
-        fresh: bool = False,
-        libraries: bool = False,
-        **env: str,
+        *arguments: object, cwd: Path = REPOSITORY, place: tuple[str, str] | None = None, **env: str
     ) -> RankProcess:
         words = [str(argument) for argument in arguments]
-        name = f"process{len(started)}"
-        process = RankProcess(words, tmp_path, name, clean_environment(**env), cwd, place, fresh, libraries)
+        process = RankProcess(words, tmp_path, f"process{len(started)}", clean_environment(**env), cwd, place)
         started.append(process)
         return process
 
     yield start
     for process in started:
         process.kill()
-
-
-# Which ports below 30,000 the test processes of this machine have been given: each is a locked byte of this file.
-GIVEN_PORTS = Path(tempfile.gettempdir(), f"ddp-manual-test-ports-{os.getuid()}")
-
-
-@functools.cache
-def _given_ports() -> tuple[int, set[int]]:
-    """Open the file, whose locks hold for other processes only and end with this one; and remember its own ports."""
-    return os.open(GIVEN_PORTS, os.O_RDWR | os.O_CREAT, 0o600), set()
-
-
-def free_port() -> int:
-    """Return a port that is free on loopback, below the ports that the kernel gives to outgoing connections. No other
-    test is given it: until a rank listens there, seconds may pass, in which it looks free."""
-    file, own = _given_ports()
-    while True:
-        # Not the module's generator, which a test may seed: all test processes would draw the same port.
-        candidate = random.SystemRandom().randrange(20_000, 30_000)
-        if candidate in own:
-            continue
-        with suppress(OSError), socket.socket() as probe:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, candidate)
-            own.add(candidate)
-            probe.bind(("127.0.0.1", candidate))
-            return candidate
 
 
 @pytest.fixture
@@ -407,10 +390,3 @@ def first_of_each_class(images: Path, folder: Path, *, train: int, test: int) ->
             for image in sorted(of_class.iterdir())[:count]:
                 (folder / part / of_class.name / image.name).symlink_to(image)
     return folder
-
-
-def jupyter_below(folder: Path) -> dict[str, str]:
-    """Return variables that keep the files of Jupyter and matplotlib below ``folder``, out of the user's home."""
-    (folder / "jupyter").mkdir()
-    names = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
-    return {name: str(folder / "jupyter" / name.lower()) for name in names}

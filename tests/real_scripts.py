@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, RankProcess, Start
-from tests.forking import TORCHRUN
 from tests.hosts.hosts import Host
 
 FOLDER = Path(__file__).with_name("scripts")
-# ``./scripts/soak`` tries every script with every start and every fault, and with new Pythons in place of forks.
+# ``./scripts/soak`` tries every script with every start and every fault.
 ALL = "DDP_MANUAL_SOAK_SCRIPTS" in os.environ
-FRESH = os.environ.get("DDP_MANUAL_SOAK_SCRIPTS") == "fresh"
 # Without a GPU, accelerate takes a rank for the only one unless it is told to use the CPU: ``accelerate launch --cpu``.
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
@@ -34,8 +33,6 @@ class Script:
     """Its arguments; of several, it is run with one after the other, in the same folder."""
     on_hosts: tuple[str, ...] = ()
     """Further arguments where each of two ranks is on a host of its own."""
-    libraries: bool = False
-    """Whether it imports Lightning or transformers."""
     fault: str = "4"
     """The call in which a fault strikes, as tests/scripts/site-packages/sitecustomize.py takes it."""
     until_then: tuple[str, ...] = ()
@@ -75,12 +72,11 @@ SCRIPTS = {
     "checkpoints": _own("with_checkpoints.py", runs=(("2",), ("4",))),
     "lightning": _own(
         "lightning_ddp.py",
-        libraries=True,
         on_hosts=("--devices", "1", "--num_nodes", "2"),
         at="trainer.fit(",
         handles_sigterm=True,
     ),
-    "trainer": _own("transformers_trainer.py", libraries=True, at="trainer.train()"),
+    "trainer": _own("transformers_trainer.py", at="trainer.train()"),
     "sync": _of_accelerate("test_sync"),
     "ops": _own("accelerate_ops.py", fault="2:torch.distributed.all_reduce", at="test_ops.main()"),
     "script": _of_accelerate("test_script"),
@@ -112,10 +108,9 @@ class Starts:
     folder: Path
     hosts: Sequence[Host] = ()
 
-    def _start(self, *command: object, host: int = 0, fault: str = "", fresh: bool = FRESH) -> RankProcess:
+    def _start(self, *command: object, host: int = 0, fault: str = "") -> RankProcess:
         start = self.hosts[host].start if self.hosts else self.start
-        how = {"cwd": self.folder, "fresh": fresh, "libraries": self.script.libraries}
-        return start(sys.executable, "-m", *command, **how, **environment(fault))
+        return start(sys.executable, "-m", *command, cwd=self.folder, **environment(fault))
 
     def _words(self, arguments: Sequence[str]) -> list[str]:
         return [*self.script.words, *arguments, *(self.script.on_hosts if self.hosts else ())]
@@ -146,15 +141,26 @@ class Starts:
 
     def torchrun(self, *, arguments: Sequence[str]) -> list[str]:
         """Run two ranks of torchrun to a good end, and return what they have printed. Each writes to a file of its own:
-        in one pipe their lines mix. Their processes are always forks: a new Python without our wait at its end may be
-        aborted there, where a thread of gloo is not done yet."""
+        in one pipe their lines mix."""
         logs = self.folder / "-".join(["logs", *arguments])
         options = ["--standalone", "--nproc_per_node", 2, "--redirects", 1, "--log_dir", logs]
-        run = self._start(TORCHRUN, *options, *self._words(arguments), fresh=False)
+        run = self._start("torch.distributed.run", *options, *self._words(arguments))
         if run.wait() != 0 and "(SIGABRT)" in run.err:
             raise AbortedAtItsEnd(run.err)
         assert run.process.returncode == 0, run.err
         return cleaned(path.read_text() for path in logs.rglob("stdout.log"))
+
+
+def struck(ranks: Sequence[RankProcess], timeout: float = 60) -> float:
+    """Wait until the fault has struck; return when."""
+    deadline = time.monotonic() + timeout
+    while True:
+        for rank in ranks:
+            if found := re.search(r"fault: \w+ in \S+, at ([\d.]+)\n", rank.err):
+                return float(found[1])
+        running = any(rank.process.poll() is None for rank in ranks)
+        assert time.monotonic() < deadline and running, "\n".join(rank.err for rank in ranks)
+        time.sleep(0.02)
 
 
 def printed(processes: Iterable[RankProcess]) -> list[str]:

@@ -18,8 +18,6 @@ from tests.conftest import RankProcess, Start, has_ended
 
 # What rank 0 says once all ranks are there again.
 BACK = re.compile(r"go on (?:after step|from the newest)")
-# Three ranks train on all of the real MNIST for about 15 s, on 2 cores.
-STEPS = ("--log_every", 10, "--peer_timeout", 2)
 
 
 class Kept:

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, clean_environment
-from tests.forking import make_commands_forks
 
 PAGE = REPOSITORY / "docs" / "from-tutorials.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,8 +54,7 @@ def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> l
     """Run all commands of a section in ``folder``; return the output of each, and fail if a command fails."""
     for name, text in scripts(number).items():
         (folder / name).write_text(text, encoding="utf-8")
-    forks = make_commands_forks(folder / ".commands", ["torchrun", "ddp-manual", "run_multi_gpu_train", "pyflyte"])
-    path = os.pathsep.join([str(forks), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = clean_environment(PATH=path, **env)
     running: list[tuple[str, subprocess.Popen[str]]] = []
     said = []
@@ -87,3 +85,10 @@ def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> l
                 os.killpg(process.pid, 9)
                 process.wait()
     return said
+
+
+def jupyter_below(folder: Path) -> dict[str, str]:
+    """Return variables that keep the files of Jupyter and matplotlib below ``folder``, out of the user's home."""
+    (folder / "jupyter").mkdir()
+    names = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    return {name: str(folder / "jupyter" / name.lower()) for name in names}

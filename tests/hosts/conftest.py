@@ -27,13 +27,14 @@ def _namespaces() -> None:
 
 
 @pytest.fixture
-def hosts(_namespaces: None, start: Start, rank_command: RankCommand) -> Iterator[Hosts]:
+def hosts(_namespaces: None, start: Start, rank_command: RankCommand, port: int) -> Iterator[Hosts]:
     """``hosts(2)`` is a list of two hosts on a network of their own: see ``Host``."""
     networks: list[Network] = []
 
     def hosts(count: int, *, ipv4: bool = True, ipv6: bool = False) -> list[Host]:
         number = len(networks) + 1
-        network = Network(number, count, ipv4=ipv4, ipv6=ipv6, start=start, rank_command=rank_command)
+        how = {"ipv4": ipv4, "ipv6": ipv6, "start": start, "rank_command": rank_command, "port": port}
+        network = Network(number, count, **how)
         networks.append(network)
         network.add()
         return network.hosts

@@ -10,15 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from tests.conftest import RankProcess, Start, age_of
-from tests.forking import named
+from tests.conftest import RankProcess, Start, age_of, named
 
 RankCommand = Callable[..., list[object]]
 
@@ -145,6 +145,15 @@ class Host:
         assert self.network.start
         return self.network.start(*arguments, place=(self.namespace.name, self.name), **env)
 
+    def start_program(
+        self, rank: int, world_size: int, *options: object, program: Sequence[object] = ("true",), **env: str
+    ) -> RankProcess:
+        """Start a rank of a program without torch; rank 0 is on the first host, or as ``options`` say."""
+        assert self.network.port
+        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", self.network.port]
+        meeting += ["--master_addr", self.network.hosts[0].address, *options]
+        return self.start(sys.executable, "-m", "ddp_manual", "run", *meeting, "--no_python", *program, **env)
+
     def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
         """Start a rank like the fixture ``start_rank``; rank 0 is on the first host, or as ``options`` say."""
         assert self.network.rank_command
@@ -263,13 +272,14 @@ class Network:
         ipv6: bool,
         start: Start | None = None,
         rank_command: RankCommand | None = None,
+        port: int = 0,
     ) -> None:
         assert ipv4 or ipv6
         self.name = f"{PREFIX}{os.getpid()}-{number}"
         self.ipv4 = f"10.77.{number}" if ipv4 else None
         self.ipv6 = f"fd00:77:0:{number:x}" if ipv6 else None
         self.silent = f"{self.ipv4}.250" if ipv4 else f"{self.ipv6}::250"
-        self.start, self.rank_command = start, rank_command
+        self.start, self.rank_command, self.port = start, rank_command, port
         self.switch = Namespace(f"{self.name}-switch")
         self.hosts = [Host(self, position) for position in range(count)]
 

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import clean_environment
-from tests.forking import named
+from tests.conftest import clean_environment, named
 from tests.hosts.hosts import CommandFailed, Host, Network
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "munged")

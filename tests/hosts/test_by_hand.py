@@ -1,7 +1,6 @@
 """What docs/clusters.md says in "By hand, on several machines", typed to the letter on several hosts.
 
-``ddp-manual`` is typed as ``python -m ddp_manual``, which the tests start as a fork. What is printed may differ from
-the page in process ids, digests, seconds, percentages and speeds.
+What is printed may differ from the page in process ids, digests, seconds, percentages and speeds.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def test_a_script_runs_as_the_page_says_behind_the_pages_fence_which_keeps_a_fou
     assert len(in_use) >= 5  # rank 0's port, torch's store, and gloo's on each host
     assert {int(place.rpartition(":")[2]) for place in places + in_use} <= {29500, *range(*free_ports(first))}
     assert tried(stranger, in_use) == {"TimeoutError"}
-    server = stranger.start(sys.executable, "-S", "-m", "http.server", "8080", "--bind", stranger.address, fresh=True)
+    server = stranger.start(sys.executable, "-S", "-m", "http.server", "8080", "--bind", stranger.address)
     deadline = time.monotonic() + 10
     while not listening(stranger):
         assert time.monotonic() < deadline, server.err

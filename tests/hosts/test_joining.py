@@ -1,50 +1,65 @@
-"""Ranks on several hosts: how they find one another, and what they are told when something is between them."""
+"""Ranks on several hosts train together where bare torch does not: what the resolver, the interfaces and the disks of
+each host are."""
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
-import time
 from pathlib import Path
 
-import pytest
-
-from tests.catalogue import record
-from tests.clock import all_started, said
-from tests.conftest import RankProcess
+from tests.conftest import DRAWN, REPOSITORY, RankProcess, last_error, source, wait_until
 from tests.hosts.conftest import Hosts
-from tests.hosts.hosts import Host, start_ranks
-from tests.world.test_rendezvous import last_error
+from tests.hosts.hosts import start_ranks
+
+SCRIPT = """
+import datetime, os, pathlib, sys, time
+import torch, torch.distributed as dist, ddp_manual
+
+pathlib.Path(os.environ["RANK"]).touch()
+while not all(pathlib.Path(rank).exists() for rank in "01"):
+    time.sleep(0.01)
+began = time.monotonic()
+if sys.argv[1:] == ["bare"]:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+with ddp_manual.join(device="cpu"):
+    print(time.monotonic() - began)
+"""
 
 
-def train(on: list[Host], folder: Path) -> tuple[dict, float]:
-    """Train one rank per host; return the summary of the run, and the seconds until its process group was ready."""
-    ranks = start_ranks(on)
-    seconds = max(said(rank, "process group ready") for rank in ranks) - all_started(ranks)
-    codes = [rank.wait() for rank in ranks]
-    assert codes == [0] * len(on), "\n".join(rank.err for rank in ranks)
-    return json.loads((folder / "run" / "summary.json").read_text()), seconds
-
-
-def first_to_end(processes: list[RankProcess], timeout: float = 60) -> RankProcess:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        for process in processes:
-            if process.process.poll() is not None:
-                return process
-        time.sleep(0.02)
-    pytest.fail(f"all still run after {timeout} s")
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_hosts_whose_own_name_is_a_loopback_address_join_and_train(hosts: Hosts, count: int, tmp_path: Path) -> None:
-    several = hosts(count)
-    for host in several:
+def test_ranks_join_on_hosts_whose_own_name_is_a_loopback_address_where_bare_torch_fails(
+    hosts: Hosts, port: int, tmp_path: Path
+) -> None:
+    """Also without a name server that answers, which delays each look-up of torch's store by 5 s."""
+    two = hosts(2)
+    for host in two:
         assert host.run("getent", "ahostsv4", host.name).stdout.split()[0] == "127.0.1.1"
-    summary, seconds = train(several, tmp_path)
-    assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB", "hostC"][:count]
-    fault = f"the own name of each of {count} hosts is 127.0.1.1"
-    record(fault, "(joins)", "", seconds=seconds, within=30, codes=[0] * count, row=7)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    meeting = {"MASTER_ADDR": two[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+
+    def start(*words: object) -> list[RankProcess]:
+        command = [sys.executable, "script.py", *words]
+        return [host.start(*command, cwd=tmp_path, RANK=str(rank), **meeting) for rank, host in enumerate(two)]
+
+    bare = start("bare")
+    wait_until(lambda: any(process.process.poll() is not None for process in bare))
+    # The other one, to which this one was to connect, waits for five times the timeout.
+    ended = next(process for process in bare if process.process.poll() is not None)
+    assert "Gloo connectFullMesh failed" in ended.err and "Connection refused, remote=[127.0." in ended.err
+    for process in bare:
+        process.kill()
+    for host in two:
+        host.resolver(host.network.silent)
+        (tmp_path / str(two.index(host))).unlink()
+    ranks = start()
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+    assert max(float(rank.out) for rank in ranks) < 5
+
+
+def test_hosts_that_have_ipv6_addresses_only_train(hosts: Hosts) -> None:
+    two = hosts(2, ipv4=False, ipv6=True)
+    assert two[0].address.startswith("fd00:77:")
+    ranks = start_ranks(two)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
 
 
 def test_nccl_is_told_its_interface_only_where_it_would_listen_on_a_wrong_one(
@@ -62,79 +77,69 @@ def test_nccl_is_told_its_interface_only_where_it_would_listen_on_a_wrong_one(
     for position, host in enumerate(two, start=1):
         host.run(*f"ip address add 10.88.0.{position}/24 dev rail".split())
         host.run(*["ip", "link", "set", "rail", "up"])
-    on_eth0, chosen = {"MASTER_ADDR": two[0].address}, {"NCCL_SOCKET_IFNAME": "eth,rail"}
-    told = {"eth0 None": on_eth0, "rail =rail": {"MASTER_ADDR": "10.88.0.1"}, "eth0 eth,rail": {**on_eth0, **chosen}}
-    for at, (expected, env) in enumerate(told.items()):
-        env |= {"WORLD_SIZE": "2", "MASTER_PORT": str(port + at)}
+    for at, (address, expected) in enumerate([(two[0].address, "eth0 None"), ("10.88.0.1", "rail =rail")]):
+        env = {"MASTER_ADDR": address, "WORLD_SIZE": "2", "MASTER_PORT": str(port + at)}
         ranks = [host.start(sys.executable, script, RANK=str(rank), **env) for rank, host in enumerate(two)]
         assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
         assert all(f"{expected}\n" in rank.err for rank in ranks), ranks[0].err
 
 
-def test_bare_torch_fails_on_the_same_hosts(hosts: Hosts, port: int) -> None:
-    bare = (
-        "import datetime, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))\n"
-    )
+def test_the_host_whose_data_differ_by_one_byte_is_named_on_every_rank(
+    hosts: Hosts, small_data: Path, tmp_path: Path
+) -> None:
     two = hosts(2)
-    meeting = {"MASTER_ADDR": two[0].address, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [host.start(sys.executable, "-c", bare, RANK=str(rank), **meeting) for rank, host in enumerate(two)]
-    first = first_to_end(ranks)
-    assert first.wait() == 1
-    # The other one, to which this one was to connect, waits for five times the timeout.
-    assert "Gloo connectFullMesh failed" in first.err
-    assert "Connection refused, remote=[127.0." in first.err
+    shutil.copytree(small_data, tmp_path / "other")
+    other = source("synthetic", tmp_path / "other")
+    test, cache = other.load("test"), other.cache("test")
+    assert cache is not None
+    test.images[0, 0, 14, 14] ^= 1
+    next((tmp_path / "other").rglob("synthetic-test-*.cache")).unlink()
+    cache.save(test)
+    folders = [small_data, tmp_path / "other"]
+    ranks = [host.start_rank(rank, 2, "--data_dir", folders[rank]) for rank, host in enumerate(two)]
+    assert [rank.wait() for rank in ranks] == [16, 16]
+    for rank in ranks:
+        error = last_error(rank.err)
+        assert error.startswith("error[data-differs]: the data on hostB are not those of rank 0 on hostA: rank 1\n")
+        assert f"test: rank 1 (hostB) has {DRAWN['test']} samples, digest " in error and "train: " not in error
 
 
-def test_hosts_that_have_ipv6_addresses_only_join_and_train(hosts: Hosts, tmp_path: Path) -> None:
-    two = hosts(2, ipv4=False, ipv6=True)
-    assert two[0].address.startswith("fd00:77:")
-    summary, seconds = train(two, tmp_path)
-    assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB"]
-    record("hosts with IPv6 addresses only", "(joins)", "", seconds=seconds, within=30, codes=[0, 0], row=27)
+def write_program(folder: Path, value: int, version: str) -> Path:
+    """Write a program with a module of its own and a package that only says that it is installed."""
+    site = folder / "site-packages"
+    info = site / f"oddly-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: oddly\nVersion: {version}\n")
+    (site / "oddly.py").write_text("")
+    (folder / "train.py").write_text("import helper, oddly\nimport sys\nprint(helper.VALUE, *sys.argv[1:])\n")
+    (folder / "helper.py").write_text(f"VALUE = {value}\n")
+    return folder
 
 
-def test_a_rank_whose_packets_to_rank_0_are_dropped_says_so_while_it_waits(hosts: Hosts, port: int) -> None:
+def test_a_program_whose_files_packages_arguments_and_variables_differ_is_refused_and_may_be_allowed(
+    hosts: Hosts, port: int, tmp_path: Path
+) -> None:
     two = hosts(2)
-    two[0].drop_from(two[1], port)
-    rank_0 = two[0].start_rank(0, 2)
-    rank_0.wait_for("listening at ")
-    lost = two[1].start_rank(1, 2, "--join_timeout", 4)
-    # A connection is given 2 s; the system's own timeout for one is two minutes.
-    seconds = said(lost, f"no answer from {two[0].address}:{port}: dropped, or no route") - lost.started
-    ended = said(lost, "error[master-unreachable]: no answer for ") - lost.started
-    assert lost.wait(15) == 11
-    assert "nothing listens" not in lost.err
-    assert f"rank 1 on hostB tried {two[0].address}:{port}: no answer" in last_error(lost.err)
-    two[0].open_all()
-    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2), lost)]
-    assert codes == [0, 0, 11], rank_0.err
-    fault, named = "packets to rank 0's port dropped", "address, port, dropped or no route"
-    record(fault, "master-unreachable (its line)", named, seconds=seconds, within=4, codes=codes, row=4)
-    record(fault, "master-unreachable, --join_timeout 4", named, seconds=ended, within=8, codes=codes, row=4)
+    folders = [write_program(tmp_path / "one", 1, "1.0"), write_program(tmp_path / "other", 2, "2.0")]
+    env = [{}, {"NCCL_ALGO": "Ring"}]
 
+    def start(rank: int, *options: object) -> RankProcess:
+        meeting = ["--world_size", 2, "--rank", rank, "--master_addr", two[0].address, "--master_port", port]
+        program = ["train.py", "--lr", 0.1 * (rank + 1), "--seed", rank]
+        path = f"{folders[rank] / 'site-packages'}:{REPOSITORY}"
+        words = [sys.executable, "-m", "ddp_manual", "run", *meeting, *options, *program]
+        return two[rank].start(*words, cwd=folders[rank], PYTHONPATH=path, **env[rank])
 
-def test_a_rank_that_rank_0s_firewall_rejects_is_told_that_nothing_listens(hosts: Hosts, port: int) -> None:
-    two = hosts(2)
-    two[0].reject_from(two[1], port)
-    rank_0 = two[0].start_rank(0, 2)
-    rank_0.wait_for("listening at ")
-    lost = two[1].start_rank(1, 2, "--join_timeout", 3)
-    seconds = said(lost, f"nothing listens at {two[0].address}:{port}: is rank 0 started?") - lost.started
-    assert lost.wait(15) == 11
-    assert last_error(lost.err).startswith("error[master-refused]")
-    assert "no answer" not in lost.err
-    two[0].open_all()
-    codes = [process.wait() for process in (rank_0, two[1].start_rank(1, 2), lost)]
-    assert codes == [0, 0, 11], rank_0.err
-    fault, named = "packets to rank 0's port rejected", "address, port, that nothing listens"
-    record(fault, "master-refused (its line)", named, seconds=seconds, within=2, codes=codes, row=4)
-
-
-def test_ranks_with_both_address_families_are_probed_where_gloo_will_connect(hosts: Hosts, tmp_path: Path) -> None:
-    two = hosts(2, ipv6=True)
-    ranks = [host.start_rank(rank, 2, "--master_addr", two[0].ipv6) for rank, host in enumerate(two)]
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    roster = json.loads((tmp_path / "run" / "summary.json").read_text())["roster"]
-    # gloo takes the first address of the interface, which is its IPv4 address.
-    assert [line["address"] for line in roster] == [host.ipv4 for host in two]
+    ranks = [start(0, "--may_differ", "lr,seed"), start(1)]
+    assert ranks[1].wait(30) == 12
+    error = last_error(ranks[1].err)
+    assert error.startswith(f"error[version-mismatch]: rank 1 (hostB, pid {ranks[1].worker}) has other versions than")
+    assert "oddly: rank 0 (hostA) has 1.0, rank 1 has 2.0" in error and "on hostB: pip install oddly==1.0" in error
+    ranks[1] = start(1, "--allow_mismatch")
+    assert [rank.wait(60) for rank in ranks] == [0, 0], ranks[0].err
+    assert (ranks[0].out, ranks[1].out) == ("1 --lr 0.1 --seed 0\n", "2 --lr 0.2 --seed 1\n")
+    for rank in ranks:
+        assert "has other versions than rank 0: oddly (allowed)\n" in rank.err
+        assert "runs other code than rank 0: helper.py (allowed)\n" in rank.err
+        assert "has other variables than rank 0: NCCL_ALGO (allowed)\n" in rank.err
+        assert "other arguments" not in rank.err

@@ -225,7 +225,7 @@ def test_arguments_and_variables_arrive_as_they_are_however_long_they_are(start:
     ]
     variables = {**long, "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"}
     launch = [sys.executable, "-m", "ddp_manual", "launch", "--hosts", "localhost:1"]
-    run = start(*launch, *words, fresh=True, **variables)  # a fork of the test's server would not do
+    run = start(*launch, *words, **variables)
     assert run.wait(30) == 0, run.err
     assert json.loads((tmp_path / "found").read_text()) == [odd, odd[2] + odd[3], "127.0.0.1", 100_000]
 
@@ -242,7 +242,7 @@ def test_a_host_whose_agents_are_frozen_is_lost_after_5_s(start: Start, tmp_path
     sleeps.write_text('#!/bin/sh\necho "rank $RANK sleeps"\nexec sleep 60\n')
     sleeps.chmod(0o755)
     hosts = ["--hosts", "localhost:1,127.0.0.1:1", "--master_addr", "127.0.0.1"]
-    run = start(sys.executable, "-m", "ddp_manual", "launch", *hosts, "--no_python", sleeps, fresh=True)
+    run = start(sys.executable, "-m", "ddp_manual", "launch", *hosts, "--no_python", sleeps)
     for rank in range(2):
         run.wait_for(f"rank {rank} sleeps")
     launcher = psutil.Process(run.process.pid)
@@ -279,7 +279,7 @@ def test_a_program_on_a_host_that_goes_down_has_the_time_to_save_though_the_conn
     script, saved = tmp_path / "saves.py", tmp_path / "saved"
     script.write_text(SAVES)
     launch = [sys.executable, "-m", "ddp_manual", "launch", "--hosts", "localhost:1", "--no_python"]
-    run = start(*launch, sys.executable, script, saved, fresh=True)
+    run = start(*launch, sys.executable, script, saved)
     run.wait_for("ready")
     launcher = psutil.Process(run.process.pid)
     on_host = launcher.children(recursive=True)

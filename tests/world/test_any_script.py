@@ -460,7 +460,7 @@ def test_a_script_that_imports_cpp_extension_can_use_cuda_under_launch(start: St
     script = write(
         tmp_path, "own.py", f"import os\nimport torch.utils.cpp_extension\nprint('seen', {seen}, flush=True)\n"
     )
-    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path, fresh=True, CUDA_HOME=str(tmp_path))
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path, CUDA_HOME=str(tmp_path))
     assert launch.wait() == 0, launch.err
     assert launch.out.count("seen False None") == 2, launch.out
     assert "new processes" not in launch.err
@@ -484,7 +484,7 @@ def test_where_forks_could_not_use_cuda_workers_are_new_processes_and_a_line_say
     write(tmp_path, "own.py", script)
     training = [*SHORT, "--data_dir", small_data, "--run_dir", "run"] if forked.startswith("train") else []
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    run = start(*DDP_MANUAL, *forked.split(), *training, cwd=tmp_path, fresh=True, **env)
+    run = start(*DDP_MANUAL, *forked.split(), *training, cwd=tmp_path, **env)
     assert run.wait() == 0, run.err
     line = "an import has begun CUDA, which no fork can use: the ranks here start as new processes\n"
     assert run.err.count(line) == 1, run.err

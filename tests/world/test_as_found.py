@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 from ddp_manual.agent.network_interface import interface_addresses, own_address
-from tests.conftest import RankProcess, Start, free_port
-from tests.world.test_launch import gone
+from tests.conftest import RankProcess, Start, free_port, gone
 
 STATE = """
-    import faulthandler, logging, os, resource, signal, sys
+    import faulthandler, logging, os, resource, signal, sys, threading
     import ddp_manual
 
     def state():
@@ -36,13 +35,25 @@ STATE = """
 AS_FOUND = f"""
 {STATE}
     def changed_by(body, **options):
-        before = state()
+        before, seen, over = state(), set(), threading.Event()
+
+        def look():  # such as RES_OPTIONS, which look-ups of the user's threads and programs would read
+            while not over.is_set():
+                seen.update(os.environ)
+
+        looking = threading.Thread(target=look)
+        looking.start()
         try:
             with ddp_manual.join(device="cpu", **options):
-                inside = state()
+                inside = set(os.environ)
+                over.set()
+                looking.join()
+                print(sorted(seen - set(before["environment"]) - inside))
                 body()
         except (KeyError, ddp_manual.DdpManualError) as error:
             print(type(error).__name__)
+        over.set()
+        looking.join()
         after = state()
         print([name for name in before if before[name] != after[name]])
 
@@ -60,37 +71,6 @@ AS_FOUND = f"""
     faulthandler.enable()
     changed_by(lambda: None, world_size=2, rank=1, master_port=int(sys.argv[1]), join_timeout=0.5)
     changed_by(fail)
-"""
-
-SPAWNING = f"""
-{STATE}
-    def work(world):
-        pass
-
-    if __name__ == "__main__":
-        before = state()
-        ddp_manual.spawn(work, 2, device="cpu")
-        after = state()
-        print([name for name in before if before[name] != after[name] and name != "children"])
-"""
-
-SEEN_MEANWHILE = """
-    import os, threading
-    import ddp_manual
-
-    before, seen, over = set(os.environ), set(), threading.Event()
-
-    def look():
-        while not over.is_set():
-            seen.update(os.environ)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    with ddp_manual.join(device="cpu"):
-        inside = set(os.environ) - before
-    over.set()
-    looking.join()
-    print(sorted(seen - before - inside), "GLOO_SOCKET_IFNAME" in inside)
 """
 
 ANOTHER_RUN = """
@@ -158,24 +138,10 @@ def _written(folder: Path, code: str) -> Path:
 def test_join_restores_the_process_after_a_run_after_a_timeout_and_after_an_exception(
     start: Start, tmp_path: Path
 ) -> None:
+    """And while it joins, the process has no variable that it does not keep in the run."""
     script = start(sys.executable, _written(tmp_path, AS_FOUND), free_port())
     assert script.wait(30) == 0, script.err
-    assert script.out.splitlines() == ["[]", "MasterRefused", "[]", "KeyError", "[]"], script.err
-
-
-def test_spawn_restores_the_process(start: Start, tmp_path: Path) -> None:
-    script = start(sys.executable, _written(tmp_path, SPAWNING))
-    assert script.wait(60) == 0, script.err
-    assert script.out == "[]\n"
-
-
-def test_while_it_joins_a_process_has_no_variable_that_it_does_not_keep_in_the_run(
-    start: Start, tmp_path: Path
-) -> None:
-    """Such as RES_OPTIONS, which look-ups of the user's threads and programs would read."""
-    script = start(sys.executable, _written(tmp_path, SEEN_MEANWHILE))
-    assert script.wait(30) == 0, script.err
-    assert script.out == "[] True\n"
+    assert script.out.splitlines() == ["[]", "[]", "MasterRefused", "[]", "[]", "KeyError", "[]"], script.err
 
 
 def test_neither_a_second_join_nor_a_program_that_a_rank_starts_takes_over_port_rank_or_interface(
@@ -225,3 +191,20 @@ def test_a_script_that_waits_for_others_is_ended_by_ctrl_c_at_once(start: Start,
     script.process.send_signal(signal.SIGINT)
     assert script.wait(5) in (-signal.SIGINT, 130)
     assert time.monotonic() - signalled < 3
+
+
+@pytest.mark.parametrize(
+    ("body", "codes", "said"),
+    [
+        ("if world.rank == 0: sys.exit(0)\n    time.sleep(3)", [0, 0], ""),
+        ("if world.rank == 1: sys.exit(3)\n    time.sleep(60)", [14, 3], "SystemExit: 3"),
+    ],
+)
+def test_how_a_script_exits_inside_join_is_how_its_rank_has_ended(
+    start: Start, tmp_path: Path, port: int, body: str, codes: list[int], said: str
+) -> None:
+    text = f"import sys, time, ddp_manual\nwith ddp_manual.join(peer_timeout=3) as world:\n    {body}\n"
+    script, meeting = _written(tmp_path, text), {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(2)]
+    assert [rank.wait(30) for rank in ranks] == codes, ranks[1].err
+    assert said in ranks[0].err and ("error[" in ranks[0].err) is bool(said)

@@ -1,60 +1,49 @@
-"""FAULTS.md's rows 16 to 20, each provoked for real: one of three ranks dies, freezes, raises or never ends.
+"""What ends, stops or holds up a process, as the kernel, torch and a debugger tell it: ranks of a person's script name
+the rank by its host, pid and line, leave with 14 in time, and leave no process and no port behind.
 
-Every survivor names it with its host and its last step, leaves with 14 in time, and leaves nothing behind. A rank is
-two processes, so what dies or freezes may be its worker, its agent, or both.
+A rank is two processes: its worker, which has torch, and its agent. Seconds count from the line in which the fault says
+that it strikes, or from the signal.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pty
 import random
 import re
+import select
 import signal
+import socket
+import subprocess
+import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
 
-from tests.catalogue import record
-from tests.clock import said
-from tests.conftest import Start
-from tests.faulty import said_at
+from tests.conftest import HOST, LONGER, RankProcess, Start, clean_environment, gone, wait_until
 from tests.memory import MakeGroup, memory_groups
-from tests.world.deaths import (
-    HOST,
-    PEER_TIMEOUT,
-    STALL_TIMEOUT,
-    WHERE_SILENT,
-    WHERE_SOCKETS_CLOSE,
-    WHERE_STUCK,
-    Three,
-    ended,
-    faults_found,
-    gone_at,
-    left_behind,
-    start_three,
-    until_heard,
-    wait_until,
-)
-from tests.world.test_rendezvous import last_error
+from tests.real_scripts import FOLDER, environment, struck
 
-RankCommand = Callable[..., list[object]]
-
-TRIALS = int(os.environ.get("DDP_MANUAL_SOAK_DEATHS", "3"))
-GONE = r"is gone without a word\n"
-KILLED = r"is gone: SIGKILL\n"
-NO_MEMORY = r"is gone: SIGKILL, since memory ran out\n"
-STOPPED = rf"has been stopped by SIGSTOP for [{PEER_TIMEOUT}-{PEER_TIMEOUT + 1}] s\n"
-SILENT = rf"has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n"
-RAISED = r"left with error\[training-failed\]\n"
-STUCK = "is stuck while others wait"
-# The last progress that errors name, in any of these runs.
-LAST_STEP = r"step [1-9]\d* of epoch [1-9]"
+TRIALS = int(os.environ.get("DDP_MANUAL_SOAK_DEATHS", "2"))
+BUSY_SECONDS = float(os.environ.get("DDP_MANUAL_SOAK_SECONDS", "3"))
+HELD_SECONDS = int(os.environ.get("DDP_MANUAL_SOAK_HELD_SECONDS", "5"))
+PEER_TIMEOUT = STALL_TIMEOUT = 3
+# Seconds within which all others have left, where torch itself waits for 30 minutes. The agents take tenths of a second
+# for it, as the simulation holds; Python's and torch's own way out takes several beside busy cores.
+WHERE_SOCKETS_CLOSE = 10.0
+WHERE_SILENT = PEER_TIMEOUT + 10.0
+WHERE_STUCK = STALL_TIMEOUT + 10.0
 # Bytes: a rank takes less than half of it.
 MEMORY = 1 << 30
+RankCommand = Callable[..., list[object]]
+Run = Callable[..., RankProcess]
 
 
 @pytest.fixture
@@ -63,271 +52,274 @@ def memory(tmp_path: Path) -> Iterator[MakeGroup]:
         yield make
 
 
-def check(found: list[str]) -> None:
-    assert not found, "\n".join(found)
+@pytest.fixture
+def run(start: Start, port: int, tmp_path: Path) -> Run:
+    """Start one rank of a script by hand; it has the fault that is meant for it."""
+
+    def run(rank: int, fault: str, *options: object, within: Sequence[object] = (), world_size: int = 2) -> RankProcess:
+        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port, "--peer_timeout", PEER_TIMEOUT]
+        words = [sys.executable, "-m", "ddp_manual", "run", *meeting, "--run_dir", tmp_path / "run", *options]
+        return start(*within, *words, FOLDER / "plain_ddp.py", "--steps", 10**6, **environment(fault))
+
+    return run
 
 
-def codes_of(three: Three) -> list[int]:
-    """Return the exit codes in rank order, as a shell shows them: 128 + the number of a signal."""
-    codes = [rank.wait(10) for rank in three.ranks]
-    return [code if code >= 0 else 128 - code for code in codes]
+class Fault(NamedTuple):
+    """What the kernel, torch or Python does to a rank's worker, and what every rank says of it."""
+
+    strikes: str
+    identifier: str
+    what: str
+    why: str
+    codes: tuple[int, int]
+    within: float = WHERE_SOCKETS_CLOSE
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_whose_worker_is_killed_is_named_by_all_ranks(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
+STACK = r'plain_ddp\.py", line \d+ in main'
+FAULTS = {
+    "the kernel kills it": Fault(
+        *("kill@1:300", "peer-lost", r"is gone: SIGKILL\n"),
+        *("SIGKILL ended its worker; its memory cgroup has not run out of memory\n", (14, 137)),
+    ),
+    "the OOM killer ends it": Fault(
+        *("eat@1:300", "peer-lost", r"is gone: SIGKILL, since memory ran out\n"),
+        *("the kernel's OOM killer ended it: its memory cgroup counts one more oom_kill\n", (14, 137)),
+    ),
+    "std::terminate is called": Fault(
+        *("abort@1:300", "peer-lost", r"is gone: SIGABRT\n", rf"its Python stack:.*in strike.*{STACK}", (14, 134)),
+    ),
+    "its code raises": Fault(
+        *("raise@1:300", "peer-failed", r"left with error\[training-failed\]\n"),
+        *(r"in main.*ValueError: this rank was told to fail\n", (14, 1)),
+    ),
+    "it is in a dead loop": Fault(
+        *("loop@1:300", "peer-stalled", "is stuck while others wait: rank 0 waits for "),
+        *(rf"on plain_ddp\.py:\d+ in main.*in strike.*{STACK}", (14, 14), WHERE_STUCK),
+    ),
+    "the kernel kills rank 0's": Fault(
+        *("kill@0:300", "master-lost", r"is gone: SIGKILL\n", "SIGKILL ended its worker; ", (137, 14))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_happens_to_a_worker_is_named_by_all_ranks(
+    run: Run, port: int, tmp_path: Path, memory: MakeGroup, name: str
 ) -> None:
-    three = start_three(start, rank_command, victim)
-    until_heard(three)
+    fault = FAULTS[name]
+    victim = int(fault.strikes.partition("@")[2][0])
+    options = ["--stall_timeout", STALL_TIMEOUT] if fault.identifier == "peer-stalled" else []
+    group = memory(MEMORY) if "OOM" in name else None
+    ranks = [
+        run(rank, fault.strikes, *options, within=group.command([]) if group and rank == victim else ())
+        for rank in range(2)
+    ]
+    worker = ranks[victim].worker
+    since = struck(ranks)
+    if group:
+        wait_until(lambda: not psutil.pid_exists(worker), 30)
+        since = time.monotonic()
+    codes = [rank.wait(fault.within + 20) for rank in ranks]
+    seconds = time.monotonic() - since
+    assert codes == list(fault.codes), ranks[0].err + ranks[1].err
+    assert seconds < fault.within
+    who = rf"rank {victim} ({HOST}, pid {worker})"
+    for number, rank in enumerate(ranks):
+        own = number == victim and fault.identifier == "peer-failed"
+        error = last_lines(rank.err)
+        first = "error[training-failed]: rank 1 " if own else f"error[{fault.identifier}]: {who} "
+        assert re.match(re.escape(first) + ("" if own else fault.what), error), error
+        assert re.search(fault.why, error, re.DOTALL), error
+        written = json.loads((tmp_path / "run" / f"failure-rank{number}.json").read_text())
+        assert error.startswith(f"error[{written['identifier']}]: {written['what']}\n")
+    assert left_behind(ranks, port) == []
+
+
+def last_lines(text: str) -> str:
+    """Return the error, which has to be the very end of the text."""
+    pattern = r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z"
+    match = re.search(pattern, text, re.MULTILINE)
+    assert match, text
+    return match[0]
+
+
+def left_behind(ranks: Sequence[RankProcess], port: int) -> list[str]:
+    """List processes of the ranks' sessions that still run, and rank 0's port if it is still taken."""
+    sessions = {rank.process.pid for rank in ranks}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"pid {process.pid} still runs: {process.cmdline()}")
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended may linger
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+        except OSError as error:
+            found.append(f"port {port}: {error}")
+    return found
+
+
+def test_a_stopped_worker_is_named_at_once_and_lost_if_it_is_not_continued(run: Run) -> None:
+    ranks = [run(rank, "stop@1:300") for rank in range(2)]
+    worker = ranks[1].worker
+    line = f"rank 1 ({HOST}, pid {worker}) is stopped: SIGSTOP; on {HOST}, kill -CONT {worker} lets it go on\n"
+    since = struck(ranks)
+    for rank in ranks:
+        rank.wait_for(line, 5)
+    assert time.monotonic() - since < PEER_TIMEOUT
+    os.kill(worker, signal.SIGCONT)
+    time.sleep(PEER_TIMEOUT + 1.5)  # by then a rank that was judged would have left
+    assert [rank.process.poll() for rank in ranks] == [None, None]
     since = time.monotonic()
-    three.signal_worker(signal.SIGKILL)
-    found, seconds = faults_found(
-        *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier=three.lost, what=KILLED, why=LAST_STEP
-    )
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [137 if rank == victim else 14 for rank in range(3)], three.process.err
-    for rank in three.ranks:
-        error = last_error(rank.err)
-        assert error.startswith(f"error[{three.lost}]: {three.name} is gone: SIGKILL\n")
-        assert "SIGKILL ended its worker; its memory cgroup has not run out of memory\n" in error
-        assert "since memory ran out" not in error and "OOM" not in error
-    fault, row = f"SIGKILL of rank {victim} of 3", 17 if victim else 20
-    named = "rank, host, pid, signal, last step and phase, on the killed rank too"
-    record(fault, three.lost, named, seconds=seconds, within=WHERE_SOCKETS_CLOSE, codes=codes, row=row)
+    os.kill(worker, signal.SIGSTOP)
+    assert [rank.wait(20) for rank in ranks] == [14, 14]
+    assert time.monotonic() - since < WHERE_SILENT
+    for rank in ranks:
+        assert re.search(rf"error\[peer-lost\]: rank 1 \(.*\) has been stopped by SIGSTOP for {PEER_TIMEOUT}", rank.err)
+    assert "that is this rank; the others have not waited for it" in last_lines(ranks[1].err)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_whose_agent_is_killed_is_named_by_all_others_and_its_worker_goes_with_it(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_goes_with_its_agent_and_rank_0s_port_is_free_at_once(start: Start, port: int, killed: int) -> None:
+    """The kernel ends the worker, which does not inherit the listening socket."""
+    words = [sys.executable, "-m", "ddp_manual", "run", "--world_size", 2, "--master_port", port, "--no_python"]
+    ranks = [start(*words[:-1], "--rank", rank, words[-1], "sleep", 60) for rank in range(2)]
+    for rank in ranks:
+        rank.wait_for("starting sleep as rank")
+    worker = psutil.Process(ranks[killed].worker)
+    os.kill(ranks[killed].process.pid, signal.SIGKILL)
+    assert gone([worker], 2)
+    assert ranks[1 - killed].wait(10) == 14
+    identifier = "peer-lost" if killed else "master-lost"
+    first = f"error[{identifier}]: rank {killed} ({HOST}, pid {worker.pid}) is gone without a word\n"
+    assert last_lines(ranks[1 - killed].err).startswith(first)
+    again = start(*words[:-1], "--rank", 0, words[-1], "sleep", 60)
+    again.wait_for("listening at ")
+    assert time.monotonic() - again.started < 10
+
+
+OWN_TIMEOUT = """
+    import datetime, time
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
+    for _ in range(5):
+        dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_stuck_rank_is_named_before_torchs_own_time_out_ends_the_ranks_that_wait(
+    start: Start, port: int, tmp_path: Path
 ) -> None:
-    three = start_three(start, rank_command, victim)
-    until_heard(three)
-    worker = three.process.worker
-    since = time.monotonic()
-    three.process.process.send_signal(signal.SIGKILL)
-    found, seconds = faults_found(
-        *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier=three.lost, what=GONE, why=LAST_STEP
+    """Both are as long. torch's would end rank 0, which would be named for it."""
+    timeout = 10
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(OWN_TIMEOUT).format(timeout=timeout))
+    launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--stall_timeout", timeout]
+    launcher = start(*launch, "--master_port", port, script)
+    assert launcher.wait(60) == 14
+    said = re.sub(r"^\[rank \d\] ?", "", launcher.err, flags=re.MULTILINE)
+    error = said[said.index("error[") :]
+    assert re.match(r"error\[peer-stalled\]: rank 1 .* is stuck while others wait: rank 0 waits ", error), error
+    assert f'File "{script}", line 9' in error and "left with error" not in error, error
+    assert "needs a larger timeout in\n" in error and f"init_process_group or new_group: it is {timeout} s" in error
+
+
+def test_a_rank_in_a_debugger_is_named_to_the_others_and_no_rank_is_ended(run: Run, port: int, tmp_path: Path) -> None:
+    """The worker uses the same terminal as its agent."""
+    stall_timeout = 2
+    other = run(0, "", "--stall_timeout", stall_timeout)
+    controlling, terminal = pty.openpty()
+    words = [sys.executable, "-m", "ddp_manual", "run", "--world_size", 2, "--rank", 1, "--master_port", port]
+    words += ["--stall_timeout", stall_timeout, "--run_dir", tmp_path / "run"]
+    debugged = subprocess.Popen(
+        [str(word) for word in [*words, FOLDER / "plain_ddp.py", "--steps", 10**6]],
+        env=clean_environment(**environment("break@1:300")),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+        start_new_session=True,
     )
-    gone_at(worker, 2)
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [137 if rank == victim else 14 for rank in range(3)]
-    fault, row = f"SIGKILL of the agent of rank {victim} of 3", 17 if victim else 20
-    named = "rank, host, pid, last step and phase; its worker is gone too"
-    record(fault, three.lost, named, seconds=seconds, within=WHERE_SOCKETS_CLOSE, codes=codes, row=row)
+    os.close(terminal)
+    try:
+        read_until(controlling, b"(Pdb) ")
+        line = rf"\[rank 0\] rank 1 \({HOST}, pid \d+\) is in a debugger, on \S+:\d+ in \w+: the other ranks wait"
+        wait_until(lambda: re.search(line, other.err), 5)
+        time.sleep(stall_timeout + 2)
+        assert other.process.poll() is None and debugged.poll() is None
+        os.write(controlling, b"p 6 * 7\n")
+        read_until(controlling, b"42")
+        os.write(controlling, b"continue\n")
+        time.sleep(stall_timeout + 2)
+        assert other.process.poll() is None and debugged.poll() is None
+        assert other.err.count("is in a debugger") == 1 and "error[" not in other.err
+    finally:
+        os.killpg(debugged.pid, signal.SIGKILL)
+        debugged.wait()
+        os.close(controlling)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_freezes_is_named_by_all_others_and_leaves_when_it_thaws(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
+def read_until(terminal: int, text: bytes, timeout: float = 60) -> bytes:
+    """What is shown on a terminal until it has shown a text."""
+    shown = b""
+    deadline = time.monotonic() + timeout
+    while text not in shown:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, shown.decode()
+        shown += os.read(terminal, 65536)
+    return shown
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180 + HELD_SECONDS)
+def test_a_c_call_that_holds_the_gil_is_no_fault_and_status_shows_its_line(start: Start, run: Run, port: int) -> None:
+    """The call takes longer than peer_timeout: the rank's agent, another process, sends the heartbeats."""
+    ranks = [run(rank, f"hold:{HELD_SECONDS}@1:300") for rank in range(2)]
+    since = struck(ranks)
+    status = start(sys.executable, "-m", "ddp_manual", "status", "--master_port", port, "--stacks")
+    assert status.wait(30) == 0, status.err
+    assert time.monotonic() - since < HELD_SECONDS
+    of_rank_1 = status.out[status.out.index(f"\nrank 1 on {HOST} (pid {ranks[1].worker}):\n") :]
+    assert re.search(rf'sitecustomize\.py", line \d+ in hold.*{STACK}', of_rank_1, re.DOTALL), status.out
+    time.sleep(max(0.0, since + HELD_SECONDS + PEER_TIMEOUT - time.monotonic()))
+    assert [rank.process.poll() for rank in ranks] == [None, None]
+    assert "error[" not in ranks[0].err + ranks[1].err and " is slow: " not in ranks[0].err
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.timeout(300 + 2 * BUSY_SECONDS)
+def test_a_run_on_cores_that_are_four_times_oversubscribed_reports_no_fault(
+    start: Start, rank_command: RankCommand
 ) -> None:
-    """Agent and worker both, as Ctrl-Z and a frozen host do it."""
-    three = start_three(start, rank_command, victim)
-    until_heard(three)
-    since = time.monotonic()
-    os.killpg(three.process.process.pid, signal.SIGSTOP)
-    found, seconds = faults_found(
-        *(three, since, WHERE_SILENT, tmp_path / "run"), identifier=three.lost, what=SILENT, why=LAST_STEP
-    )
-    os.killpg(three.process.process.pid, signal.SIGCONT)
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [14, 14, 14], three.process.err
-    fault, row = f"SIGSTOP of rank {victim} of 3, --peer_timeout {PEER_TIMEOUT}", 18 if victim else 20
-    named = "rank, host, pid, last step and phase, for how long it has been silent"
-    record(fault, three.lost, named, seconds=seconds, within=WHERE_SILENT, codes=codes, row=row)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_that_is_stopped_is_named_at_once_and_lost_if_it_is_not_continued(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path, victim: int
-) -> None:
-    three = start_three(start, rank_command, victim)
-    until_heard(three)
-    line = f"{three.name} is stopped: SIGSTOP; on {HOST}, kill -CONT {three.process.worker} lets it go on\n"
-    since = time.monotonic()
-    three.signal_worker(signal.SIGSTOP)
-    told = max(said(rank, line, 5) for rank in three.ranks) - since
-    three.signal_worker(signal.SIGCONT)
-    steps = three.ranks[0].err.count("[rank 0] step ")
-    wait_until(lambda: three.ranks[0].err.count("[rank 0] step ") > steps + 1)
-    assert [rank.process.poll() for rank in three.ranks] == [None] * 3
-    named = "rank, host, pid, SIGSTOP, how to let it go on; the run goes on"
-    fault = f"SIGSTOP of the worker of rank {victim} of 3, then SIGCONT"
-    record(fault, "a line on every rank", named, seconds=told, within=2, codes=[], row=18)
-
-    since = time.monotonic()
-    three.signal_worker(signal.SIGSTOP)
-    found, seconds = faults_found(
-        *(three, since, WHERE_SILENT, tmp_path / "run"), identifier=three.lost, what=STOPPED, why=LAST_STEP
-    )
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [14, 14, 14], three.process.err
-    assert "that is this rank; the others have not waited for it" in last_error(three.process.err)
-    assert all(rank.err.count(line) == 2 for rank in three.ranks)
-    fault = f"SIGSTOP of the worker of rank {victim} of 3, --peer_timeout {PEER_TIMEOUT}"
-    named = "rank, host, pid, SIGSTOP and for how long, last step and phase, on every rank"
-    record(fault, three.lost, named, seconds=seconds, within=WHERE_SILENT, codes=codes, row=18)
-
-
-def test_a_worker_that_aborts_in_cpp_is_named_by_all_ranks_with_its_python_stack(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path
-) -> None:
-    three = start_three(start, rank_command, 1, "abort@training:120")
-    three.process.wait_for("faulty: abort in training 120")
-    since = said_at(three.process.err, "abort in training 120")
-    stack = rf"{LAST_STEP}.*its Python stack:.*tests/faulty\.py\", line \d+ in abort.*in _?train_"
-    found, seconds = faults_found(
-        *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"),
-        identifier="peer-lost",
-        what=r"is gone: SIGABRT\n",
-        why=stack,
-    )
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [14, 134, 14]
-    error = last_error(three.process.err)
-    assert error.startswith(f"error[peer-lost]: {three.name} is gone: SIGABRT\n") and re.search(stack, error, re.DOTALL)
-    assert "its worker crashed in native code: SIGABRT" in error
-    named = "rank, host, pid, SIGABRT, the Python stack that called it, on every rank"
-    fault = "std::terminate in the train step of rank 1 of 3"
-    record(fault, "peer-lost", named, seconds=seconds, within=WHERE_SOCKETS_CLOSE, codes=codes, row=17)
-
-
-def test_a_rank_that_raises_in_the_train_step_is_named_by_all_others_with_its_traceback(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path
-) -> None:
-    three = start_three(start, rank_command, 1, "raise@training:120")
-    three.process.wait_for("faulty: raise in training 120")
-    since = said_at(three.process.err, "raise in training 120")
-    traceback = r"in train_epoch.*tests/faulty\.py.*ValueError: no such digit\n"
-    found, seconds = faults_found(
-        *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier="peer-failed", what=RAISED, why=traceback
-    )
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [14, 1, 14]
-    named = "rank, host, pid, exception, end of its traceback"
-    fault = "an exception in the train step of rank 1 of 3"
-    record(fault, "peer-failed", named, seconds=seconds, within=WHERE_SOCKETS_CLOSE, codes=codes, row=16)
-
-
-def test_a_rank_in_a_dead_loop_is_named_by_all_with_the_line_it_is_on(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path
-) -> None:
-    three = start_three(start, rank_command, 2, "loop@training:150", options=["--stall_timeout", STALL_TIMEOUT])
-    three.process.wait_for("faulty: loop in training 150")
-    since = said_at(three.process.err, "loop in training 150")
-    stack = r"step 149 of epoch 1.*tests/faulty\.py\", line \d+ in loop_for_ever"
-    found, seconds = faults_found(
-        *(three, since, WHERE_STUCK, tmp_path / "run"), identifier="peer-stalled", what=STUCK, why=stack
-    )
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert codes == [14, 14, 14]
-    fault = f"a dead loop in the data path of rank 2 of 3, --stall_timeout {STALL_TIMEOUT}"
-    named = "who waits where; rank, host, pid, step and stack of the one that is stuck"
-    record(fault, "peer-stalled", named, seconds=seconds, within=WHERE_STUCK, codes=codes, row=19)
-
-
-def test_a_rank_that_the_oom_killer_ends_is_named_by_all_others(
-    start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
-) -> None:
-    group = memory(MEMORY)
-    three = start_three(start, rank_command, 1, "eat@training:120", memory=group)
-    since = gone_at(three.process.worker)
-    found, seconds = faults_found(
-        *(three, since, WHERE_SOCKETS_CLOSE, tmp_path / "run"), identifier="peer-lost", what=NO_MEMORY, why=LAST_STEP
-    )
-    codes = codes_of(three)
-    check(found + left_behind(three.ranks, port))
-    assert group.killed == 1
-    assert codes == [14, 137, 14]
-    for rank in three.ranks:
-        assert "the kernel's OOM killer ended it: its memory cgroup counts one more oom_kill\n" in last_error(rank.err)
-    named = "rank, host, pid, that memory ran out, last step and phase, on every rank"
-    fault = "rank 1 of 3 ended by the OOM killer"
-    record(fault, "peer-lost", named, seconds=seconds, within=WHERE_SOCKETS_CLOSE, codes=codes, row=17)
+    """Each rank is held up longer than peer_timeout once."""
+    for _ in range(4 * len(os.sched_getaffinity(0))):
+        start(sys.executable, "-c", "while True: pass")
+    command = [rank_command(rank, 2, *LONGER, 100_000, "--peer_timeout", PEER_TIMEOUT) for rank in range(2)]
+    ranks = [start(*command[rank], **environment(f"hold:{PEER_TIMEOUT + 1}@{rank}:100")) for rank in range(2)]
+    struck(ranks, 200)
+    time.sleep(BUSY_SECONDS + 2 * PEER_TIMEOUT)  # by then a rank that was judged would have left
+    for rank in ranks:
+        assert rank.process.poll() is None
+        assert "error[" not in rank.err and " is slow: " not in rank.err and "Traceback" not in rank.err, rank.err
 
 
 # -- at random moments ----------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Trial:
-    """One fault of one rank at one moment."""
-
-    kind: str
-    victim: int
-    moment: str
-    """A moment of ``tests/faulty.py``; "" for one outside, so many seconds after the process group is ready."""
-    seconds: float
-
-    @classmethod
-    def draw(cls, order: random.Random) -> Trial:
-        kind = order.choice(("kill", "kill", "stop", "agent", "freeze", "abort", "raise", "loop", "eat"))
-        # A rank of the run is one that has met the others; before that its place is free for whoever comes.
-        phases = {
-            "kill": ("", "", "loading", "training", "evaluating", "saving"),
-            "stop": ("", "", "loading", "training", "evaluating", "saving"),
-            "agent": ("",),
-            "freeze": ("",),
-            "abort": ("training",),
-            "raise": ("loading", "training", "training", "evaluating", "saving"),
-            "loop": ("loading", "training", "training", "evaluating", "saving"),
-            "eat": ("training",),
-        }
-        phase = order.choice(phases[kind])
-        number = {"training": order.randint(1, 500), "evaluating": order.randint(1, 3), "saving": order.randint(1, 3)}
-        moment = f"{phase}:{number.get(phase, 1)}" if phase else ""
-        victim = order.randrange(3)
-        if (kind, phase) == ("loop", "loading"):
-            # Not rank 0: it may be at a long download, for which the others wait for join_timeout, and say so.
-            victim = max(1, victim)
-        return cls(kind, victim, moment, order.uniform(0, 4))
-
-    def __str__(self) -> str:
-        when = f"in {self.moment}" if self.moment else f"{self.seconds:.2f} s after the start"
-        return f"{self.kind} of rank {self.victim} {when}"
-
-    @property
-    def options(self) -> tuple[object, ...]:
-        return ("--stall_timeout", STALL_TIMEOUT) if self.kind == "loop" else ()
-
-    def strike(self, three: Three) -> float:
-        """Wait until it has happened, or do it; returns when."""
-        if self.moment:
-            struck = f"{self.kind} in {self.moment.replace(':', ' ')}"
-            three.process.wait_for(f"faulty: {struck} at ")
-            since = said_at(three.process.err, struck)
-            # Filling the memory takes some time.
-            return since if self.kind != "eat" else gone_at(three.process.worker, 30)
-        three.process.wait_for("process group ready")
-        time.sleep(self.seconds)
-        since = time.monotonic()
-        agent, worker = three.process.process.pid, three.process.worker
-        {
-            "kill": lambda: os.kill(worker, signal.SIGKILL),
-            "stop": lambda: os.kill(worker, signal.SIGSTOP),
-            "agent": lambda: os.kill(agent, signal.SIGKILL),
-            "freeze": lambda: os.killpg(agent, signal.SIGSTOP),
-        }[self.kind]()
-        return since
-
-    def wrong(self, three: Three, since: float, run_dir: Path) -> tuple[list[str], float]:
-        identifier, what, within = {
-            "kill": (three.lost, KILLED, WHERE_SOCKETS_CLOSE),
-            "eat": (three.lost, NO_MEMORY, WHERE_SOCKETS_CLOSE),
-            "stop": (three.lost, STOPPED, WHERE_SILENT),
-            "agent": (three.lost, GONE, WHERE_SOCKETS_CLOSE),
-            "freeze": (three.lost, SILENT, WHERE_SILENT),
-            "abort": (three.lost, r"is gone: SIGABRT\n", WHERE_SOCKETS_CLOSE),
-            "raise": ("peer-failed", RAISED, WHERE_SOCKETS_CLOSE),
-            "loop": ("peer-stalled", STUCK, WHERE_STUCK),
-        }[self.kind]
-        return faults_found(three, since, within, run_dir, identifier=identifier, what=what)
+LOST = {
+    "kill": (r"is gone: SIGKILL\n", WHERE_SOCKETS_CLOSE),
+    "eat": (r"is gone: SIGKILL, since memory ran out\n", WHERE_SOCKETS_CLOSE),
+    "stop": (r"has been stopped by SIGSTOP for ", WHERE_SILENT),
+    "agent": (r"is gone without a word\n", WHERE_SOCKETS_CLOSE),
+    "freeze": (rf"has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n", WHERE_SILENT),
+    "abort": (r"is gone: SIGABRT\n", WHERE_SOCKETS_CLOSE),
+    "raise": (r"left with error\[training-failed\]\n", WHERE_SOCKETS_CLOSE),
+    "loop": ("is stuck while others wait", WHERE_STUCK),
+}
+FROM_OUTSIDE = ("kill", "stop", "agent", "freeze")
 
 
 @pytest.mark.soak
@@ -335,27 +327,52 @@ class Trial:
 def test_deaths_at_random_moments(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup
 ) -> None:
-    """The number of a trial is its seed, so every trial can be repeated."""
-    failed = []
+    """One of three ranks of our training, in any phase of it. The number of a trial is its seed, so every trial can be
+    repeated."""
     for number in range(TRIALS):
-        trial = Trial.draw(random.Random(number))
-        run_dir = tmp_path / f"run{number}"
-        fault = [f"{trial.kind}@{trial.moment}"] if trial.moment else []
-        three = start_three(
-            *(start, rank_command, trial.victim, *fault),
-            options=[*trial.options, "--run_dir", run_dir],
-            memory=memory(MEMORY) if trial.kind == "eat" else None,
-        )
-        since = trial.strike(three)
-        found, seconds = trial.wrong(three, since, run_dir)
+        chosen = random.Random(number)
+        kind, victim, seconds = chosen.choice([*LOST]), chosen.randrange(3), chosen.uniform(0, 4)
+        fault = "" if kind in FROM_OUTSIDE else f"{kind}@{victim}:{chosen.randint(1, 500)}"
+        options = [*LONGER, 500, "--peer_timeout", PEER_TIMEOUT, "--run_dir", tmp_path / f"run{number}"]
+        options += ["--stall_timeout", STALL_TIMEOUT] if kind == "loop" else []
+        commands = [rank_command(rank, 3, *options) for rank in range(3)]
+        if kind == "eat":
+            commands[victim] = memory(MEMORY).command(commands[victim])
+        ranks = [start(*command, **environment(fault)) for command in commands]
+        lost = ranks[victim]
+        worker = lost.worker
+        if fault:
+            since = struck(ranks)
+            if kind == "eat":
+                wait_until(lambda worker=worker: not psutil.pid_exists(worker), 30)
+                since = time.monotonic()
+        else:
+            lost.wait_for("process group ready")
+            time.sleep(seconds)
+            since = time.monotonic()
+            strike(kind, lost)
+        what, within = LOST[kind]
+        survivors = [rank for rank in ranks if rank is not lost]
+        codes = [rank.wait(within + 20) for rank in survivors]
+        took = time.monotonic() - since
+        print(f"trial {number}: {kind} of rank {victim}: {took:.1f} s", flush=True)
+        assert codes == [14, 14] and took < within
+        lost_one = "peer-lost" if victim else "master-lost"
+        identifier = {"raise": "peer-failed", "loop": "peer-stalled"}.get(kind, lost_one)
+        for rank in survivors:
+            first = re.escape(f"error[{identifier}]: rank {victim} ({HOST}, pid {worker}) ") + what
+            assert re.match(first, last_lines(rank.err)), rank.err
         with suppress(ProcessLookupError):
-            os.killpg(three.process.process.pid, signal.SIGCONT)
-        if not ended({0: three.process}, 10):
-            found.append(f"{three.name} itself still runs after 10 s more")
-        found += left_behind(three.ranks, port)
-        print(f"trial {number}: {trial}: {seconds:.1f} s{''.join(f'; WRONG: {one}' for one in found)}", flush=True)
-        if found:
-            failed.append(f"{number} ({trial}): {'; '.join(found)}")
-        for rank in three.ranks:
-            rank.kill()
-    check(failed)
+            os.killpg(lost.process.pid, signal.SIGCONT)
+        lost.wait(20)
+        assert left_behind(ranks, port) == []
+
+
+def strike(kind: str, rank: RankProcess) -> None:
+    agent = rank.process.pid
+    if kind == "freeze":
+        os.killpg(agent, signal.SIGSTOP)
+    elif kind == "agent":
+        os.kill(agent, signal.SIGKILL)
+    else:
+        os.kill(rank.worker, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])

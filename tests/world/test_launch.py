@@ -9,15 +9,13 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ddp_manual.training import checkpoint_files
-from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start, age_of
-from tests.forking import make_commands_forks
+from tests.conftest import DRAWN, LONGER, REPOSITORY, SHORT, RankProcess, Start, age_of, gone, wait_until
 
 
 @pytest.fixture
@@ -73,12 +71,6 @@ def undisturbed(start_rank: Start, tmp_path: Path) -> bytes:
     ranks = [start_rank(rank, 2, "--run_dir", tmp_path / "undisturbed") for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0]
     return (tmp_path / "undisturbed" / "model.pt").read_bytes()
-
-
-def gone(processes: list[psutil.Process], timeout: float) -> bool:
-    """Whether they have ended in time; whoever inherits an orphan may take longer to collect its exit code."""
-    _, alive = psutil.wait_procs(processes, timeout)
-    return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
 def test_all_ranks_are_started_tagged_and_logged(launch: Start, tmp_path: Path) -> None:
@@ -177,8 +169,7 @@ def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(launch: Start) 
 
 def test_a_reader_that_goes_away_does_not_stop_the_ranks(start: Start, small_data: Path, tmp_path: Path) -> None:
     options = shlex.join(map(str, [*SHORT, "--data_dir", small_data, "--log_every", 1]))
-    python = make_commands_forks(tmp_path / "commands", []) / "python"
-    command = f"{python} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
+    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
     assert start("bash", "-c", f"{command} 2>&1 | head -n 3").wait() == 0
     assert (tmp_path / "run" / "summary.json").exists()
 
@@ -306,13 +297,6 @@ def test_the_death_of_the_process_that_forks_ends_all_ranks_with_an_error(launch
     assert launcher.wait(10) == 137, launcher.err
     assert gone(started, 0.5)
     assert re.search(r"^rank \d failed first, with exit code 137: error\[\w+-lost]: rank \d ", launcher.err, re.M)
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_program_may_have_more_arguments_than_fit_into_a_message(start: Start) -> None:

@@ -13,7 +13,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tests.conftest import REPOSITORY, clean_environment, first_of_each_class, jupyter_below
+from tests.conftest import REPOSITORY, clean_environment, first_of_each_class
+from tests.tutorials import jupyter_below
 
 NOTEBOOK = REPOSITORY / "examples" / "cifar10_two_ranks.ipynb"
 

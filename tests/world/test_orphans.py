@@ -103,7 +103,7 @@ def test_processes_of_a_script_that_hang_in_sessions_of_their_own_end_with_it(
     (tmp_path / "script.py").write_text(DATA_LOADER)
     place = ["--nproc", 1] if command == "launch" else ["--world_size", 1]
     words = [sys.executable, "-m", "ddp_manual", command, *place, tmp_path / "script.py", tmp_path / "left"]
-    rank = start(*words, fresh=True)  # the kernel shows the environment of the last exec, which has the mark
+    rank = start(*words)
     pids = left(2)
     rank.process.send_signal(signal.SIGTERM)
     assert rank.wait(30) == 143, rank.err

@@ -48,7 +48,7 @@ def test_healthy_starts_under_load_report_no_fault(start: Start, port: int, smal
         processes = []
         for rank in ranks:
             command = [sys.executable, "run_multi_gpu_train.py", *meeting, "--rank", rank, *training]
-            processes.append(start(*command, fresh=True, **token))
+            processes.append(start(*command, **token))
             time.sleep(order.random())  # people do not type at the same moment
         assert [process.wait(120) for process in processes] == [0] * world_size
         said = "".join(process.err + process.out for process in processes)

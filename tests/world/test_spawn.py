@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from ddp_manual.training import checkpoint_files
-from tests.conftest import RankProcess, Start, age_of
-from tests.world.test_launch import gone, wait_until
+from tests.conftest import RankProcess, Start, age_of, gone, wait_until
 
 SCRIPT = """
     import json, os, signal, sys, time

@@ -1,4 +1,5 @@
-"""Whatever else listens on rank 0's port is named within 5 s, and whatever else connects to it disturbs nobody."""
+"""Real strangers: an sshd on rank 0's port is named by its first bytes and its process, and whatever connects to a real
+rank 0, or answers in its place, disturbs nobody and clears nobody's terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import shutil
 import socket
 import subprocess
@@ -40,16 +40,15 @@ from ddp_manual.messages import (
 from ddp_manual.protocol.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.wire import encode
-from tests.catalogue import record
-from tests.clock import left
-from tests.conftest import LONGER, RankProcess, Start
+from tests.conftest import LONGER, RankProcess, Start, last_error
 from tests.runs import run_info
 from tests.strangers import Stranger
-from tests.world.test_rendezvous import last_error
 
 # As many as come in an hour at one each second, in a minute.
 STRANGERS = int(os.environ.get("DDP_MANUAL_SOAK_STRANGERS", "480"))
 STRANGERS_A_SECOND = 60
+RUN = (sys.executable, "-m", "ddp_manual", "run")
+WORKS = ("--no_python", "sleep", 15)
 RANDOM_BYTES = random.Random(0).randbytes(10_000_000)
 # What a client of torch's store sends first, and the head of a request to set a key, which then never comes.
 VALIDATE = bytes.fromhex("00cef7853c")
@@ -72,100 +71,38 @@ def ssh_server(start: Start, port: int, tmp_path: Path) -> RankProcess:
     return server
 
 
-@pytest.fixture
-def http_server(start: Start, port: int) -> RankProcess:
-    server = start(sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", port)
-    wait_until_it_listens(server, port)
-    return server
-
-
-@pytest.fixture
-def mute_listener(start: Start, port: int) -> RankProcess:
-    """Accepts connections and never says a word."""
-    return listener(start, port, "pass")
-
-
-@pytest.fixture
-def random_bytes_listener(start: Start, port: int) -> RankProcess:
-    """Sends 10 MB of random bytes to whoever connects."""
-    return listener(start, port, "threading.Thread(target=held[-1].sendall, args=(os.urandom(10_000_000),)).start()")
-
-
-def listener(start: Start, port: int, then: str) -> RankProcess:
-    server = start(
-        sys.executable,
-        "-c",
-        "import os, socket, threading\n"
-        f"listener, held = socket.create_server(('127.0.0.1', {port})), []\n"
-        "while True:\n"
-        "    held.append(listener.accept()[0])\n"
-        f"    {then}\n",
-    )
-    wait_until_it_listens(server, port)
-    return server
-
-
-def wait_until_it_listens(server: RankProcess, port: int) -> None:
-    """Wait until a server listens, without connecting to it."""
-    deadline = server.started + 20
-    while not any(
-        one.laddr.port == port and one.status == psutil.CONN_LISTEN
-        for one in psutil.Process(server.process.pid).net_connections("tcp")
-    ):
-        assert server.process.poll() is None, server.err
-        assert time.monotonic() < deadline
-
-
-@pytest.mark.parametrize(
-    ("stranger", "answer"),
-    [
-        ("ssh_server", r"something else answers: SSH-2\.0-OpenSSH_"),
-        ("http_server", r"something else answers: HTTP/1\.0 400 Bad request"),
-        ("mute_listener", r"something accepts connections there but says nothing\n"),
-        ("random_bytes_listener", r"something else answers: [^\n]*\\x[^\n]*\n"),
-    ],
-)
-def test_another_server_on_rank_0s_port_is_named_to_rank_1_by_its_first_bytes_and_to_rank_0_by_its_process(
-    request: pytest.FixtureRequest, start_rank: Start, port: int, stranger: str, answer: str
+def test_an_sshd_on_rank_0s_port_is_named_by_its_first_bytes_and_by_its_process(
+    ssh_server: RankProcess, start: Start, port: int
 ) -> None:
-    server: RankProcess = request.getfixturevalue(stranger)
-    told, errors = [], []
+    errors = []
     for rank in (1, 0):
-        process = start_rank(rank, 2)
-        told.append(left(process, 11) - process.started)
+        process = start(*RUN, "--world_size", 2, "--rank", rank, "--master_port", port, "--no_python", "true")
+        assert process.wait(20) == 11
         errors.append(last_error(process.err))
     of_rank_1, of_rank_0 = errors
     assert of_rank_1.startswith(f"error[master-not-a-store]: what listens at 127.0.0.1:{port} is not rank 0\n")
-    assert re.search(answer, of_rank_1)
-    owner = psutil.Process(server.process.pid)
-    since = datetime.fromtimestamp(owner.create_time()).strftime("%Y-%m-%d %H:%M:%S")
+    assert "something else answers: SSH-2.0-OpenSSH_" in of_rank_1
+    since = datetime.fromtimestamp(psutil.Process(ssh_server.process.pid).create_time()).strftime("%Y-%m-%d %H:%M:%S")
     assert of_rank_0.startswith(f"error[port-in-use]: rank 0 cannot listen at 127.0.0.1:{port}: the port is in use\n")
-    command = " ".join(" ".join(owner.cmdline()).split()).partition(" [listener]")[0]  # sshd counts its startups there
-    assert f"it is held by pid {owner.pid} (LISTEN), started {since}: {command}" in of_rank_0
-    assert server.process.poll() is None
-    who = stranger.replace("_", " ")
-    named = "first bytes" if "answers" in answer else "that it says nothing"
-    record(f"{who} on rank 0's port", "master-not-a-store", named, seconds=told[0], within=5, codes=[11], row=5)
-    named = "pid, command, start time"
-    record(f"{who} where rank 0 is to listen", "port-in-use", named, seconds=told[1], within=5, codes=[11], row=6)
+    assert f"it is held by pid {ssh_server.process.pid} (LISTEN), started {since}: sshd: " in of_rank_0
+    assert ssh_server.process.poll() is None
 
 
-def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start_rank: Start, start: Start, port: int) -> None:
-    """Strangers come while the run waits and while it trains, and some connections stay open until it has ended."""
-    ranks = [start_rank(0, 2, *LONGER, 5)]
+def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start: Start, port: int) -> None:
+    """Strangers come while the run waits and while it works, and some connections stay open until it has ended."""
+    run = [*RUN, "--world_size", 2, "--master_port", port, "--peer_timeout", 3]
+    ranks = [start(*run, "--rank", 0, *WORKS)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     with ExitStack() as held:
         come_as_strangers(start, port, held)
-        ranks.append(start_rank(1, 2, *LONGER, 5))
-        ranks[0].wait_for("step 100/")
+        ranks.append(start(*run, "--rank", 1, *WORKS))
+        ranks[0].wait_for("starting sleep as rank")
         come_as_strangers(start, port, held)
         assert [rank.process.poll() for rank in ranks] == [None, None]
-        assert "epoch 5/5 loss" not in ranks[0].err
         codes = [rank.wait() for rank in ranks]
     texts = "".join(rank.err for rank in ranks)
     assert codes == [0, 0], texts
     assert "error[" not in texts and "refused" not in texts and "Traceback" not in texts
-    record("strangers on a healthy run's port", "none", "nothing", seconds=None, within=None, codes=codes, row=29)
 
 
 CLEAR = "\x1b[2J\r\x9b"
@@ -173,9 +110,10 @@ ESCAPED = "\\x1b[2J\\r\\x9b"
 
 
 def test_control_characters_of_a_stranger_are_escaped_in_the_terminals_of_all_ranks_and_in_status(
-    start: Start, start_rank: Start, port: int
+    start: Start, port: int
 ) -> None:
-    ranks = [start_rank(rank, 3) for rank in (0, 1)]
+    run = [*RUN, "--world_size", 3, "--master_port", port]
+    ranks = [start(*run, "--rank", rank, *WORKS) for rank in (0, 1)]
     ranks[1].wait_for("waiting for rank 2; 2 of 3 here")
     with Stranger(port) as stranger:
         stranger.say(Seal(None).close(Hello, "", {"nonce": "", "info": {"rank": 2, "host": f"a\n{CLEAR}"}}))
@@ -187,7 +125,7 @@ def test_control_characters_of_a_stranger_are_escaped_in_the_terminals_of_all_ra
     for rank in ranks:
         rank.wait_for(f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch")
         rank.wait_for("a process that says it is rank 2 on 'a")
-    seen = [start("ddp-manual", "status", "--master_port", port, *as_json) for as_json in ([], ["--json"])]
+    seen = [start(*RUN[:3], "status", "--master_port", port, *as_json) for as_json in ([], ["--json"])]
     assert [status.wait() for status in seen] == [0, 0]
     assert f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch" in seen[0].out
     assert not any(letter in process.out + process.err for process in (*ranks, *seen) for letter in "\x1b\r\x9b")
@@ -216,7 +154,7 @@ def test_control_characters_of_a_false_rank_0_are_escaped_and_its_folder_is_not_
         with say_as_rank_0(false, welcome, RunEnds(verdict)):
             assert own.wait(20) == 14
         assert f"error[peer-lost]: a{ESCAPED}\n  why:  two\n        lines{ESCAPED}\n  next: rm {ESCAPED}\n" in own.err
-        looking = start("ddp-manual", "status", "--master_port", false_port)
+        looking = start(*RUN[:3], "status", "--master_port", false_port)
         seen = {**asdict(news), "run": asdict(run), "ranks": [], "progress": None, "failure": asdict(verdict)}
         with say_as_rank_0(false, unsigned.close(Seen, "", seen)):
             assert looking.wait(20) == 0
@@ -248,7 +186,7 @@ def test_an_hours_worth_of_strangers_in_a_minute_changes_neither_heartbeats_nor_
     messages, hellos, damaged hellos, looks. Without a token they come once all ranks are here, since one of their
     hellos would make a rank. With a token, rank 1 comes while they do."""
     command = [rank_command(rank, 2, *LONGER, 1000, "--join_timeout", 300) for rank in range(2)]
-    env = {"fresh": True, "DDP_MANUAL_TOKEN": token}
+    env = {"DDP_MANUAL_TOKEN": token}
     ranks = [start(*command[0], **env)]
     listener = socket.create_server(("127.0.0.1", 0))
     hello = hello_of(start(*command[1], "--master_port", listener.getsockname()[1], **env), listener, token)

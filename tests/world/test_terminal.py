@@ -169,28 +169,15 @@ def test_the_bar_fits_80_columns_and_gives_way_to_an_error_whose_command_can_be_
         )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_on_a_rank_that_waits_alone_is_answered_in_one_line(
-    at_terminal: Type, typed: Callable[..., str], rank: int
+    at_terminal: Type, typed: Callable[..., str]
 ) -> None:
-    terminal = at_terminal(typed(rank))
+    terminal = at_terminal(typed(0))
     terminal.wait_for(lambda lines: lines[-1] == "" and lines[-2:][0].startswith("  ("))  # the last line of the advice
     before = len(terminal.lines)
     terminal.type("\x03")
     said = "error[stopped]: stopped by Ctrl-C (SIGINT) while it waited for the other ranks"
     assert terminal.wait()[before - 1 :] == [said]
-
-
-def test_a_rank_that_is_stopped_while_others_wait_is_told_to_start_again_without_resume(
-    start_rank: Start,
-) -> None:
-    ranks = [start_rank(rank, 3) for rank in range(2)]
-    ranks[1].wait_for("2 of 3 here")
-    ranks[1].process.send_signal(signal.SIGTERM)
-    assert ranks[1].wait(10) == 143
-    said = "error[stopped]: stopped by SIGTERM\n  next: start this rank again: the others wait for it\n"
-    assert ranks[1].err.endswith(said)
-    assert ranks[0].process.poll() is None
 
 
 def test_a_terminal_that_is_not_read_neither_ends_the_run_nor_its_own_rank(

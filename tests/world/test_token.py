@@ -1,48 +1,29 @@
-"""With a token, no stranger becomes a rank and no rank takes a stranger for rank 0; the token itself is never seen."""
+"""With a token, on real sockets: what was recorded takes no rank, no rank takes a false rank 0 for the true one. The
+token itself is never seen, neither on the wire nor in torch's store nor in a file."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
-from ddp_manual.messages import (
-    Failed,
-    Finished,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    LastWords,
-    Leaves,
-    Look,
-    LostRank0,
-    Question,
-    Rank0Leaves,
-    Refused,
-    RunEnds,
-    Stopping,
-    Verdict,
-)
+from ddp_manual.messages import Look, Question
 from ddp_manual.protocol.seal import Seal
-from tests.catalogue import record
-from tests.clock import left
-from tests.conftest import LONGER, SHORT, RankProcess, Start
+from tests.conftest import HOST, LONGER, RankProcess, Start, last_error
 from tests.strangers import Stranger
 from tests.world.test_check_and_status import look
-from tests.world.test_rendezvous import last_error
 
-HOST = os.uname().nodename
 TOKEN = "correct-horse-battery-staple"
+RUN = (sys.executable, "-m", "ddp_manual", "run")
+WORKS = ("--no_python", "sleep", 1)
 
 
 class Eavesdropper:
@@ -107,32 +88,23 @@ def token_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_process_without_the_token_or_with_another_one_never_becomes_a_rank(
-    start_rank: Start, token_file: Path
-) -> None:
-    ranks = [start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN), start_rank(2, 3, "--token_file", token_file)]
-    for rank in ranks:
-        rank.wait_for("waiting for rank 1; 2 of 3 here")
-    for token in ("", "another"):
-        stranger = start_rank(1, 3, DDP_MANUAL_TOKEN=token)
-        seconds = left(stranger, 12) - stranger.started
-        assert last_error(stranger.err).startswith("error[token-mismatch]")
-        for rank in ranks:
-            rank.wait_for(f"a process that says it is rank 1 on '{HOST}' was refused: token-mismatch")
-        if not token:
-            assert f"rank 0 on {HOST} (pid {ranks[0].worker}) says of its request: it is not " in stranger.err
-    codes = [rank.wait() for rank in (ranks[0], start_rank(1, 3, DDP_MANUAL_TOKEN=TOKEN), ranks[1])]
-    assert codes == [0, 0, 0]
-    named = "who it says it is, on the others too"
-    record("no token, or another one", "token-mismatch", named, seconds=seconds, within=2, codes=[*codes, 12], row=29)
+@pytest.fixture
+def start_program(start: Start, port: int) -> Start:
+    """Start a rank of a program without torch that has the token."""
+
+    def start_program(rank: int, world_size: int, *options: object, token: str = TOKEN) -> RankProcess:
+        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port, *options]
+        return start(*RUN, *meeting, *WORKS, DDP_MANUAL_TOKEN=token)
+
+    return start_program  # type: ignore[return-value]
 
 
 def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
-    start_rank: Start, port: int, eavesdropper: Eavesdropper, tmp_path: Path
+    start_program: Start, port: int, eavesdropper: Eavesdropper
 ) -> None:
-    rank_0 = start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN)
+    rank_0 = start_program(0, 3)
     rank_0.wait_for("waiting for ranks 1-2; 1 of 3 here")
-    overheard = start_rank(1, 3, "--master_port", eavesdropper.port, DDP_MANUAL_TOKEN=TOKEN)
+    overheard = start_program(1, 3, "--master_port", eavesdropper.port)
     rank_0.wait_for("waiting for rank 2; 2 of 3 here")
     overheard.process.terminate()
     assert overheard.wait(10) == 143
@@ -147,7 +119,7 @@ def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
         turned_away(port, recorded)
     rank_0.wait_for(refused)
     rank_0.wait_for(refused.replace("rank 1", "rank 2"))
-    true = start_rank(1, 3, DDP_MANUAL_TOKEN=TOKEN)
+    true = start_program(1, 3)
     true.wait_for("waiting for rank 2; 2 of 3 here")
     turned_away(port, everything)
     assert f"pid {true.worker}) " not in rank_0.err
@@ -156,15 +128,12 @@ def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
         assert rank.wait(10) == 143
         assert "error[token-mismatch]" not in rank.err
 
-    again = ["--run_dir", tmp_path / "next"]
-    ranks = [start_rank(0, 2, *again, DDP_MANUAL_TOKEN=TOKEN)]
+    ranks = [start_program(0, 2)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     turned_away(port, everything)
     ranks[0].wait_for(f"waiting for rank 1; 1 of 2 here: 0 ({HOST}); {refused}")
-    ranks.append(start_rank(1, 2, *again, DDP_MANUAL_TOKEN=TOKEN))
+    ranks.append(start_program(1, 2))
     assert [rank.wait() for rank in ranks] == [0, 0]
-    roster = json.loads((tmp_path / "next" / "summary.json").read_text())["roster"]
-    assert [entry["pid"] for entry in roster] == [rank.worker for rank in ranks]
 
 
 def turned_away(port: int, recorded: bytes) -> None:
@@ -176,31 +145,13 @@ def turned_away(port: int, recorded: bytes) -> None:
         assert b"refused" in answer and b"signature" in answer
 
 
-@pytest.mark.parametrize("token", ["", "another"])
-def test_a_rank_with_a_token_refuses_a_rank_0_without_it(start_rank: Start, port: int, token: str) -> None:
-    false = start_rank(0, 2, DDP_MANUAL_TOKEN=token)
-    false.wait_for("waiting for rank 1; 1 of 2 here")
-    rank = start_rank(1, 2, DDP_MANUAL_TOKEN=TOKEN)
-    seconds = left(rank, 12) - rank.started
-    why = "it is signed with another token, or was recorded elsewhere" if token else "has no token at all"
-    error = last_error(rank.err)
-    assert error.startswith(
-        f"error[token-mismatch]: rank 0 at 127.0.0.1:{port} does not have this rank's token\n"
-        f"  why:  of its answer to rank 1 ({HOST}, pid {rank.worker}): "
-    )
-    assert why in error
-    fault = f"a rank 0 with {'another' if token else 'no'} token"
-    named = "where it is, what is wrong with its answer"
-    record(fault, "token-mismatch", named, seconds=seconds, within=2, codes=[12], row=29)
-
-
 @pytest.mark.parametrize("forged", [False, True])
 def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
-    start_rank: Start, port: int, eavesdropper: Eavesdropper, forged: bool
+    start_program: Start, eavesdropper: Eavesdropper, forged: bool
 ) -> None:
-    true = start_rank(0, 3, DDP_MANUAL_TOKEN=TOKEN)
+    true = start_program(0, 3)
     true.wait_for("waiting for ranks 1-2; 1 of 3 here")
-    overheard = start_rank(1, 3, "--master_port", eavesdropper.port, DDP_MANUAL_TOKEN=TOKEN)
+    overheard = start_program(1, 3, "--master_port", eavesdropper.port)
     true.wait_for("waiting for rank 2; 2 of 3 here")
     greeting, welcome = (eavesdropper.line_from_rank_0(kind) for kind in ("greeting", "welcome"))
     overheard.kill()
@@ -210,7 +161,7 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
         welcome = json.dumps(unsigned).encode() + b"\n"
     with socket.create_server(("127.0.0.1", 0)) as false:
         false_port = false.getsockname()[1]
-        rank = start_rank(1, 3, "--master_port", false_port, DDP_MANUAL_TOKEN=TOKEN)
+        rank = start_program(1, 3, "--master_port", false_port)
         connection, _ = false.accept()
         with connection:
             connection.sendall(greeting)
@@ -224,39 +175,20 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
     assert ("it is not signed with a token" if forged else "or was recorded elsewhere") in error
 
 
-def test_messages_of_a_stranger_that_poses_as_a_rank_are_ignored(start_rank: Start, port: int) -> None:
-    ranks = [start_rank(rank, 3, DDP_MANUAL_TOKEN=TOKEN) for rank in (0, 1)]
-    for rank in ranks:
-        rank.wait_for("waiting for rank 2; 2 of 3 here")
-    words = LastWords("peer-lost", "forged", "", "", 14)
-    for message in (
-        *(Leaves(words), Failed(words), LostRank0(words), Goodbye(), Finished(), Heartbeat(), Stopping()),
-        *(Rank0Leaves(), RunEnds(Verdict(**asdict(words), rank=0, host="x", pid=1))),
-        *(Seal(None).close(kind, "", {"rank": 1, "host": "x"}) for kind in (Refused, Hello)),
-    ):
-        with Stranger(port) as stranger:
-            stranger.say(message)
-            answer = stranger.rest(timeout=0.3)
-            assert answer == b"" or b"refused" in answer
-    codes = [rank.wait() for rank in (*ranks, start_rank(2, 3, DDP_MANUAL_TOKEN=TOKEN))]
-    assert codes == [0, 0, 0]
-    texts = "".join(rank.err for rank in ranks)
-    assert "forged" not in texts and "error[" not in texts
-
-
-def test_status_needs_the_token_too(start: Start, start_rank: Start, port: int, token_file: Path) -> None:
-    rank_0 = start_rank(0, 2, DDP_MANUAL_TOKEN=TOKEN)
+def test_a_rank_and_status_need_the_token(start: Start, start_program: Start, port: int, token_file: Path) -> None:
+    rank_0 = start_program(0, 2)
     rank_0.wait_for("waiting for rank 1; 1 of 2 here")
     for token in ("", "another"):
         denied = look(start, port, DDP_MANUAL_TOKEN=token)
         assert denied.wait(10) == 12, denied.err
         assert denied.err.startswith("error[token-mismatch]") and denied.out == ""
+        stranger = start_program(1, 2, token=token)
+        assert stranger.wait(10) == 12 and last_error(stranger.err).startswith("error[token-mismatch]")
     with Stranger(port) as stranger:
         stranger.say(Seal(None).close(Look, "", Question("x")))
         assert b"seen" not in stranger.rest(timeout=0.5)
     allowed = look(start, port, "--token_file", token_file)
     assert allowed.wait(10) == 0 and "1 of 2 ranks are here" in allowed.out
-    assert [start_rank(1, 2, DDP_MANUAL_TOKEN=TOKEN).wait(), rank_0.wait()] == [0, 0]
 
 
 def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
@@ -268,7 +200,7 @@ def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
 def test_two_ranks_with_the_same_token_train_and_nothing_reveals_the_token(
     start_rank: Start, eavesdropper: Eavesdropper, tmp_path: Path, token_file: Path
 ) -> None:
-    """The token is neither on the wire, nor in torch's store, nor in a file."""
+    """The token is neither on the wire, nor in torch's store, nor in a file, nor in a command that is printed."""
     options = [*LONGER, 3, "--token_file", token_file]
     ranks = [start_rank(0, 2, *options)]
     ranks[0].wait_for("listening at")
@@ -280,44 +212,36 @@ def test_two_ranks_with_the_same_token_train_and_nothing_reveals_the_token(
     del store
     assert any("process_group/" in key for key in keys)
     assert [rank.wait() for rank in ranks] == [0, 0]
+    waiting = start_rank(0, 2, "--join_timeout", 3, "--run_dir", tmp_path / "failed", DDP_MANUAL_TOKEN=TOKEN)
+    assert waiting.wait(30) == 10
+    assert "to start what is missing:\n" in waiting.err
     wire = {"to rank 0": bytes(eavesdropper.to_rank_0), "from rank 0": bytes(eavesdropper.from_rank_0)}
     assert all(b"signature" in text for text in wire.values())
     places = {**keys, **wire, **dict(everything_in(tmp_path))}
-    assert {tmp_path / "run" / name for name in ("config.json", "summary.json")} <= {*places}
+    named = {
+        tmp_path / "run" / "config.json",
+        tmp_path / "run" / "summary.json",
+        tmp_path / "failed/failure-rank0.json",
+    }
+    assert named <= {*places}
     assert [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)] == []
 
 
-def test_launch_passes_the_token_on_and_leaves_it_in_no_file(
-    start: Start, small_data: Path, tmp_path: Path, token_file: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    options = [*SHORT, "--data_dir", small_data, "--token_file", token_file]
-    launcher = start(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", run_dir, "--", *options)
+def test_launch_passes_the_token_on_and_leaves_it_in_no_file(start: Start, tmp_path: Path, token_file: Path) -> None:
+    options = ["--nproc", 2, "--run_dir", tmp_path / "run", "--token_file", token_file, "--no_python", "env"]
+    launcher = start(*RUN[:3], "launch", *options)
     assert launcher.wait() == 0, launcher.err
     places = dict(everything_in(tmp_path))
-    assert {run_dir / name for name in ("config.json", "summary.json", "log-rank0.txt", "log-rank1.txt")} <= {*places}
-    assert [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)] == []
-
-
-def test_the_token_is_not_in_the_command_for_a_missing_rank_nor_in_a_failure_file(
-    start_rank: Start, tmp_path: Path
-) -> None:
-    waiting = start_rank(0, 2, "--join_timeout", 3, DDP_MANUAL_TOKEN=TOKEN)
-    assert waiting.wait(30) == 10
-    assert "to start what is missing:\n" in waiting.err
-    places = dict(everything_in(tmp_path))
-    assert tmp_path / "run" / "failure-rank0.json" in places
+    assert {tmp_path / "run" / name for name in ("log-rank0.txt", "log-rank1.txt")} <= {*places}
     assert [place for place, text in places.items() if TOKEN.encode() in text] == []
 
 
-def test_an_unusable_token_is_refused_before_anything_listens(
-    start: Start, start_rank: Start, rank_command: Callable[..., list[object]], tmp_path: Path
-) -> None:
+def test_an_unusable_token_is_refused_before_anything_listens(start: Start, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "large").write_bytes(b"x" * 1_000_000)
+    run = [*RUN, "--world_size", 2, "--rank", 0]
     expected: dict[RankProcess, tuple[str, str]] = {
-        start("env", "DDP_MANUAL_TOKEN=", *rank_command(0, 2)): ("DDP_MANUAL_TOKEN holds no token", "it is empty"),
-        start_rank(0, 2, DDP_MANUAL_TOKEN=" "): ("DDP_MANUAL_TOKEN holds no token", "it is empty"),
+        start("env", "DDP_MANUAL_TOKEN=", *run, *WORKS): ("DDP_MANUAL_TOKEN holds no token", "it is empty"),
     }
     for name, what, why in (
         ("empty", "holds no token", "it is empty"),
@@ -326,7 +250,7 @@ def test_an_unusable_token_is_refused_before_anything_listens(
         (".", "cannot be read", "Is a directory"),
     ):
         file = tmp_path / name
-        expected[start_rank(0, 2, "--token_file", file)] = (f"--token_file {file} {what}", why)
+        expected[start(*run, "--token_file", file, *WORKS)] = (f"--token_file {file} {what}", why)
     for rank, (what, why) in expected.items():
         assert rank.wait() == 2
         assert last_error(rank.err).startswith(f"error[bad-option]: {what}\n  why:  {why}")

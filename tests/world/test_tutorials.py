@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import re
 import subprocess
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 from ddp_manual import TrainConfig
-from ddp_manual.training.models import MLP
 from tests import tracked, tutorials
-from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class, jupyter_below
+from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class
 
 
 @pytest.mark.soak
@@ -35,12 +33,6 @@ def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     accuracies = json.loads(outputs["accuracies"][0].read_text())
     assert len(accuracies) == 2 and accuracies[-1] > (0.95 if ALL_DIGITS else 0.7)
     assert f"[rank 0] epoch 2/2: test accuracy {100 * accuracies[-1]:.2f}%" in said
-    model = MLP()
-    model.load_state_dict(torch.load(outputs["model"][0], weights_only=True))
-    with open(outputs["predictions"][0]) as file:
-        table = list(csv.DictReader(file))
-    assert len(table) == (10_000 if ALL_DIGITS else 1_000) and {f"p_{digit}" for digit in range(10)} < {*table[0]}
-    assert sum(row["guess"] == row["truth"] for row in table) / len(table) == pytest.approx(accuracies[-1])
     assert {path.name for path in outputs["figures"]} == {"confusion.png", "predictions.png", "samples.png"}
     config = outputs["model"][0].parent / "config.json"
     assert json.loads(config.read_text())["run"]["world_size"] == 2
@@ -48,10 +40,10 @@ def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name not in ("typed", "temporary")]
 
 
-def test_2_gpus_are_requested_only_where_they_are_wanted_and_the_outputs_are_typed() -> None:
+def test_2_gpus_are_requested_only_where_they_are_wanted() -> None:
     """Looks at what would be sent to an engine."""
     script = """
-import importlib, json, os, sys
+import importlib, os, sys
 sys.path.insert(0, "examples")
 import flyte_workflow
 from flytekit.configuration import Image, ImageConfig, SerializationSettings
@@ -61,26 +53,13 @@ from flytekit.tools.translator import get_serializable
 settings = SerializationSettings(image_config=ImageConfig(default_image=Image("here", "there", "now")))
 for gpus in ("0", "4"):
     os.environ["GPUS"] = gpus
-    task = get_serializable({}, settings, importlib.reload(flyte_workflow).train).template
-    requests = {request.name: request.value for request in task.container.resources.requests}
-    outputs = {name: variable.type for name, variable in task.interface.outputs.items()}
-    figures = outputs.pop("figures").collection_type
-    formats = {"figures": figures.blob.format, **{name: type.blob.format for name, type in outputs.items()}}
-    print(json.dumps([requests.get(Resources.ResourceName.GPU), task.container.env, formats]))
+    container = get_serializable({}, settings, importlib.reload(flyte_workflow).train).template.container
+    requests = {request.name: request.value for request in container.resources.requests}
+    print(requests.get(Resources.ResourceName.GPU), container.env["RANKS"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    formats = {"accuracies": "json", "model": "pt", "predictions": "csv", "figures": "png"}
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
-        [None, {"RANKS": "2"}, formats],
-        ["4", {"RANKS": "4"}, formats],
-    ]
+    command, env = [sys.executable, "-c", script], clean_environment()
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["None 2", "4 4"]
 
 
 @pytest.mark.soak
@@ -103,7 +82,7 @@ def test_3_the_notebook(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     few = first_of_each_class(cifar10, tmp_path / "few", train=13, test=5)
     (tmp_path / "typed").mkdir()
     folder = tutorials.workspace(tmp_path / "typed", digits, few)
-    tutorials.type_in(folder, 3, OMP_NUM_THREADS="1", **jupyter_below(tmp_path))
+    tutorials.type_in(folder, 3, OMP_NUM_THREADS="1", **tutorials.jupyter_below(tmp_path))
     notebook = nbformat.read(folder / "cifar10_two_ranks.ipynb", as_version=4)
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     said = "".join(output.text for output in outputs["training"])
@@ -117,10 +96,7 @@ def test_3_the_notebook(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     accuracy = json.loads((run_dir / "summary.json").read_text())["final_test_accuracy"]
     assert f"epoch 3/3: test accuracy {100 * accuracy:.2f}%" in said
     assert ["image/png" in output.get("data", {}) for output in outputs["curves"]] == [True]
-    told, picture = outputs["predictions"]
-    with open(run_dir / "predictions.csv") as file:
-        first = next(csv.DictReader(file))
-    assert told.text.splitlines()[1].split()[:3] == [first["id"], first["guess"], f"({first['truth']})"]
+    _, picture = outputs["predictions"]
     assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
 
 

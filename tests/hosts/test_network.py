@@ -1,0 +1,195 @@
+"""What lies between hosts, with a real firewall and real cables: closed ports, lost packets, cuts. Nothing closes a
+connection here, so the ranks can only notice the silence; they name the hosts on the other side of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONGER, RankProcess, last_error, wait_until
+from tests.hosts.conftest import Hosts
+from tests.hosts.hosts import Host
+from tests.hosts.test_names import codes, start_ranks
+
+CUTS = int(os.environ.get("DDP_MANUAL_SOAK_CUTS", "1"))
+PEER_TIMEOUT = 3
+# Seconds until all have left, where torch itself waits for 30 minutes.
+WITHIN = PEER_TIMEOUT + 10
+WORKS = ("sleep", 60)
+
+
+@pytest.mark.parametrize(
+    ("closes", "said", "error"),
+    [
+        ("drop_from", "no answer from {}: dropped, or no route", "error[master-unreachable]: no answer for "),
+        (
+            "reject_from",
+            "nothing listens at {}: is rank 0 started?",
+            "error[master-refused]: nothing has listened for ",
+        ),
+    ],
+)
+def test_a_rank_whose_packets_to_rank_0_are_dropped_or_rejected_says_which(
+    hosts: Hosts, port: int, closes: str, said: str, error: str
+) -> None:
+    two = hosts(2)
+    getattr(two[0], closes)(two[1], port)
+    rank_0 = two[0].start_program(0, 2)
+    rank_0.wait_for("listening at ")
+    lost = two[1].start_program(1, 2, "--join_timeout", 4)
+    # A connection is given 2 s; the system's own timeout for one is two minutes.
+    assert lost.wait_for(said.format(f"{two[0].address}:{port}")) < 10
+    assert lost.wait(20) == 11
+    assert last_error(lost.err).startswith(error)
+    two[0].open_all()
+    assert codes(rank_0, two[1].start_program(1, 2)) == [0, 0], rank_0.err
+
+
+@pytest.mark.parametrize(
+    ("closes", "answer"), [("drop_from", "no answer within 3 s: dropped"), ("reject_from", "connection refused")]
+)
+def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_named(
+    hosts: Hosts, closes: str, answer: str
+) -> None:
+    three = hosts(3)
+    getattr(three[2], closes)(three[1])
+    ranks = start_ranks(three)
+    assert codes(*ranks) == [18, 18, 18]
+    _, second, third = (host.address for host in three)
+    for rank in ranks:
+        error = last_error(rank.err)
+        what = "error[peer-unreachable]: 1 of the connections between hosts cannot be made: hostB -> hostC\n"
+        assert error.startswith(what)
+        why = rf"  why:  from {second} \(rank 1 on hostB\) to {third}:\d+ \(rank 2 on hostC\): {answer}\n"
+        next = re.escape(f"  next: open all TCP ports from {second} to {third}, such as on hostC: ")
+        assert re.search(why + next, error), error
+
+
+def test_where_only_rank_0s_port_is_open_every_rank_names_both_directions(hosts: Hosts, port: int) -> None:
+    two = hosts(2)
+    for host in two:
+        host.only_port_open(port)
+    ranks = start_ranks(two)
+    assert codes(*ranks) == [18, 18]
+    for rank in ranks:
+        error = last_error(rank.err)
+        pairs = "2 of the connections between hosts cannot be made: hostA -> hostB, hostB -> hostA\n"
+        assert error.startswith(f"error[peer-unreachable]: {pairs}")
+        assert error.count(" (rank 0 on hostA): no answer within 3 s: dropped") == 1
+
+
+def test_a_path_that_loses_large_packets_is_told_from_a_closed_port(hosts: Hosts) -> None:
+    three = hosts(3)
+    three[1].nft(f"add rule inet filter output ip daddr {three[2].address} meta length > 1400 drop")
+    ranks = start_ranks(three)
+    assert codes(*ranks) == [18] * 3
+    for rank in ranks:
+        error = last_error(rank.err)
+        assert "connected, but only 0 of 16384 bytes came through: large packets are lost" in error
+        assert "next: compare the MTU of the interfaces of both hosts" in error
+        assert "open all TCP ports" not in error
+    three[1].open_all()
+    three[1].nft("add rule inet filter output meta length > 1400 drop")
+    rank_0, rank_1 = start_ranks(three[:2], "--join_timeout", 12)
+    rank_1.wait_for("and what this rank sends does not arrive: large packets are lost")
+    assert codes(rank_0, rank_1) == [10, 11]
+    assert "next: compare the MTU of the interfaces of both hosts" in last_error(rank_1.err)
+
+
+def silent(ranks: list[RankProcess], number: int) -> str:
+    who = re.escape(f"rank {number} (host{'ABC'[number]}, pid {ranks[number].worker})")
+    return rf"error\[{'peer' if number else 'master'}-lost\]: {who} has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n"
+
+
+def both_sides(ranks: list[RankProcess], alone: int) -> dict[int, str]:
+    """What each rank has to say where one host is cut off from the two others."""
+    if alone == 0:
+        return {0: f"({silent(ranks, 1)}|{silent(ranks, 2)})", 1: silent(ranks, 0), 2: silent(ranks, 0)}
+    return dict.fromkeys(range(3), silent(ranks, alone)) | {alone: silent(ranks, 0)}
+
+
+def held_to(ranks: list[RankProcess], alone: int) -> float:
+    """Assert that both sides of a cut end in time and name the other; return the seconds that took."""
+    since = time.monotonic()
+    assert codes(*ranks) == [14, 14, 14], ranks[0].err
+    seconds = time.monotonic() - since
+    for number, pattern in both_sides(ranks, alone).items():
+        assert re.match(pattern, last_error(ranks[number].err)), ranks[number].err
+    assert seconds < WITHIN
+    return seconds
+
+
+def test_where_an_interface_goes_down_both_sides_end_and_name_the_other(hosts: Hosts) -> None:
+    three = hosts(3)
+    options = ("--peer_timeout", PEER_TIMEOUT)
+    ranks = [host.start_program(rank, 3, *options, program=WORKS) for rank, host in enumerate(three)]
+    all_started(ranks)
+    three[2].interface_down()
+    held_to(ranks, 2)
+
+
+def start_kept(on: Host, rank: int, *options: object) -> RankProcess:
+    """Start one of three ranks whose seats are kept, and whose programs start again after a loss."""
+    return on.start_program(rank, 3, "--on_loss", "wait", "--peer_timeout", 2, *options, program=("sleep", 15))
+
+
+def all_started(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.wait_for("starting sleep as rank")
+
+
+def test_a_cut_that_heals_costs_time_only_and_a_rank_whose_seat_was_given_away_leaves(hosts: Hosts) -> None:
+    three = hosts(3)
+    ranks = [start_kept(host, rank) for rank, host in enumerate(three)]
+    all_started(ranks)
+    three[2].disconnect()
+    ranks[0].wait_for("has been silent for ")
+    ranks[2].wait_for("looks for rank 0 for 1800 s")
+    three[2].reconnect()
+    ranks[0].wait_for("rank 2 is back, on hostC: all 3 start again; ")
+    kept = ranks[0].err.count("Its seat is kept; ")
+    three[2].disconnect()
+    wait_until(lambda: ranks[2].err.count("looks for rank 0 for 1800 s") == 2)
+    wait_until(lambda: ranks[0].err.count("Its seat is kept; ") > kept)
+    newcomer = start_kept(three[1], 2)
+    ranks[0].wait_for("rank 2 is back, on hostB: all 3 start again; ")
+    three[2].reconnect()
+    assert ranks[2].wait(60) == 13, ranks[2].err
+    assert "error[rank-taken]: rank 2 is taken by hostB (pid " in ranks[2].err
+    assert codes(*ranks[:2], newcomer) == [0, 0, 0], ranks[0].err
+
+
+def test_rank_0_is_found_at_the_standby_address_when_its_host_is_gone(hosts: Hosts) -> None:
+    three = hosts(3)
+    ranks = [start_kept(host, rank, "--standby_addr", three[1].address) for rank, host in enumerate(three)]
+    all_started(ranks)
+    three[0].disconnect()
+    ranks[0].kill()
+    for rank in ranks[1:]:
+        rank.wait_for("looks for rank 0 for 1800 s")
+    newcomer = start_kept(three[1], 0, "--master_addr", three[1].address)
+    ranks[1].wait_for("rank 0 is back, on hostB: all 3 start again; ")
+    assert codes(newcomer, *ranks[1:]) == [0, 0, 0]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 + 40 * CUTS)
+def test_cuts_at_random_moments(hosts: Hosts, tmp_path: Path) -> None:
+    """The number of a cut is its seed, so every cut can be repeated."""
+    for number in range(CUTS):
+        order = random.Random(number)
+        three = hosts(3)
+        alone, pause = order.randrange(3), order.uniform(0, 3)
+        way = order.choice(("interface_down", "disconnect", "cut_from"))
+        options = (*LONGER, 500, "--peer_timeout", PEER_TIMEOUT, "--run_dir", tmp_path / f"run{number}")
+        ranks = [host.start_rank(rank, 3, *options) for rank, host in enumerate(three)]
+        ranks[0].wait_for("[rank 0] step 100/")
+        time.sleep(pause)
+        getattr(three[alone], way)(*([host for host in three if host is not three[alone]] if way == "cut_from" else []))
+        seconds = held_to(ranks, alone)
+        print(f"cut {number}: {way} of rank {alone} {pause:.2f} s after step 100: {seconds:.1f} s", flush=True)
