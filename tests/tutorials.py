@@ -2,7 +2,7 @@
 
 A block that begins with ``$ `` is what a user types and sees: each line after ``$ `` is a command, run by bash one
 after the other; one that ends in `` &`` runs beside those that follow. Other lines of such a block are what is seen,
-and are not compared. A ``python`` block whose first line is ``# name.py`` is written to that file first.
+and are not compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.conftest import REPOSITORY, clean_environment
 
 PAGE = REPOSITORY / "docs" / "from-tutorials.md"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def section(number: int) -> str:
@@ -27,18 +27,8 @@ def section(number: int) -> str:
 
 def commands(number: int) -> list[str]:
     """Return the commands of a section, in order."""
-    blocks = [text for _, text in BLOCK.findall(section(number)) if text.startswith("$ ")]
+    blocks = [text for text in BLOCK.findall(section(number)) if text.startswith("$ ")]
     return [line.removeprefix("$ ") for text in blocks for line in text.splitlines() if line.startswith("$ ")]
-
-
-def scripts(number: int) -> dict[str, str]:
-    """Return file name -> content of the Python programs that the section shows in full."""
-    found = {}
-    for language, text in BLOCK.findall(section(number)):
-        name = re.match(r"# (\w+\.py)\n", text)
-        if language == "python" and name:
-            found[name[1]] = text
-    return found
 
 
 def workspace(folder: Path, mnist: Path, cifar10: Path) -> Path:
@@ -52,8 +42,6 @@ def workspace(folder: Path, mnist: Path, cifar10: Path) -> Path:
 
 def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> list[str]:
     """Run all commands of a section in ``folder``; return the output of each, and fail if a command fails."""
-    for name, text in scripts(number).items():
-        (folder / name).write_text(text, encoding="utf-8")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = clean_environment(PATH=path, **env)
     running: list[tuple[str, subprocess.Popen[str]]] = []
