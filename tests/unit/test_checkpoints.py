@@ -383,6 +383,21 @@ def test_a_folder_is_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pyte
         pass
 
 
+def test_an_old_failure_that_cannot_be_renamed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that this rank may only read; root, which the tests may be, could rename it all the same."""
+
+    def refuse(*names: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    paths = RunPaths(tmp_path)
+    paths.failure(1).write_text("{}")
+    monkeypatch.setattr(os, "replace", refuse)
+    paths.set_failures_aside(1)
+    assert paths.failures() == [paths.failure(1)]
+
+
 def type_at_the_script(monkeypatch: pytest.MonkeyPatch, *typed: str) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", *typed])
     monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", *typed])

@@ -200,6 +200,19 @@ def test_a_damaged_cache_that_nobody_can_remove_or_replace_is_not_used(
     assert source("mnist", tiny_mnist).load("test").images.flatten().tolist() == list(range(12))
 
 
+def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert pixels(tiny_mnist) == list(range(12))
+    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
+    content = path.read_bytes()
+    path.unlink()
+    path.mkdir()  # as little can be done about it as about a file in a folder that is read-only
+    path.with_name(f"{path.name}.kept").write_bytes(content)
+    assert pixels(tiny_mnist) == list(range(12))
+
+
 def test_a_host_that_is_slower_leaves_the_cache_of_the_faster_one_where_it_is(tiny_mnist: Path) -> None:
     mnist = source("mnist", tiny_mnist)
     mnist.prepare()

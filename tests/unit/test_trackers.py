@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_manual import cli, join
+from ddp_manual import cli, join, launchers
 from ddp_manual.errors import BadOption, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import config as train_config
@@ -175,6 +176,19 @@ def test_what_is_left_to_do_after_a_world_of_one_is_done_whatever_its_end(tmp_pa
     assert (tmp_path / "failure-rank0.json").exists() is fails
 
 
+def test_variables_say_where_wandb_keeps_files_for_one_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    monkeypatch.setenv("WANDB_CACHE_DIR", "/the/users/own")
+    for run in (tmp_path / "first", tmp_path / "second"):
+        with launchers.wandb_files_below(run):
+            assert os.environ["WANDB_DATA_DIR"] == str(run / "data")
+            assert os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
+        assert "WANDB_DATA_DIR" not in os.environ
+    assert os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
+
+
 def test_the_table_has_the_first_100_predictions_as_they_are_ordered() -> None:
     images = torch.arange(120, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 4, 5)
     split = Split(images, torch.zeros(120, dtype=torch.int64), ("cat", "dog"))
@@ -257,6 +271,14 @@ def test_a_stall_timeout_that_is_shorter_than_wandb_may_take_to_begin_is_warned_
         "30 s"
     )
     assert warnings() == ([expected] if warned else [])
+
+
+def test_a_folder_that_has_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flytekit_of_another_name").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(train_config.PACKAGES, "flyte", ("flytekit_of_another_name",))
+    with pytest.raises(BadOption, match=r"examples/flyte_workflow\.py needs flytekit_of_another_name"):
+        train_config.require("flyte", "examples/flyte_workflow.py")
 
 
 def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> None:
