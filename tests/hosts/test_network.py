@@ -177,7 +177,7 @@ def test_rank_0_is_found_at_the_standby_address_when_its_host_is_gone(hosts: Hos
     assert codes(newcomer, *ranks[1:]) == [0, 0, 0]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.timeout(60 + 40 * CUTS)
 def test_cuts_at_random_moments(hosts: Hosts, tmp_path: Path) -> None:
     """The number of a cut is its seed, so every cut can be repeated."""

@@ -289,7 +289,7 @@ def test_a_c_call_that_holds_the_gil_is_no_fault_and_status_shows_its_line(start
     assert "error[" not in ranks[0].err + ranks[1].err and " is slow: " not in ranks[0].err
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.alone
 @pytest.mark.timeout(300 + 2 * BUSY_SECONDS)
 def test_a_run_on_cores_that_are_four_times_oversubscribed_reports_no_fault(
@@ -322,7 +322,7 @@ LOST = {
 FROM_OUTSIDE = ("kill", "stop", "agent", "freeze")
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.timeout(60 + 30 * TRIALS)
 def test_deaths_at_random_moments(
     start: Start, rank_command: RankCommand, port: int, tmp_path: Path, memory: MakeGroup

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import re
 import shutil
 import sys
 from collections import Counter
@@ -41,17 +40,16 @@ SUMMARY_KEYS = {
 }
 
 
-# The worker says in its second backward pass what it has besides the training.
+# The worker says in its second backward pass whether it has a process group.
 WATCHED = """
 import sys
 if "worker" in sys.orig_argv[1]:
-    import threading, psutil, torch, torch.distributed as dist
+    import torch, torch.distributed as dist
     backward, calls = torch.autograd.backward, []
     def watched(*arguments, **options):
         calls.append(None)
         if len(calls) == 2:
-            threads = sorted(thread.name for thread in threading.enumerate())
-            print(threads, psutil.Process().net_connections("inet"), dist.is_initialized(), file=sys.stderr)
+            print("has a process group:", dist.is_initialized(), file=sys.stderr)
         return backward(*arguments, **options)
     torch.autograd.backward = watched
 """
@@ -105,7 +103,7 @@ def unpacked_mnist(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epochs(
     start: Start, port: int, digits: Path, unpacked_mnist: Path, tmp_path: Path
 ) -> None:
@@ -136,7 +134,7 @@ def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epoc
         assert all(line.startswith((f"[rank {number}] ", "  ")) for line in rank.err.splitlines())
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(unpacked_mnist: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     images, labels = draw_digits(12_000, seed=1)
@@ -172,8 +170,7 @@ def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_
 def test_no_ddp_needs_no_process_group_and_learns_the_same_parameters_bit_for_bit(
     start: Start, few_images: Path, tmp_path: Path
 ) -> None:
-    """No other threads than those that write to its agent and to its terminal, no connection, no process group; with
-    batch statistics, and random numbers in every step."""
+    """With batch statistics, and random numbers in every step."""
     (tmp_path / "sitecustomize.py").write_text(WATCHED)
     options = ["--model", "cifar-cnn", "--dataset", f"folder:{few_images}", "--batch_size", 20, "--epochs", 3]
 
@@ -183,8 +180,7 @@ def test_no_ddp_needs_no_process_group_and_learns_the_same_parameters_bit_for_bi
 
     serial, ddp = train("serial", "--world_size", 1, "--no_ddp"), train("ddp")
     assert [serial.wait(), ddp.wait()] == [0, 0], serial.err
-    assert re.search(r"\['MainThread', 'ddp_manual reporter'(, 'ddp_manual terminal')*\] \[\] False\n", serial.err)
-    assert "] True\n" in ddp.err
+    assert "has a process group: False\n" in serial.err and "has a process group: True\n" in ddp.err
     assert (tmp_path / "serial" / "model.pt").read_bytes() == (tmp_path / "ddp" / "model.pt").read_bytes()
     summary = read(tmp_path / "serial" / "summary.json")
     assert (summary["world_size"], summary["backend"], summary["roster"][0]["rank"]) == (1, "none", 0)
