@@ -19,7 +19,7 @@ from tests.hosts.test_names import codes, start_ranks
 CUTS = int(os.environ.get("DDP_MANUAL_SOAK_CUTS", "1"))
 PEER_TIMEOUT = 3
 # Seconds until all have left, where torch itself waits for 30 minutes.
-WITHIN = PEER_TIMEOUT + 10
+WITHIN = PEER_TIMEOUT + 20
 WORKS = ("sleep", 60)
 
 

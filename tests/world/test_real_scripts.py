@@ -17,12 +17,13 @@ pytestmark = pytest.mark.soak
 PEER_TIMEOUT = STALL_TIMEOUT = 3
 # Seconds that a program has to end after SIGTERM, which it may handle to save something.
 TERM_GRACE = 5
-# Seconds until all have left. A script's way out through Python and torch takes one core 0.7 s, beside busy cores 5 s.
-LEFT_WITHIN = 10
+# Seconds until all have left, where torch itself waits for 30 minutes. A script's way out through Python and torch
+# takes one core 0.7 s, beside busy cores 10 s.
+LEFT_WITHIN = 20
 # ``./scripts/soak`` tries each by hand and with launch, and compares what it prints with what it prints under torchrun.
-COMPARED = SCRIPTS if ALL else ("plain", "checkpoints", "lightning")
-BY_HAND = SCRIPTS if ALL else ("plain", "checkpoints")
-LAUNCHED = SCRIPTS if ALL else ("lightning", "trainer", "sync", "ops", "fsdp2", "groups", "pipeline")
+COMPARED = SCRIPTS if ALL else ("plain", "lightning")
+BY_HAND = SCRIPTS if ALL else ("plain",)
+LAUNCHED = SCRIPTS if ALL else ("checkpoints", "lightning", "trainer", "sync", "ops", "fsdp2", "groups", "pipeline")
 
 
 @pytest.fixture

@@ -311,18 +311,32 @@ def test_a_users_model_and_data_are_trained_and_nothing_that_their_code_prints_f
     assert run["classes"] == ["vertical", "horizontal"] and run["shape"] == [1, 16, 16]
 
 
-def test_a_loss_that_is_not_finite_stops_every_rank_at_that_step(
-    start: Start, small_data: Path, tmp_path: Path
+# The loss of the only step until then is finite; the network after it is not.
+IN_THE_LAST_STEP = (
+    "--batch_size 3000 --epochs 1 --warmup_epochs 0 --momentum 0 --checkpoint_steps 1 --weight_decay 1e38"
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("the loss was", "--epochs 2 --warmup_epochs 1.5 --weight_decay 1e30"),
+        ("the parameters were", IN_THE_LAST_STEP),
+    ],
+)
+def test_what_is_not_finite_stops_every_rank_at_that_step_and_is_not_saved(
+    start: Start, small_data: Path, tmp_path: Path, what: str, options: str
 ) -> None:
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 2]
-    options += ["--lr", "1e6", "--weight_decay", "1e30", "--clip_grad_norm", 0, "--warmup_epochs", 1.5]
+    training = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", *options.split()]
+    training += ["--lr", "1e6", "--clip_grad_norm", 0]
     launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", tmp_path / "run", "--"]
-    launcher = start(*launch, *options)
+    launcher = start(*launch, *training)
     assert launcher.wait() == 1
-    assert "error[training-failed]: the loss was not finite at step" in launcher.err
+    assert f"error[training-failed]: {what} not finite at step" in launcher.err
     for rank in range(2):
         assert read(tmp_path / "run" / f"failure-rank{rank}.json")["identifier"] == "training-failed"
     assert not (tmp_path / "run" / "model.pt").exists()
+    assert what == "the loss was" or not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.gpu
