@@ -49,10 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests on a machine without a GPU, and run the tests marked ``alone`` last: each of them first waits
-    until every other test process is done with its test. The other tests see no GPU, and mean the same on all machines.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave trials that are marked ``soak(only=True)`` to ``./scripts/soak``, and to whoever names one.
+
+    Skip GPU tests on a machine without a GPU, and run the tests marked ``alone`` last: each of them first waits until
+    every other test process is done with its test. The other tests see no GPU, and mean the same on all machines.
     """
+    named = config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args)
+    if not named:
+        only = [item for item in items if (mark := item.get_closest_marker("soak")) and mark.kwargs.get("only")]
+        config.hook.pytest_deselected(items=only)
+        items[:] = [item for item in items if item not in only]
     import torch
 
     # Threads that share a computation wait for each other in a busy loop: beside other processes, two are slower.

@@ -165,7 +165,7 @@ def free_ports(host: Host) -> tuple[int, int]:
     return int(low), int(high) + 1
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.timeout(600)
 def test_three_hosts_that_share_no_disk_train_mnist_as_the_page_says(
     hosts: Hosts, digits: Path, tmp_path: Path

@@ -56,7 +56,7 @@ def test_pods_of_the_trainjob_train_although_rank_0_itself_does_not_know_its_nam
     assert "nnodes 2 (from PET_NNODES), node_rank 1 (from PET_NODE_RANK), nproc 1" in launches[1].err
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.timeout(600)
 def test_the_manifests_job_trains_the_real_mnist_and_pod_0_is_ready_meanwhile(
     cluster: Callable[[int], Cluster], digits: Path, tmp_path: Path
@@ -74,6 +74,7 @@ def test_the_manifests_job_trains_the_real_mnist_and_pod_0_is_ready_meanwhile(
     assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
 
 
+@pytest.mark.soak(only=True)
 def test_a_run_goes_on_in_new_pods_after_a_pod_was_terminated_and_after_another_was_killed(
     cluster: Callable[[int], Cluster], small_data: Path, tmp_path: Path
 ) -> None:

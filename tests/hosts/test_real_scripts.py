@@ -8,21 +8,14 @@ import pytest
 
 from tests.conftest import Start
 from tests.hosts.conftest import Hosts
-from tests.real_scripts import ALL, SCRIPTS, Script, Starts, completed, under_torchrun
+from tests.real_scripts import SCRIPTS, Script, Starts, completed, under_torchrun
 
-pytestmark = pytest.mark.soak
-# The others are tried under ``./scripts/soak``.
-BY_HAND = SCRIPTS if ALL else ("fsdp2",)
-LAUNCHED = SCRIPTS if ALL else ("lightning",)
+pytestmark = pytest.mark.soak(only=True)
 
 
 @pytest.mark.parametrize(
     ("how", "script"),
-    [
-        pytest.param(how, SCRIPTS[name], id=f"{name}-{how}")
-        for how, names in (("by_hand", BY_HAND), ("launch", LAUNCHED))
-        for name in names
-    ],
+    [pytest.param(how, SCRIPTS[name], id=f"{name}-{how}") for how in ("by_hand", "launch") for name in SCRIPTS],
 )
 def test_a_script_prints_on_two_hosts_what_it_prints_under_torchrun(
     hosts: Hosts, start: Start, script: Script, how: str, port: int, shared_folder: Path, tmp_path: Path

@@ -73,18 +73,25 @@ def code(tmp_path: Path) -> Path:
 def start_world(start: Start, small_data: Path, code: Path) -> StartWorld:
     """Start all ranks of a world by hand that trains into ``run_dir``, on a free port."""
 
-    def start_world(
-        world_size: int, run_dir: Path, *options: object, first_only: object = (), **env: str
-    ) -> list[RankProcess]:
+    def start_world(world_size: int, run_dir: Path, *options: object) -> list[RankProcess]:
         common = ["--world_size", world_size, "--master_port", free_port(), "--run_dir", run_dir, *options]
         common += ["--dataset", "synthetic", "--data_dir", small_data]
         program = [sys.executable, REPOSITORY / "run_multi_gpu_train.py", "--model", "centred:network"]
-        return [
-            start(*program, *common, "--rank", rank, *(first_only if rank == 0 else ()), cwd=code, **env)  # type: ignore[misc]
-            for rank in range(world_size)
-        ]
+        return [start(*program, *common, "--rank", rank, cwd=code) for rank in range(world_size)]
 
     return start_world
+
+
+@pytest.fixture
+def start_launch(start: Start, small_data: Path, code: Path) -> Start:
+    """Start the same two ranks with one command."""
+
+    def start_launch(run_dir: Path, *options: object) -> RankProcess:
+        launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", run_dir, "--", *options]
+        data = ["--dataset", "synthetic", "--data_dir", small_data]
+        return start(*launch, "--model", "centred:network", *data, cwd=code)
+
+    return start_launch
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
@@ -113,7 +120,7 @@ def resumed_step(rank: RankProcess) -> int:
 
 
 def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_parameters(
-    start_world: StartWorld, tmp_path: Path
+    start_world: StartWorld, start_launch: Start, tmp_path: Path
 ) -> None:
     """Signals to processes: SIGUSR1 to one agent saves, SIGTERM to one stops all."""
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
@@ -134,10 +141,11 @@ def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_pa
     assert "--resume auto --run_dir" in ranks[1].err
     assert json.loads((run / "failure-rank1.json").read_text())["identifier"] == "stopped"
 
-    resumed = start_world(2, run, *LONG, first_only=("--resume", "auto"))
-    assert [rank.wait() for rank in resumed] == [0, 0]
-    assert resumed_step(resumed[0]) == int(step)
-    assert [rank.wait() for rank in start_world(2, undisturbed, *LONG)] == [0, 0]
+    resumed, whole = (
+        start_launch(folder, *LONG, *how) for folder, how in ((run, ("--resume", "auto")), (undisturbed, ()))
+    )
+    assert [launch.wait() for launch in (resumed, whole)] == [0, 0], resumed.err
+    assert resumed_step(resumed) == int(step)
     assert_same_run(run, undisturbed)
 
 
@@ -224,7 +232,7 @@ def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_dat
     assert f"going on after step {listed[0]['step']}" in done.stdout
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_a_run_that_is_killed_again_and_again_ends_with_the_parameters_of_one_that_was_not(
     start_world: StartWorld, tmp_path: Path

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.soak
 PEER_TIMEOUT = STALL_TIMEOUT = 3
 # Seconds that a program has to end after SIGTERM, which it may handle to save something.
 TERM_GRACE = 5
-# Seconds until all have left. A script's way out through Python and torch takes one core 0.7 s, beside busy cores 5 s.
-LEFT_WITHIN = 10
-# The others are tried under ``./scripts/soak``.
-BY_HAND = SCRIPTS if ALL else ("plain", "checkpoints")
-LAUNCHED = SCRIPTS if ALL else ("lightning", "trainer", "sync", "ops", "fsdp2", "groups", "pipeline")
+# Seconds until all have left, where torch itself waits for 30 minutes. A script's way out through Python and torch
+# takes one core 0.7 s, beside busy cores 10 s.
+LEFT_WITHIN = 20
+# ``./scripts/soak`` tries each by hand and with launch, and compares what it prints with what it prints under torchrun.
+COMPARED = SCRIPTS if ALL else ("plain", "lightning")
+BY_HAND = SCRIPTS if ALL else ("plain",)
+LAUNCHED = SCRIPTS if ALL else ("checkpoints", "lightning", "trainer", "sync", "ops", "fsdp2", "groups", "pipeline")
 
 
 @pytest.fixture
@@ -31,17 +33,18 @@ def starts(start: Start, script: Script, port: int, tmp_path: Path) -> Starts:
 
 
 @pytest.mark.parametrize(
-    ("how", "script"),
+    ("how", "script", "compared"),
     [
-        pytest.param(how, SCRIPTS[name], id=f"{how}-{name}")
+        pytest.param(how, SCRIPTS[name], name in COMPARED, id=f"{how}-{name}")
         for how, names in (("by_hand", BY_HAND), ("launch", LAUNCHED))
         for name in names
     ],
 )
 def test_a_script_prints_what_it_prints_under_torchrun(
-    starts: Starts, script: Script, how: str, shared_folder: Path
+    starts: Starts, script: Script, how: str, compared: bool, shared_folder: Path
 ) -> None:
-    assert completed(getattr(starts, how), script) == under_torchrun(starts, shared_folder)
+    lines = completed(getattr(starts, how), script)
+    assert lines == under_torchrun(starts, shared_folder) if compared else lines
 
 
 @real_scripts.of(("plain", "lightning", "trainer") if ALL else ("plain",))

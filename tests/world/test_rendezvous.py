@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shlex
 import socket
@@ -17,10 +16,10 @@ from tests.conftest import HOST, RankProcess, Start, last_error, wait_until
 RUN = (sys.executable, "-m", "ddp_manual", "run")
 
 
-def test_every_waiting_rank_prints_a_command_that_starts_the_missing_one(
-    start_rank: Start, start: Start, tmp_path: Path
-) -> None:
-    waiting = [start_rank(0, 3), start_rank(2, 3)]
+def test_every_waiting_rank_prints_a_command_that_starts_the_missing_one(start: Start, port: int) -> None:
+    """Quoted for a shell."""
+    run, program = [*RUN, "--world_size", 3, "--master_port", port], ["--no_python", "sh", "-c", 'echo "I am $RANK"']
+    waiting = [start(*run, "--rank", rank, *program) for rank in (0, 2)]
     commands = set()
     for rank in waiting:
         assert rank.wait_for("waiting for rank 1; 2 of 3 here: 0 (") < 10
@@ -29,8 +28,7 @@ def test_every_waiting_rank_prints_a_command_that_starts_the_missing_one(
     (command,) = commands
     ranks = [waiting[0], start(*shlex.split(command)), waiting[1]]
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert [entry["pid"] for entry in summary["roster"]] == [rank.worker for rank in ranks]
+    assert [rank.out for rank in ranks] == ["I am 0\n", "I am 1\n", "I am 2\n"]
 
 
 def test_the_agent_of_a_rank_never_loads_torch_and_listens_before_its_worker_has(start_rank: Start) -> None:

@@ -17,12 +17,9 @@ from tests.real_scripts import environment
 COMMAND = (sys.executable, "-m", "ddp_manual")
 LOADS_FOREVER = """
 import sys, time
-if "worker" in sys.orig_argv[1]:
-    from ddp_manual.training import main
-    def forever(*arguments):
-        print("loading for ever", file=sys.stderr, flush=True)
-        time.sleep(600)
-    main._load = forever
+def images():
+    print("loading for ever", file=sys.stderr, flush=True)
+    time.sleep(600)
 """
 
 
@@ -75,8 +72,8 @@ def test_a_run_that_fails_or_is_stopped_before_its_first_step_leaves_no_folder(
     failed = launch_here(before=("--max_restarts", 1), **environment("raise@1:1"))
     assert failed.wait(60) == 1
     assert "restart 1 of 1" in failed.err
-    (tmp_path / "sitecustomize.py").write_text(LOADS_FOREVER)
-    loading = launch_here(PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    (tmp_path / "forever.py").write_text(LOADS_FOREVER)
+    loading = launch_here("--dataset", "forever:images", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     loading.wait_for("loading for ever")
     assert list(here.glob("runs/*/.lock"))
     loading.process.send_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ def busy_cores(start: Start) -> None:
         start(sys.executable, "-c", "while True: pass")
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.alone
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_cores")
@@ -56,7 +56,7 @@ def test_healthy_starts_under_load_report_no_fault(start: Start, port: int, smal
         assert "was refused" not in said
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.timeout(3600)
 def test_two_ranks_learn_cifar_10_in_three_epochs(start: Start, port: int, cifar10: Path, tmp_path: Path) -> None:
     images = first_of_each_class(cifar10, tmp_path / "images", train=CIFAR_IMAGES, test=CIFAR_IMAGES)

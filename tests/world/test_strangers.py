@@ -175,7 +175,7 @@ def say_as_rank_0(listener: socket.socket, *messages: Message) -> Iterator[None]
         yield
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("token", ["", "of the soak"])

@@ -18,7 +18,7 @@ from tests import tracked, tutorials
 from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     (tmp_path / "typed").mkdir()
     (tmp_path / "temporary").mkdir()
@@ -62,7 +62,7 @@ for gpus in ("0", "4"):
     assert done.stdout.splitlines() == ["None 2", "4 4"]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     folder = tutorials.workspace(tmp_path, digits, cifar10)
     shown, serial, spawned = tutorials.type_in(folder, 1, OMP_NUM_THREADS="1")
@@ -75,7 +75,7 @@ def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, digits: Path, 
     assert set(torch.load(folder / "spawned.pt")) == {"1.weight", "1.bias", "3.weight", "3.bias"}
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_3_the_notebook(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     few = first_of_each_class(cifar10, tmp_path / "few", train=13, test=5)
     (tmp_path / "typed").mkdir()
@@ -98,7 +98,7 @@ def test_3_the_notebook(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 def test_4_a_minimal_torchrun_script(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     (tmp_path / "typed").mkdir()
     folder = tutorials.workspace(tmp_path / "typed", digits, cifar10)
