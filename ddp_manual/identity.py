@@ -168,18 +168,25 @@ def first_pod(index: Sourced, host: str, hosts: str) -> Sourced:
     )
 
 
-def check_not_a_batch_shell(environment: Environment) -> None:
-    """Raise BadOption in the shell of a Slurm job of several tasks: only srun starts these."""
+def of_started_rank(environment: Environment) -> Identity:
+    """Return what ``of_rank`` does, for a process that is to be a rank.
+
+    Raises:
+        BadOption: as there, or this is the shell of a Slurm job of several tasks, which only srun starts.
+    """
+    found = of_rank(environment)
     # A job that asks for nodes only, as many arrays do, has no SLURM_NTASKS: srun then starts a task on each of them.
     variable = "SLURM_NTASKS" if "SLURM_NTASKS" in environment else "SLURM_JOB_NUM_NODES"
     tasks = environment.get(variable, "")
-    if "SLURM_JOB_ID" in environment and not slurm.is_task(environment) and tasks.isdigit() and int(tasks) > 1:
+    is_shell = "SLURM_JOB_ID" in environment and not slurm.is_task(environment)
+    if "rank" not in found and is_shell and tasks.isdigit() and int(tasks) > 1:
         raise BadOption(
             f"this is the shell of Slurm's job {environment['SLURM_JOB_ID']}, and none of its {tasks} tasks",
             why=f"{variable}={tasks}, but srun has not started this process: it would be a run of one rank",
             next="put srun in front of the command, without --world_size and --rank\n"
             "or, for one rank only: --world_size 1 --rank 0",
         )
+    return found
 
 
 def check_rank_0_is_found(environment: Environment) -> None:

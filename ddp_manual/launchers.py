@@ -36,21 +36,9 @@ LONGEST_SHEBANG = 4096
 INTERFACES_VARIABLE = "DDP_MANUAL_INTERFACES"
 
 
-def rank_identity() -> identity.Identity:
-    """Return what a launcher's variables say of the rank that this process is: see ``identity.of_rank``.
-
-    Raises:
-        BadOption: as there, or this is the shell of a batch job and not one of its tasks.
-    """
-    found = identity.of_rank(os.environ)
-    if "rank" not in found:
-        identity.check_not_a_batch_shell(os.environ)
-    return found
-
-
-def plain_identity() -> identity.Identity:
-    """Return what the variables say that torchrun sets, and people; for who is a rank by hand, or none."""
-    return identity.of_plain_variables(os.environ)
+def variables() -> Mapping[str, str]:
+    """Return the variables of this process, by which ``identity`` knows who has started it."""
+    return os.environ
 
 
 def first_pod() -> identity.Sourced | None:
@@ -59,16 +47,6 @@ def first_pod() -> identity.Sourced | None:
     if index is None:
         return None
     return identity.first_pod(index, host_name(), Path("/etc/hosts").read_text(errors="replace"))
-
-
-def check_rank_0_is_found() -> None:
-    """Raise BadOption where the variables do not tell rank 0's host: see ``identity.check_rank_0_is_found``."""
-    identity.check_rank_0_is_found(os.environ)
-
-
-def node_identity() -> identity.Identity:
-    """Return what a launcher's variables say of the node that this process is to start: see ``identity.of_node``."""
-    return identity.of_node(os.environ)
 
 
 def _count(variable: str) -> int:

@@ -1,8 +1,7 @@
 """Where the tasks of a step of Slurm meet, as far as their variables tell.
 
 Rank 0 is on the first host of SLURM_STEP_NODELIST, except where the user has chosen another order: that list is sorted.
-With --distribution=arbitrary no variable tells the order. In a heterogeneous job other variables list the hosts of each
-component, and a step that has all components begins with the first. This was seen with Slurm 22.05.
+With --distribution=arbitrary, and in a heterogeneous job, no variable tells the order. This was seen with Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from ddp_manual.rank_0 import Search
 Environment = Mapping[str, str]
 
 NODES, NODE_COUNT = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"
-# Of each component of a heterogeneous job. The second name is older, and srun still uses it for a job of its own.
-COMPONENTS = ("_HET_GROUP_", "_PACK_GROUP_")
-NODES_OF, CPUS_OF = "SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE"
+NODES_OF = "SLURM_JOB_NODELIST"
 
 
 def is_task(environment: Environment) -> bool:
@@ -36,19 +33,10 @@ def is_task(environment: Environment) -> bool:
 
 def host_of_rank_0(environment: Environment) -> tuple[str, str] | None:
     """Return the host of a step's first task, and its variable; None if no variable tells."""
-    nodes, count = environment[NODES], environment.get(NODE_COUNT, "1")
-    components = environment.get("SLURM_HET_SIZE", "1")
-    if count != "1" and environment.get("SLURM_DISTRIBUTION") == "arbitrary":
+    ordered = environment.get("SLURM_DISTRIBUTION") != "arbitrary" and environment.get("SLURM_HET_SIZE", "1") == "1"
+    if environment.get(NODE_COUNT, "1") != "1" and not ordered:
         return None
-    if count != "1" and components.isdigit() and int(components) > 1:
-        kind = next((kind for kind in COMPONENTS if f"{NODES_OF}{kind}0" in environment), "")
-        groups = [f"{kind}{number}" for number in range(int(components))]
-        total = sum(_count(environment.get(CPUS_OF + group, "")) for group in groups)
-        if kind and str(total) == count:
-            return first_host(environment[NODES_OF + groups[0]]), NODES_OF + groups[0]
-        if nodes not in (environment.get(NODES_OF + group) for group in groups):
-            return None
-    return first_host(nodes), NODES
+    return first_host(environment[NODES]), NODES
 
 
 def search_for_rank_0(environment: Environment) -> Search | None:
@@ -90,8 +78,3 @@ def hosts_of(hosts: str) -> Iterator[str]:
             first, _, last = piece.partition("-")
             for number in range(int(first), int(last or first) + 1):
                 yield from hosts_of(f"{before}{number:0{len(first)}}{after}")
-
-
-def _count(cpus_per_node: str) -> int:
-    """Return the number of hosts in a list such as ``2(x3),1``."""
-    return sum(int(times or 1) for times in re.findall(r"\d+(?:\(x(\d+)\))?", cpus_per_node))

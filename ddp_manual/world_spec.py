@@ -11,7 +11,13 @@ from typing import Any
 
 from ddp_manual import launchers
 from ddp_manual.errors import BadOption
-from ddp_manual.identity import TORCHRUN, nobody_says_of_how_many
+from ddp_manual.identity import (
+    TORCHRUN,
+    check_rank_0_is_found,
+    nobody_says_of_how_many,
+    of_plain_variables,
+    of_started_rank,
+)
 from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.options import Options, number_below, option, option_fields
 
@@ -166,7 +172,7 @@ class WorldSpec(Options):
         values = {name: value for name, value in flags.items() if value is not None}
         sources = dict.fromkeys(values, "flag")
         by_hand = not is_rank or "rank" in values
-        found = launchers.plain_identity() if by_hand else launchers.rank_identity()
+        found = (of_plain_variables if by_hand else of_started_rank)(launchers.variables())
         for name, (value, variable) in found.items():
             if name not in values:
                 values[name], sources[name] = value, f"from {variable}"
@@ -177,7 +183,7 @@ class WorldSpec(Options):
         if is_elsewhere and not typed_rank and (first := launchers.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
         if not by_hand and sources.get("master_addr") != "flag":
-            launchers.check_rank_0_is_found()
+            check_rank_0_is_found(launchers.variables())
         return cls(**values, sources=sources)
 
     def of_script(self) -> WorldSpec:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, launchers, orphans, terminal, unread
+from ddp_manual import errors, identity, launchers, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
     check_after_dashes,
@@ -145,14 +145,14 @@ def _place(context: click.Context, *, by_ssh: bool, num_processes: int | None) -
     typed |= given(WorldSpec, context.params)
     place = {name: value for name, value in typed.items() if value is not None}
     sources = dict.fromkeys(place, "flag")
-    node = launchers.node_identity() if typed["nnodes"] is None and not by_ssh else {}
+    node = identity.of_node(launchers.variables()) if typed["nnodes"] is None and not by_ssh else {}
     for name, (value, variable) in node.items():
         if name not in place:
             place[name], sources[name] = value, f"from {variable}"
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if sources.get("master_addr") != "flag":
-            launchers.check_rank_0_is_found()
+            identity.check_rank_0_is_found(launchers.variables())
     nnodes = place.get("nnodes", 1)
     if "nproc" not in place and num_processes is not None and num_processes % nnodes == 0:  # as accelerate counts
         place["nproc"] = str(num_processes // nnodes)

@@ -130,7 +130,7 @@ class _Served:
             self._tell(Refused(LastWords.of(too_much)))
         except DdpManualError as error:  # of an option of the job
             self._tell(Refused(LastWords.of(error)))
-        self._stop(END_WITHIN)
+        self._end_with_connection(END_WITHIN)
 
     def _take(self, message: FromLauncher) -> None:
         match message:
@@ -156,7 +156,7 @@ class _Served:
     async def _watch(self) -> None:
         while time.monotonic() - self._heard < SILENT_AFTER:
             await asyncio.sleep(0.2)
-        self._stop(END_WITHIN - SILENT_AFTER)
+        self._end_with_connection(END_WITHIN - SILENT_AFTER)
 
     def _take_signal(self, number: int) -> None:
         """Pass on a signal of this host, which may be about to end the connection to the other side too."""
@@ -167,26 +167,26 @@ class _Served:
         if self._ranks is not None:
             self._ranks.take_signal(number)
 
+    def _end_with_connection(self, within: float) -> None:
+        """Stop all ranks. Where the other hosts go on without this one its ranks are to be lost instead, since a rank
+        that stops in order stops all others with it."""
+        keeps_seats = self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
+        if keeps_seats and self._at_work and not (self._stopping or self._host_goes_down):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._stop(within)
+
     def _stop(self, within: float) -> None:
         """Stop all ranks: at first in order, then at once, and after ``within`` seconds with this process. Where a
         signal of this host has done the first, programs have the time to do what they do about it."""
         if self._stopping:
             return
         self._stopping = True
-        if self._keeps_seats and self._at_work and not self._host_goes_down:
-            # A rank that stops in order stops all others with it: those of this host are to be lost instead.
-            os.kill(os.getpid(), signal.SIGKILL)
         within = SAVE_WITHIN if self._host_goes_down else within
         signal.setitimer(signal.ITIMER_REAL, within)  # no handler: this also ends a process that hangs
         self._messages.put_nowait(None)
         if not self._host_goes_down:
             self._signal(signal.SIGHUP)
         asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
-
-    @property
-    def _keeps_seats(self) -> bool:
-        """Whether the other hosts go on without this one, and keep the seats of its ranks."""
-        return self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
 
     def _tell_failure(self, failure: Failure) -> None:
         self._tell(RankFailed(failure[0], LastWords.of(failure[1])))
