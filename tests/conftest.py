@@ -55,8 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Skip GPU tests on a machine without a GPU, and run the tests marked ``alone`` last: each of them first waits until
     every other test process is done with its test. The other tests see no GPU, and mean the same on all machines.
     """
-    named = config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args)
-    if not named:
+    if not (config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args)):
         only = [item for item in items if (mark := item.get_closest_marker("soak")) and mark.kwargs.get("only")]
         config.hook.pytest_deselected(items=only)
         items[:] = [item for item in items if item not in only]
@@ -151,8 +150,6 @@ class RankProcess:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             pytest.fail(f"{self.arguments} still runs after {timeout} s; it said:\n{self.err}")
-        if code == -signal.SIGABRT:
-            print(f"{self.arguments} was aborted; it said:\n{self.err}")
         return code
 
     def wait_for(self, text: str, timeout: float = 60) -> float:
@@ -236,13 +233,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(autouse=True)
-def _environment(request: pytest.FixtureRequest) -> Iterator[None]:
+def _environment(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
     """Restore the environment: a rendezvous in this process sets variables that later processes must not inherit.
+    Caches are not made in the user's folder.
 
     Hide GPUs from a test that is not marked ``gpu``, and from the processes it starts. One that is marked uses GPUs in
     the processes it starts: in this process CUDA may have begun without any.
     """
     before = dict(os.environ)
+    os.environ["XDG_CACHE_HOME"] = str(shared_folder / "cache")
     if not request.node.get_closest_marker("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     yield
