@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,10 +26,9 @@ from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_ad
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.errors import DdpManualError, MasterLost, MasterUnreachable, TokenMismatch
-from ddp_manual.from_agent import Training
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.options import as_flags
-from ddp_manual.program import SCRIPT, Program
+from ddp_manual.program import Program
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.reachability import compare_mtu
@@ -56,8 +54,14 @@ _read_run: Read[RunInfo] = reader_of(RunInfo)
 class Task:
     """What the worker of a rank is to do, and what of it all ranks must have in common."""
 
-    training: Training | None = None
-    """What the worker is to train; without that and without a ``program`` it checks, or is a script that has joined."""
+    program: Program | None = None
+    """What the worker runs; None: it is a script that has started its agent itself."""
+    prepare: str = ""
+    """What the program does before all ranks are here: see ``from_agent.Start``."""
+    source: Program | None = None
+    """The program of the user's own, whose files and arguments must be the same on every rank."""
+    name: str = ""
+    """How lines call what the worker runs; "" for a program that says itself what it does."""
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
     run_dir: str | None = None
@@ -70,12 +74,6 @@ class Task:
     """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
     go_on: str | None = None
     """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
-    script: Path | None = None
-    """The user's own script that has joined, which must be the same on every rank."""
-    is_script: bool = False
-    """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
-    program: Program | None = None
-    """The program that the worker runs, if that is not our own training."""
     restarts: tuple[int, int] = (0, 0)
     """How often the ranks of the program were started again, and how often they may be."""
     may_differ: Sequence[str] = ()
@@ -331,7 +329,6 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run_id = spec.run_id or run_folder.new_run_id()
-        is_script = self._task.is_script or self._task.program is not None
         run = RunInfo(
             run_id=run_id,
             run_dir=self._task.run_dir and self._task.run_dir.replace("{run_id}", run_id),
@@ -344,8 +341,8 @@ class Join:
             launched=_cut(self._task.launched) if self._task.launched else None,
             peer_timeout=spec.peer_timeout,
             stall_timeout=spec.stall_limit,
-            stall_timeout_is_default=is_script and "stall_timeout" not in spec.sources,
-            script=is_script,
+            stall_timeout_is_default=not self._task.prepare and "stall_timeout" not in spec.sources,
+            script=not self._task.prepare,
             on_loss=spec.on_loss,
             rejoin_timeout=spec.rejoin_timeout,
             shrink_after=spec.shrink_after,
@@ -377,8 +374,7 @@ class Join:
                 step.detail = f"{self.own_address.address} on {self.own_address.source}"
             self.probe_server = await reachability.answer_at(self.own_address.address)
             task = self._task
-            program = task.program or (Program(kind=SCRIPT, name=str(task.script)) if task.script else None)
-            source = source_once(program) if program else ProgramSource()
+            source = source_once(task.source) if task.source else ProgramSource()
             self.info = replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
@@ -390,8 +386,7 @@ class Join:
                 versions={**source.packages, **installed_versions()},
                 code={**code_digests(), **source.code},
                 variables=collective_variables(launchers.network_variables()),
-                # A script that joins may say in any way which rank it is: "python script.py 0".
-                arguments=named_arguments(task.program.arguments) if task.program else {},
+                arguments=named_arguments(task.source.arguments) if task.source else {},
                 may_differ=list(task.may_differ),
                 allow_mismatch=spec.allow_mismatch,
                 options={**task.options, "address_family": (self.own_address.family, self.own_address.source)},

@@ -315,7 +315,7 @@ class Launch:
     def starter(self) -> Iterator[Forker | ProcessStarter]:
         """Start what starts the workers of this host, and end it after the body."""
         nproc = self.hosts.nproc
-        imports = forkable_imports(self.program) if self.forks and self.program is not None else []
+        imports = forkable_imports(self.program) if self.program is not None else tasks.TRAINING_IMPORTS
         starter = Forker(nproc, self.program, imports) if self.forks else ProcessStarter(nproc, self.program)
         with ExitStack() as stack:
             stack.enter_context(closing(starter))

@@ -246,7 +246,8 @@ class Run:
         command = f"train.py --world_size {plan.ranks} --rank {{rank}}"
         batch_size = (64, "flag") if "batch_size" in rank.detail else (32, "default")
         options = {} if plan.script else {"batch_size": batch_size}
-        task = join.Task(command=command, run_dir=None, program=PROGRAM if plan.script else None, options=options)
+        own = {"name": PROGRAM.name} if plan.script else {"prepare": "training:prepare"}
+        task = join.Task(command=command, run_dir=None, program=PROGRAM, options=options, **own)
 
         def start_worker(held: HeldState) -> SimulatedWorker:
             return self._start_worker(rank, held)
@@ -263,7 +264,7 @@ class Run:
         if rank.host.number in self.no_process:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         rank.held = held
-        worker = SimulatedWorker(Program(self, rank, held), PROGRAM if self.plan.script else None)
+        worker = SimulatedWorker(Program(self, rank, held))
         rank.workers.append(worker)
         self.moments.started(rank)
         if (seconds := self.dying.get(rank.number)) is not None:
@@ -543,7 +544,7 @@ class Run:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
             again = bool(rank.signals) and self.loop.now - rank.signals[0][0] > signals.ONCE_WITHIN
             protocol = rank.agent.protocol
-            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.noted
+            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.has_begun
             rank.signals.append((self.loop.now, max(self.line, default=0)))
             rank.agent.take_signal(number)
 
@@ -669,7 +670,7 @@ class Run:
 
     def check_beginning(self, program: Program, step: int) -> None:
         """Check that the run goes on from the newest moment that a living holder has."""
-        members = {member.rank for member in program.group.members.values()} if program.group else set()
+        members = {rank for rank in program.group.opened_by if rank.runs} if program.group else set()
         members.update(self.moments.living_holders())
         newest = max((one.held.moment for one in members if one.held and one.held.moment), default=None)
         if step != (newest.step if newest else 0):

@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual import TrainConfig, terminal
 from ddp_manual.errors import BadOption, TrainingFailed
-from ddp_manual.signals import Requests
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
@@ -168,7 +167,7 @@ def trained(
     trainer = trainer_of(network, samples, fewest=fewest, no_ddp=no_ddp)
     if settle:
         trainer.settle_buckets()
-    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    trainer.train_epoch(terminal.ProgressLines())
     assert trainer.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
 
@@ -241,7 +240,7 @@ def test_the_loss_of_half_precision_scores_has_single_precision() -> None:
 
     trainer = trainer_of(Half(), 8)
     trainer.meter = Noting(CPU)
-    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    trainer.train_epoch(terminal.ProgressLines())
     assert {loss.dtype for loss in losses} == {torch.float32}
 
 
@@ -252,7 +251,7 @@ def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
             return scores if self.training else scores.where(torch.arange(CLASSES) > 0, -torch.inf)
 
     trainer = trainer_of(NeverTheFirst(), 8)
-    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    trainer.train_epoch(terminal.ProgressLines())
     with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
         trainer.evaluate()
     assert "in eval() mode only" in caught.value.why

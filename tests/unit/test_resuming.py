@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ddp_manual import TrainConfig, train
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.signals import Requests
 from ddp_manual.terminal import result_text
 from ddp_manual.training import checkpoint_files, metrics
 from ddp_manual.training.checkpoint import History
@@ -199,12 +198,12 @@ def test_the_seconds_of_a_save_within_an_epoch_do_not_count(
 
 
 def test_a_meter_that_begins_again_keeps_the_seconds_and_the_samples_of_its_window(clock: SimpleNamespace) -> None:
-    meter, requests = Meter(torch.device("cpu")), Requests()
+    meter = Meter(torch.device("cpu"))
     meter.begin(0)
     for step in (1, 2):
         clock.now += 2
         meter.add(step, torch.tensor(0.5), torch.eye(3), torch.arange(3))
-        meter.sync(step, 0.1, requests)
+        meter.sync(step, 0.1)
         clock.now += 100
         meter.begin(step)
     assert meter.window.seconds == meter.seconds == 4
