@@ -23,7 +23,7 @@ from benchmarks.measuring import free_port, machine
 from tests.seats import steps_done_of, worker_below
 
 # What a newcomer's spare imports before it can fork a worker.
-IMPORTS = "from ddp_manual.worker import task"
+IMPORTS = "from ddp_manual.training import program"
 
 
 class Ranks:

@@ -3,37 +3,12 @@ both travel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_manual.messages import Checked, LastWords, Message, Place, Placed
+from ddp_manual.messages import LastWords, Message, Placed
 from ddp_manual.program import Program
 from ddp_manual.wire import Read, local_reader_of
-
-
-class Work(Checked, tag_field="kind", tag=True):
-    """What a worker is to do."""
-
-
-class Training(Work):
-    """The built-in training."""
-
-    config: Mapping[str, Any]
-    """The options of ``TrainConfig``."""
-    sources: dict[str, str]
-    """Option -> where its value comes from."""
-    alone: bool
-    """Whether the rank has no others, and no process group."""
-    launched: str | None
-    """The command that resumes the run, if ``launch`` has started its ranks."""
-
-
-class OwnProgram(Work):
-    """A program of the user's own."""
-
-    program: Program
-    restarts: tuple[int, int]
-    """How often the ranks were started again, and how often they may be."""
 
 
 class Start(Message):
@@ -48,8 +23,14 @@ class Start(Message):
     """When the agent began, on the monotonic clock of this machine."""
     store_address: str | None
     """From rank 0 the address at which the worker hosts torch's store."""
-    work: Training | OwnProgram | None
-    """None: what ``check`` measures, or the script that has started its agent itself."""
+    program: Program | None = None
+    """What to run; None: the script that has started its agent itself."""
+    restarts: tuple[int, int] = (0, 0)
+    """How often the ranks were started again, and how often they may be."""
+    prepare: str = ""
+    """``module:function`` of a program that says before all ranks are here what they must have in common of the user's
+    own code: the function is called with the rank and the program's arguments, and returns options. The device is
+    chosen then too; any other program chooses a device itself."""
 
 
 class TakePlace(Message):
@@ -65,18 +46,19 @@ class TakePlace(Message):
     """Why NCCL has to be told it."""
 
 
-class WorkAlone(Message):
-    """Begin to work, without a process group: the rank has no others."""
-
-    place: Place
-    run_id: str
-    run_dir: str | None
+class AskStep(Message):
+    """Say how many steps you have done, and go no further than the next one: a signal has asked all to stop."""
 
 
-class Stop(Message):
-    """Stop in order, with all ranks after the same step: a signal has asked for it."""
+class StopAfter(Message):
+    """Stop after this step, as all ranks do: none of them has passed it."""
 
+    step: int
+    """Counted from 1 since all ranks have begun, or have gone on after a loss."""
     number: int
+    """The signal that has asked for it."""
+    ranks: Sequence[int]
+    """The ranks that have got such a signal."""
 
 
 class Save(Message):
@@ -112,7 +94,7 @@ class Exit(Message):
 
 
 FromAgent = (
-    Start | TakePlace | WorkAlone | Stop | Save | Close | Over | BeQuiet | BeforeTheEnd | RunEnds | Exit
+    Start | TakePlace | AskStep | StopAfter | Save | Close | Over | BeQuiet | BeforeTheEnd | RunEnds | Exit
 )  # fmt: skip
 
 read: Read[FromAgent] = local_reader_of(FromAgent)

@@ -156,26 +156,39 @@ class NotCompared(Message):
     why: str
 
 
-class TakesRequests(Message):
-    """Our own training has begun, which takes requests to stop or to save; also ``train`` in a user's own script."""
+class ProgramBegins(Message):
+    """The worker becomes the program, which handles its signals itself; sent just before its first line."""
+
+    hears: bool = True
+    """Whether it hears its agent: an executable does not."""
 
 
-class TakesNoRequests(Message):
-    """The worker of our own training has done its part: a signal is told that this rank is leaving."""
+class Joins(Message):
+    """The program calls ``join``: it will say when it has done its work, and leaves in order."""
+
+
+class TakesStops(Message):
+    """The program takes requests to stop or to save, with all ranks after the same step, in place of signals."""
+
+
+class TakesNoStops(Message):
+    """The program has done its part: a signal is told that this rank is leaving."""
 
 
 class TakesSignals(Message):
-    """A user's own script is out of ``train``, and handles its signals itself again."""
-
-
-class ProgramBegins(Message):
-    """The worker becomes the user's own program, which handles its signals itself; sent just before its first line."""
+    """The program handles its signals itself again."""
 
 
 class Signalled(Message):
-    """A user's own script that is in ``train`` has got a signal."""
+    """A program that takes stops has got a signal."""
 
     number: int
+
+
+class StepsDone(Message):
+    """The worker has done so many steps and begins no other one but the next; the reply to ``AskStep``."""
+
+    steps: int
 
 
 class RunFolder(Message):
@@ -215,15 +228,14 @@ class Left(Message):
 
 
 class Result(Message):
-    """The worker's work is done and its files are written; after ``Left``."""
+    """The work of a program that has called ``join`` is done, and its files are written; after ``Left``."""
 
     result: Any = None
-
-
-class StoppedInOrder(Message):
-    """A signal has stopped all ranks after the same step, and they have left in order; instead of ``Result``."""
-
-    words: LastWords
+    """What it has come to."""
+    stopped: LastWords | None = None
+    """Set if a signal has stopped all ranks after the same step."""
+    goes_on: bool = False
+    """Whether the process goes on without its agent, which it has started itself."""
 
 
 class IsQuiet(Message):
@@ -244,9 +256,9 @@ class Noticed(Message):
 
 
 FromWorker = (
-    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | TakesRequests | TakesNoRequests
-    | TakesSignals | ProgramBegins | Signalled | RunFolder | Holds | Finished | Failed | Left | Result
-    | StoppedInOrder | IsQuiet | IsSaving | MayEnd | Noticed
+    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | ProgramBegins | Joins | TakesStops
+    | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed | Left | Result
+    | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 
 read: Read[FromWorker] = local_reader_of(FromWorker)

@@ -241,13 +241,11 @@ def set_rank_variables(
     """Set the variables that torchrun would set, for the user's code and libraries.
 
     Args:
-        store_address, store_port: where torch's store is; "" without a store.
+        store_address, store_port: where torch's store is.
         interfaces: the variables of gloo and NCCL, for those that the user has not set.
     """
-    wanted = _identity_variables(place)
-    if store_address:
-        # With these, init_process_group() in any library joins the store as a client.
-        wanted |= _store_variables(store_address, store_port)
+    # With these, init_process_group() in any library joins the store as a client.
+    wanted = {**_identity_variables(place), **_store_variables(store_address, store_port)}
     if launched_as() is None:
         _set_by_us.update(wanted)
     with _changed({**wanted, **_interface_variables(interfaces)}):

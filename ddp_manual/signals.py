@@ -39,29 +39,6 @@ _sigterm_without_us: list[Any] = []
 """What handled SIGTERM before each handler of this package that is set now; the first is the user's own."""
 
 
-class Requests:
-    """What this process has been asked to do; the ranks agree on it at their next sync point."""
-
-    def __init__(self) -> None:
-        self.stop = 0
-        """The number of the signal that asked to stop, or 0."""
-        self._save = threading.Event()
-
-    def add(self, number: int) -> None:
-        """Add what a signal asks for: SIGUSR1 to save, the others to stop; the first that asks to stop counts."""
-        if number == SAVE:
-            self._save.set()
-        else:
-            self.stop = self.stop or number
-
-    def take_save(self) -> bool:
-        """Return whether a checkpoint has been asked for since the last call."""
-        asked = self._save.is_set()
-        if asked:
-            self._save.clear()
-        return asked
-
-
 def handled() -> list[signal.Signals]:
     """Return the signals that ask to stop, except those this process was told to ignore, as nohup does with SIGHUP."""
     return [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT]
@@ -141,14 +118,9 @@ def ignore_save(instead: Callable[[int], None] = lambda number: None) -> Iterato
 
 
 @contextmanager
-def collect_requests(requests: Requests, tell: Callable[[int], None]) -> Iterator[None]:
-    """Add signals to ``requests`` instead of interrupting the body; ``tell`` gets the number of each."""
-
-    def collect(number: int, frame: FrameType | None) -> None:
-        requests.add(number)
-        tell(number)
-
-    with _handlers(dict.fromkeys([*handled(), SAVE], collect)):
+def handle_instead(take: Callable[[int], None]) -> Iterator[None]:
+    """Call ``take`` with the number of each signal that asks to stop or to save, in place of interrupting the body."""
+    with _handlers(dict.fromkeys([*handled(), SAVE], lambda number, frame: take(number))):
         yield
 
 
@@ -268,12 +240,6 @@ def _collect_signals(parent: int, *, own_session: bool) -> NoReturn:
                 pass
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def let_children_be_terminated() -> None:
-    """Give forked children the default SIGTERM: a ``multiprocessing.Pool`` ends its processes with it."""
-    _sigterm_without_us.append(signal.SIG_DFL)
-    _watch_forks()
 
 
 @functools.cache

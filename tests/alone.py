@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 
-from ddp_manual.from_worker import Progress
-from ddp_manual.signals import Requests
+from ddp_manual.from_agent import StopAfter
+from ddp_manual.from_worker import FromWorker, Progress
+from ddp_manual.worker.stopping import Stops
 from ddp_manual.worker.world import World
 from ddp_manual.world_spec import WorldSpec
+
+
+class Silent:
+    """A reporter that tells nobody."""
+
+    def __init__(self) -> None:
+        self.said: list[FromWorker] = []
+        self.send = self.said.append
+        self.stops = Stops(self.send, lambda: StopAfter(self.stop_after, signal.SIGTERM, [0]))
+        self.stop_after = 1
+        self.save_is_asked = False
 
 
 @contextmanager
@@ -35,8 +49,6 @@ def alone() -> Iterator[World]:
             run_dir_of_join=None,
             _store=None,
             _roster=[{"rank": 0, "host": "here"}],
-            _requests=Requests(),
-            _tell=lambda message: None,
-            _own_process=True,
+            _reporter=cast(Any, Silent()),
             _closing=closing,
         )

@@ -17,7 +17,7 @@ from ddp_manual.agent.main import Agent
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import ScriptWorker
 from ddp_manual.from_worker import Attach
-from ddp_manual.program import without_secrets
+from ddp_manual.program import SCRIPT, Program, without_secrets
 from ddp_manual.wire import LineReader, local_reader_of
 from ddp_manual.world_spec import WorldSpec
 
@@ -49,8 +49,8 @@ async def _run(attach: Attach, connection: socket.socket, faults: int) -> None:
     task = Task(
         run_dir=attach.run_dir,
         command=attach.command or command,
-        script=Path(attach.script) if attach.script else None,
-        is_script=True,
+        # Without arguments: a script may say in any way which rank it is, such as "python script.py 0".
+        source=Program(kind=SCRIPT, name=attach.script) if attach.script else None,
         attempt=attach.attempt,
     )
     worker = ScriptWorker(attach.pid, connection, faults, terminal.print_error)

@@ -116,16 +116,15 @@ def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
     return {"identifier": None, "what": result_line(result) if is_training else "all ranks have left in order"}
 
 
-def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo | None) -> None:
+def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo) -> None:
     """Write why a rank has left into the run's folder, if that takes it, and no other run trains into it.
 
     Args:
         pid: of the worker.
-        run: its rank 0's worker holds the folder while the run trains; None for a rank without others.
+        run: its rank 0's worker holds the folder while the run trains.
     """
     paths, about = RunPaths(Path(run_dir)), {"rank": rank, "host": host_name(), "pid": pid}
-    own_holder = holder_of(run.pid, run.host) if run is not None else holder_of(pid, host_name())
-    if paths.holder not in (None, own_holder):
+    if paths.holder not in (None, holder_of(run.pid, run.host)):
         return
     with suppress(DdpManualError, OSError):
         paths.run_dir.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ from ddp_manual.agent.task import Task
 from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.options import as_flags
-from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
@@ -305,8 +304,7 @@ class Join:
                 step.detail = f"{self.own_address.address} on {self.own_address.source}"
             self.probe_server = await reachability.answer_at(self.own_address.address)
             task = self._task
-            program = task.program or (Program(kind=SCRIPT, name=str(task.script)) if task.script else None)
-            source = source_once(program) if program else ProgramSource()
+            source = source_once(task.source) if task.source else ProgramSource()
             self.info = replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
@@ -318,8 +316,7 @@ class Join:
                 versions={**source.packages, **installed_versions()},
                 code={**code_digests(), **source.code},
                 variables=collective_variables(launchers.network_variables()),
-                # A script that joins may say in any way which rank it is: "python script.py 0".
-                arguments=named_arguments(task.program.arguments) if task.program else {},
+                arguments=named_arguments(task.source.arguments) if task.source else {},
                 may_differ=list(task.may_differ),
                 allow_mismatch=spec.allow_mismatch,
                 options={**task.options, "address_family": (self.own_address.family, self.own_address.source)},

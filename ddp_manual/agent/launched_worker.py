@@ -50,7 +50,7 @@ class Forker:
     """The process that imports torch, and then forks each worker: see ``worker/__main__.py``.
 
     Args:
-        program: what the workers run; by default our own training.
+        program: what the workers run.
         modules: what it imports besides, before the first fork.
         in_terminal: whether the workers belong to this terminal, and write to it.
     """
@@ -99,7 +99,7 @@ class Forker:
         for descriptor in (their_faults, *pipes):
             os.close(descriptor)
         copied = copies(ours, output) if output else []
-        return ForkedWorker(self._process, channel, faults, copied, self._program)
+        return ForkedWorker(self._process, channel, faults, copied)
 
 
 class ProcessStarter:
@@ -144,9 +144,8 @@ class ForkedWorker(Worker):
         channel: socket.socket,
         faults: int,
         copies: Sequence[asyncio.Future[None]],
-        program: Program | None,
     ) -> None:
-        super().__init__(forker.pid, channel, faults, program=program)
+        super().__init__(forker.pid, channel, faults)
         self._forker = forker
         self.copies = copies
 

@@ -36,7 +36,7 @@ from ddp_manual.errors import (
     Stopped,
 )
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import SAVING, LastWords, Moment, Place, RankInfo, RunInfo
+from ddp_manual.messages import LastWords, Moment, RankInfo, RunInfo
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
@@ -76,13 +76,7 @@ class Agent:
         self._print_error = print_error
         self._start_worker = start_worker
         self._join = Join(spec, task, steps=self.steps, log=log)
-        self.protocol = AgentProtocol(
-            *(spec, self, time.monotonic()),
-            program=task.program,
-            is_script=task.is_script,
-            chose_folder=task.chose_folder,
-            alone=task.training is not None and task.training.alone,
-        )
+        self.protocol = AgentProtocol(*(spec, self, time.monotonic()), name=task.name, chose_folder=task.chose_folder)
         self._signal_before = 0
         """What has come before this rank ran."""
         self.worker: Worker
@@ -110,7 +104,7 @@ class Agent:
                 with self.steps.step("open files") as step:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self.worker = self._start_worker(self.held)
-                if self.task.launched is None and self.task.program is not None:
+                if self.task.launched is None and not self.worker.has_started_its_agent:
                     self.witness = signals.Witness(own_session=False)
             except Exception as error:
                 self._ending.fail(error)
@@ -123,7 +117,7 @@ class Agent:
             if self._signal_before:
                 self.take_signal(self._signal_before)
             if not isinstance(protocol.state, states.Ended):
-                self._ending.in_background(self._work())
+                self._ending.in_background(self._join_others())
             self._tick()
             ended = await self._ending.wait()
             assert isinstance(protocol.state, states.Ended)
@@ -147,7 +141,7 @@ class Agent:
 
         def gone(*, later: bool = False) -> None:
             if work is self.protocol.work:
-                if -(worker.status or 0) in signals.STOP and not (self.protocol.signals.stop or later):
+                if -(worker.status or 0) in signals.STOP and not (self.protocol.signals.passed_on or later):
                     # Its agent may get the same signal a moment later.
                     asyncio.get_running_loop().call_later(signals.ONCE_WITHIN, partial(gone, later=True))
                 else:
@@ -158,16 +152,7 @@ class Agent:
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
-    async def _work(self) -> None:
-        if self.protocol.alone:
-            protocol, run_id = self.protocol, self.spec.run_id or run_folder.new_run_id()
-            protocol.run_id, protocol.is_own_folder = run_id, True
-            protocol.run_dir = self.task.run_dir and self.task.run_dir.replace("{run_id}", run_id)
-            protocol.begin()
-        else:
-            await self._work_with_others()
-
-    async def _work_with_others(self) -> None:
+    async def _join_others(self) -> None:
         if self.spec.rank != 0:
             self.protocol.begin()
         run, connection = await self._join.join()
@@ -188,13 +173,8 @@ class Agent:
         """Tell the worker what to load; that of rank 0 hosts torch's store at rank 0's address."""
         spec, task, rank_0 = self.spec, self.task, self._join.coordinator
         here = (sys.path[0], self.protocol.work.started, rank_0.run.address if rank_0 is not None else None)
-        work = from_agent.OwnProgram(task.program, task.restarts) if task.program is not None else task.training
-        self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, work))
-
-    def work_alone(self) -> None:
-        local_rank = self.spec.local_rank or 0
-        place = Place(rank=0, world_size=1, local_rank=local_rank, local_world_size=1, node=0, nodes=1, host_leader=0)
-        self.worker.send(from_agent.WorkAlone(place, self.protocol.run_id, self.protocol.run_dir))
+        what = task.program, task.restarts, task.prepare
+        self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, *what))
 
     def take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place. Rank 0 writes down what was lost."""
@@ -204,10 +184,10 @@ class Agent:
         if record is not None and run_dir is not None:
             with suppress(DdpManualError):  # without that line the run goes on too
                 run_folder.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)
-        if self.task.program is not None:
+        if self.task.name:
             seconds = f"{time.monotonic() - self.protocol.work.started:.1f} s"
             who = f"rank {self.spec.rank} of {self.spec.world_size} on {self.info.host}"
-            self.log(f"all ranks are here after {seconds}: starting {self.task.program.name} as {who}")
+            self.log(f"all ranks are here after {seconds}: starting {self.task.name} as {who}")
         own = self._join.own_address
         message = from_agent.TakePlace(placed, self.protocol.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)
@@ -272,12 +252,10 @@ class Agent:
         self._replacing = self._ending.in_background(self._replace_worker(number))
 
     async def _replace_worker(self, number: int) -> None:
-        if self.task.program is not None:
-            self.worker.send(from_agent.Over())  # nobody goes on with torch's store, which it may keep on its way out
-            await self.worker.silence()
+        self.worker.send(from_agent.Over())  # nobody goes on with torch's store, which it may keep on its way out
         self.worker.children.look_at_all(self.worker.pid)
-        saves = self.worker.beat.phase == SAVING  # a checkpoint, which is finished first
-        await self.worker.end(Stopped(signal.SIGTERM) if saves else None, own=False)
+        await self.worker.silence()
+        await self.worker.end(None, own=False)
         self.protocol.worker_ended(number, self._moment())
         try:
             self.worker = self._start_worker(self.held)
@@ -311,7 +289,7 @@ class Agent:
         so_far = replace(so_far, held=self._moment())
         self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=lost_at)
         self._join.info = replace(self._join.info, pid=self.worker.pid)
-        await self._work_with_others()
+        await self._join_others()
 
     def leave_in_order(self, within: float) -> None:
         self._leaving = self._ending.in_background(self._leave_in_order(within))
@@ -365,7 +343,7 @@ class Agent:
         loop.remove_reader(pidfd)
         self._orphaned = why = f"{self.spec.started_by} (pid {pid}), which started this rank, is gone"
         self.log(why)
-        if self.task.is_script:
+        if self.worker.has_started_its_agent:
             self.worker.signal(signal.SIGHUP)
         else:
             self.take_signal(signal.SIGHUP)
@@ -397,20 +375,15 @@ class Agent:
         if error is not None:
             await self._say_goodbye(error, last)
         self._ending.cancel_background()
-        if self.task.program is not None and isinstance(last, states.Leaving):  # which waits on its way out
+        if isinstance(last, states.Leaving):  # its program waits on its way out
             self._ending.in_background(self._leave_in_order(math.inf))
         if error is not None:
             await self._explain(error, last, in_folder=not leaves_no_folder)
         own = error is not None and error is self.protocol.work.own_words
-        # The workers of the other ranks may learn the same from torch's store, if rank 0 keeps it for a moment.
-        keeps_store = own and self.spec.rank == 0 and not (self.task.is_script or self.task.program)
-        if keeps_store:
-            await self._let_others_read()
         await self.worker.end(error, own=own)
         if error is None and (left := self.worker.children.ended):
             self.log(f"ended what was left running: {', '.join(left)}")
-        if not keeps_store:
-            await self._let_others_read()
+        await self._let_others_read()
         if error is not None and self.spec.rank == 0 and leaves_no_folder:
             run_folder.RunPaths(Path(str(self.protocol.run_dir))).remove_start()
         self._join.close(how_it_ended(error, self.protocol.work.result))
@@ -441,13 +414,14 @@ class Agent:
         ending.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
         if not isinstance(last, states.Placed):
             self._join.fail(error)
-        if self.task.program is not None and not self.worker.is_gone:  # which may take seconds
-            self.log(f"{self.task.program.name} is ending: {error.what}")
+        if self.task.name and not self.worker.is_gone:  # which may take seconds
+            self.log(f"{self.task.name} is ending: {error.what}")
         stops = Stopped.identifier in (error.identifier, (error.on_its_rank or ("",))[0])
         await self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE)
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
-        if self.protocol.run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
-            leave_failure(self.protocol.run_dir, self.spec.rank, self.worker.pid, error, self.protocol.run)
+        run, run_dir = self.protocol.run, self.protocol.run_dir
+        if run and run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
+            leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)
         self._ending.cancel_background()  # which might say something after the last word
         self._print_error(error)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, run_folder
-from ddp_manual.from_agent import Training
 from ddp_manual.messages import RankInfo, RunInfo
 from ddp_manual.program import Program
 from ddp_manual.world_spec import WorldSpec
@@ -21,8 +19,14 @@ LONGEST_COMMAND = 8000
 class Task:
     """What a worker is to do, and what of it all ranks must have in common."""
 
-    training: Training | None = None
-    """What the worker is to train; without that and without a ``program`` it checks, or is a script that has joined."""
+    program: Program | None = None
+    """What the worker runs; None: it is a script that has started its agent itself."""
+    prepare: str = ""
+    """What the program does before all ranks are here: see ``from_agent.Start``."""
+    source: Program | None = None
+    """The program of the user's own, whose files and arguments must be the same on every rank."""
+    name: str = ""
+    """How lines call what the worker runs; "" for a program that says itself what it does."""
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
     run_dir: str | None = None
@@ -35,12 +39,6 @@ class Task:
     """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
     go_on: str | None = None
     """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
-    script: Path | None = None
-    """The user's own script that has joined, which must be the same on every rank."""
-    is_script: bool = False
-    """Whether the worker is a user's own script that has called ``join``, whose options are not known here."""
-    program: Program | None = None
-    """The program that the worker runs, if that is not our own training."""
     restarts: tuple[int, int] = (0, 0)
     """How often the ranks of the program were started again, and how often they may be."""
     may_differ: Sequence[str] = ()
@@ -64,7 +62,6 @@ class Task:
             command: the command that starts a rank, with ``{rank}`` for its number.
         """
         run_id = spec.run_id or run_folder.new_run_id()
-        is_script = self.is_script or self.program is not None
         return RunInfo(
             run_id=run_id,
             run_dir=self.run_dir and self.run_dir.replace("{run_id}", run_id),
@@ -77,8 +74,8 @@ class Task:
             launched=_cut(self.launched) if self.launched else None,
             peer_timeout=spec.peer_timeout,
             stall_timeout=spec.stall_limit,
-            stall_timeout_is_default=is_script and "stall_timeout" not in spec.sources,
-            script=is_script,
+            stall_timeout_is_default=not self.prepare and "stall_timeout" not in spec.sources,
+            script=not self.prepare,
             on_loss=spec.on_loss,
             rejoin_timeout=spec.rejoin_timeout,
             shrink_after=spec.shrink_after,

@@ -4,6 +4,8 @@ terminal for each rank."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,11 +19,10 @@ from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import check_torch_is_installed, start_process
 from ddp_manual.errors import DdpManualError
-from ddp_manual.from_agent import Training
 from ddp_manual.identity import OWN_NAME
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
-from ddp_manual.program import Program
+from ddp_manual.program import MODULE, Program
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
@@ -32,6 +33,11 @@ PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_p
 OF_RANK_0 = ("run_dir", "resume")
 # Where rank 0 listens: an address of its own host, which another rank's command has no use for.
 LISTENING = "listen_addr"
+
+
+TRAINING = Program(kind=MODULE, name="ddp_manual.training")
+# What it imports besides torch, which a process that forks workers has before.
+TRAINING_IMPORTS = ("ddp_manual.training.program",)
 
 
 def command_template(
@@ -94,8 +100,10 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     """
     config = checkpoint_files.with_torchrun_run_dir(config)
     check_options(spec, config)
+    told = {"config": config.values(), "sources": dict(config.sources), "launched": launched}
     return Task(
-        training=Training(config.values(), config.sources, config.no_ddp, launched),
+        program=dataclasses.replace(TRAINING, arguments=(json.dumps(told),)),
+        prepare=f"{TRAINING_IMPORTS[0]}:prepare",
         options={**config.shared_options(), "command": ("train", "command")},
         run_dir=config.run_dir or run_folder.default_run_dir("{run_id}"),
         chose_folder=config.run_dir is not None,
@@ -128,6 +136,8 @@ def program_task(
         command=command_template(spec, program=program, may_differ=may_differ),
         launched=launched,
         program=program,
+        source=program,
+        name=program.name,
         restarts=restarts,
         may_differ=may_differ,
     )
@@ -169,6 +179,8 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
     """
     terminal.log_to_stderr(spec.rank, over_bar=True)
     task = training_task(spec, config)
+    if config.no_ddp:  # it has no others, for which a port would have to be known
+        spec = dataclasses.replace(spec, master_port=0)
     if spec.source("world_size") == "default" and not config.no_ddp:
         terminal.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
     return in_this_terminal(spec, task)
@@ -176,11 +188,11 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
 
 def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
     """Run one rank, and print the error that ends it."""
-    if spec.on_loss == LEAVE or task.program is not None:
+    if spec.on_loss == LEAVE or not task.prepare:
         return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
     check_torch_is_installed()
     # It has torch when a worker has to be replaced, which then takes a fork.
-    with closing(Forker(1, in_terminal=True)) as spare:
+    with closing(Forker(1, task.program, TRAINING_IMPORTS, in_terminal=True)) as spare:
         start_worker = partial(spare.start, spec.rank, spec.world_size)
         agent = Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=terminal.print_error)
         return asyncio.run(agent.run())

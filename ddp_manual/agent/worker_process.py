@@ -61,9 +61,10 @@ class Worker:
         channel: the agent's end of a socket pair.
         faults: the reading end of the pipe that faulthandler writes to.
         process: given if the agent is its parent.
-        program: what it runs, if that is not our own training: it handles signals itself, and ends by itself.
     """
 
+    has_started_its_agent = False
+    """Whether it is a script that has started its agent itself, and gets signals itself."""
     copies: Sequence[asyncio.Future[None]] = ()
     """Of ``launch``, which gives a worker a session and pipes of its own: done when its whole output is read."""
 
@@ -73,10 +74,12 @@ class Worker:
         channel: socket.socket,
         faults: int,
         process: subprocess.Popen[bytes] | None = None,
-        program: Program | None = None,
     ) -> None:
         self.pid = pid
-        self.program = program
+        self.hears = True
+        """Whether it runs Python, which takes its agent's messages."""
+        self._takes_stops = False
+        """Whether SIGTERM asks it to stop with all others, which does not end it."""
         self.ended = self.closed = False
         self.status: int | None = None
         """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
@@ -125,6 +128,10 @@ class Worker:
                     self.records.open(self.pid, message.descriptor)
                 except (OSError, ValueError) as error:  # its last words are still to come; ValueError: no such memory
                     take(from_worker.NotCompared(str(error)))
+            case from_worker.ProgramBegins():
+                self.hears = message.hears
+            case from_worker.TakesStops() | from_worker.TakesSignals():
+                self._takes_stops = isinstance(message, from_worker.TakesStops)
             case from_worker.GroupUsed():
                 self.records.add_group(asdict(message))
             case from_worker.Doing():
@@ -172,9 +179,8 @@ class Worker:
         gone()
 
     def _look_whether_it_has_ended(self) -> bool:
-        """Return whether it has, where the kernel does not say when a process ends. Only the status of a program says
-        how it has ended; our own training says so itself."""
-        if self.program is None or not os.path.isdir("/proc/self"):
+        """Return whether it has, where the kernel does not say when a process ends."""
+        if self.has_started_its_agent or not os.path.isdir("/proc/self"):
             return self.is_gone
         self.status = signals.exit_status(self.pid)
         return self.status is not None or not signals.process_stat(self.pid)
@@ -228,26 +234,17 @@ class Worker:
         return readable_stack(before) or "its worker gave none"
 
     async def silence(self, *, grace: float = TERM_GRACE) -> None:
-        """Let it flush its output and then write no more: its agent prints the last lines. A program ends first, in so
-        many seconds."""
-        if self.program is None:
-            self.send(from_agent.BeQuiet())
-        if not self.said:
-            return
-        if self.program is not None:
+        """Let it end, in so many seconds, and so write no more: its agent prints the last lines."""
+        if self.said:
             await self._end_program(grace)
-        elif not self.stopped_by():
-            await self._hear(from_worker.IsQuiet, within=ANSWER_WITHIN)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        """End the process. A checkpoint that is being written is finished first, within 30 s at most.
+        """End the process.
 
         Args:
             error: what ends the rank; None if its work is done.
             own: whether the error is the worker's own.
         """
-        if self.said and error is not None and not self.ended:
-            await self._let_it_save()
         await self._kill(self.signal)
         self.close()
 
@@ -268,9 +265,9 @@ class Worker:
         if from_worker.ProgramBegins in self.said and not self.stopped_by():
             if from_worker.Failed in self.said:  # what it has registered with atexit takes its time
                 await self._hear(within=WAY_OUT)
-            elif self.program is not None and self.program.kind != EXECUTABLE:
+            elif self.hears:
                 await self._let_it_save()
-            if self.until is None and not self.is_gone:
+            if self.until is None and not (self.is_gone or self._takes_stops):
                 handles_it = signals.is_caught(self.pid, signal.SIGTERM)
                 self.until = time.monotonic() + (grace if handles_it else TERM_GRACE)
                 self.signal_all(signal.SIGTERM)
@@ -334,14 +331,22 @@ class ScriptWorker(Worker):
         print_error: prints why the script is killed.
     """
 
+    has_started_its_agent = True
+
     def __init__(
         self, pid: int, channel: socket.socket, faults: int, print_error: Callable[[DdpManualError], None]
     ) -> None:
         super().__init__(pid, channel, faults)
         self._print_error = print_error
 
+    async def silence(self, *, grace: float = TERM_GRACE) -> None:
+        """Let its reporter log nothing more."""
+        self.send(from_agent.BeQuiet())
+        if self.said and not self.stopped_by():
+            await self._hear(from_worker.IsQuiet, within=ANSWER_WITHIN)
+
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if error is not None and self.said.isdisjoint((from_worker.Result, from_worker.StoppedInOrder)):
+        if error is not None and from_worker.Result not in self.said:
             if not self.is_gone:
                 await self._lead_out(error, own=own)
             elif not own:  # the script cannot say it any more
@@ -380,7 +385,7 @@ def start_process(
 
     Args:
         held: where it holds its state.
-        program: what it runs; by default our own training.
+        program: what it runs.
         options: of ``subprocess.Popen``.
     """
     if program is None or program.kind != EXECUTABLE:
@@ -391,7 +396,7 @@ def start_process(
         who = [f"rank={rank}", f"of={world_size}", *words_for(program)]  # for ps and nvidia-smi
         process = start_python(PROGRAM, [theirs.fileno(), writing, held.descriptor], who, **options)
         os.close(writing)
-    return Worker(process.pid, ours, reading, process, program)
+    return Worker(process.pid, ours, reading, process)
 
 
 def words_for(program: Program | None) -> list[str]:

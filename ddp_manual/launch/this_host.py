@@ -130,7 +130,7 @@ class Ranks:
     def able_to_start(self) -> Iterator[None]:
         """Have what starts the workers of this host in the body."""
         job, nproc = self.job, self.hosts.nproc
-        imports = forkable_imports(job.program) if job.forks and job.program is not None else []
+        imports = forkable_imports(job.program) if job.program is not None else tasks.TRAINING_IMPORTS
         starter = Forker(nproc, job.program, imports) if job.forks else ProcessStarter(nproc, job.program)
         self.starter = starter
         with ExitStack() as stack:

@@ -192,7 +192,16 @@ class Probed(Message):
 
 
 class Stopping(Message):
-    """A signal has asked this rank to stop the run in order."""
+    """A signal has come to this rank, whose program stops with all others after the same step."""
+
+    number: Count
+    """The signal."""
+
+
+class StepsDone(OfWorker):
+    """The worker has done so many steps, and goes no further than the next one, as AskStep has asked."""
+
+    steps: Count
 
 
 class Tell(Message):
@@ -331,6 +340,20 @@ class AskRecords(Message):
     """Group -> the numbers of those whose calls are asked for."""
 
 
+class AskStep(Message):
+    """Say how many steps the worker has done: a signal has asked all ranks to stop."""
+
+
+class StopAfter(Message):
+    """Stop after this step; to all ranks, none of which has passed it."""
+
+    step: Count
+    number: Count
+    """The signal."""
+    ranks: Sequence[Count]
+    """Those that have got one."""
+
+
 class Replace(Message):
     """End the worker, and start another one: a rank was lost."""
 
@@ -364,12 +387,12 @@ class Rank0Leaves(Message):
 
 FromStranger = Hello | Look
 FromRank = (
-    WorkerReady | Heartbeat | Finished | Failed | Held | StacksReply | RecordsReply | Probed | Stopping | Tell
-    | LostRank0 | Leaves | Goodbye
+    WorkerReady | Heartbeat | Finished | Failed | Held | StacksReply | RecordsReply | Probed | Stopping | StepsDone
+    | Tell | LostRank0 | Leaves | Goodbye
 )  # fmt: skip
 FromRank0 = (
     Greeting | Welcome | Refused | Later | Seen | News | Line | Probe | Placed | Alive | AskStacks | AskRecords
-    | Replace | SeatLost | Expired | Close | RunEnds | Rank0Leaves
+    | AskStep | StopAfter | Replace | SeatLost | Expired | Close | RunEnds | Rank0Leaves
 )  # fmt: skip
 
 read_from_stranger: Read[FromStranger] = reader_of(FromStranger)

@@ -24,15 +24,12 @@ from ddp_manual.messages import (
     RunInfo,
     RunSoFar,
     Verdict,
-    first_command_and,
-    from_last_checkpoint,
     more_seconds,
 )
 from ddp_manual.on_loss import LEAVE
-from ddp_manual.program import Program
 from ddp_manual.protocol import states, verdicts
 from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
-from ddp_manual.protocol.stop_signals import ProgramSignals, StopSignals
+from ddp_manual.protocol.stop_signals import Handling, StopSignals
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
 
@@ -55,6 +52,8 @@ class WorkerSeen(Protocol):
 
     beat: Beat
     ended: bool
+    has_started_its_agent: bool
+    hears: bool
     pid: int
     said: set[type[from_worker.FromWorker]]
     status: int | None
@@ -100,9 +99,6 @@ class Shell(Protocol):
     def have_it_load(self) -> None:
         """Tell the worker what to load."""
 
-    def work_alone(self) -> None:
-        """Have the worker begin, without other ranks."""
-
     def take_place(self, placed: messages.Placed) -> None:
         """Have the worker begin, at its place among all ranks."""
 
@@ -138,10 +134,8 @@ class AgentProtocol:
     """What the agent of one rank decides. ``now`` is the time on its monotonic clock, in seconds.
 
     Args:
-        program: what the worker runs, if that is not our own training.
-        is_script: whether the worker is a user's own script that has called ``join``.
+        name: what the worker runs, as lines call it.
         chose_folder: whether somebody has named the run's folder.
-        alone: whether the rank has no others.
     """
 
     def __init__(
@@ -150,17 +144,13 @@ class AgentProtocol:
         shell: Shell,
         now: float,
         *,
-        program: Program | None,
-        is_script: bool,
+        name: str,
         chose_folder: bool,
-        alone: bool,
     ) -> None:
-        self._spec, self._shell, self._program, self._is_script = spec, shell, program, is_script
-        self.alone = alone
+        self._spec, self._shell, self._name = spec, shell, name
         self.state: states.State = states.Searching()
         self.work = states.Work(started=now)
-        kind, ask = (StopSignals, self._ask_worker) if program is None else (ProgramSignals, self._pass_on)
-        self.signals = kind(spec, is_script, shell.log, ask)
+        self.signals = StopSignals(spec, shell.log, self._pass_on, self._ask_all)
         self.run: RunInfo | None = None
         self.run_dir: str | None = None
         self.run_id = ""
@@ -189,7 +179,7 @@ class AgentProtocol:
     @property
     def again(self) -> str:
         """What to do after the run has ended."""
-        return self.run.start_again if self.run else start_alone_again(self.run_dir)
+        return self.run.start_again if self.run else "start this rank again"
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
@@ -247,6 +237,10 @@ class AgentProtocol:
                 self.signals.asked = self.signals.asked or signal.SIGTERM
                 why = self._expired.why.splitlines()[-1]
                 self._shell.log(f"{why}: all that are here go on for a step, save a checkpoint, and stop")
+            case messages.AskStep() if isinstance(self.state, states.Placed):
+                self._ask_step()
+            case messages.StopAfter() if isinstance(self.state, states.Placed):
+                self._tell(from_agent.StopAfter(message.step, message.number, message.ranks))
             case messages.Close():
                 if isinstance(self.state, states.Working):
                     self.enter(states.Closing())
@@ -335,23 +329,24 @@ class AgentProtocol:
             case from_worker.Loaded():
                 self.work.ready = message.ready
                 self.send(messages.WorkerReady(message.ready))
-                if self.alone and not isinstance(self.state, states.Ended):
-                    self.enter(states.Alone())
-                    self._shell.work_alone()
             case from_worker.NotCompared():
                 why = f"the collectives of this rank are not compared with those of others: {message.why}"
                 self._shell.log(why)
-            case from_worker.TakesRequests():
-                self.signals.noted = self.signals.heeded = True
-                if self.signals.asked:  # of an earlier worker
-                    self._tell(from_agent.Stop(self.signals.asked))
             case from_worker.ProgramBegins():
-                self.signals.noted = True
-                if self.signals.stop:
-                    self._pass_on(self.signals.stop)
-            case from_worker.TakesNoRequests() | from_worker.TakesSignals():
-                self.signals.noted, self.signals.heeded = isinstance(message, from_worker.TakesNoRequests), False
-            case from_worker.Signalled():
+                self.signals.worker_handles(Handling.BY_ITSELF)
+                if self.signals.passed_on:
+                    self._pass_on(self.signals.passed_on)
+            case from_worker.TakesStops():
+                self.signals.worker_handles(Handling.WITH_ALL)
+                if self.signals.asked:  # of an earlier worker
+                    self._ask_all(self.signals.asked)
+            case from_worker.TakesNoStops():
+                self.signals.worker_handles(Handling.DONE)
+            case from_worker.TakesSignals():
+                self.signals.worker_handles(Handling.BY_ITSELF)
+            case from_worker.StepsDone():
+                self.send(messages.StepsDone(message.steps))
+            case from_worker.Signalled() if not isinstance(self.state, states.Ended):
                 self.take_signal(message.number, now, seen_by="script")
             case from_worker.RunFolder():
                 self.run_dir, self.is_own_folder, self.chose_folder = message.run_dir, message.own, message.chosen
@@ -370,29 +365,30 @@ class AgentProtocol:
             case from_worker.Left():
                 self._begin_leaving()
             case from_worker.Result():
-                self._take_result(message.result)
-            case from_worker.StoppedInOrder():
-                stopped = message.words.error()
-                if (expired := self._expired) is not None:
-                    expired.why, stopped = f"{expired.why}\n{stopped.why}", expired
-                self._take_result(stopped)
+                self._take_result(message)
 
-    def _take_result(self, result: object) -> None:
-        self.work.result = result
-        if isinstance(self.state, (states.Left, states.Alone)):
-            self._shell.finish(result)
+    def _take_result(self, message: from_worker.Result) -> None:
+        self.work.result = {} if message.result is None else message.result
+        if message.stopped is not None:
+            stopped = message.stopped.error()
+            if (expired := self._expired) is not None:
+                expired.why, stopped = f"{expired.why}\n{stopped.why}", expired
+            self.work.result = stopped
+        self.work.goes_on = message.goes_on
+        if message.goes_on and isinstance(self.state, (states.Left, states.Alone)):
+            self._shell.finish(self.work.result)
 
     def _say_what_a_loss_repeats(self) -> None:
         """Say once on rank 0, before any loss, if the program does not hold its state, and so begins anew after one."""
         worker = self._shell.worker
         if self._has_warned or self._spec.rank:
             return
-        if self._program is None or self.so_far is None:
+        if self.so_far is None or not self._name:
             return
         holds = from_worker.Holds in worker.said or self._shell.held_steps > 0
         if not holds and sum(worker.beat.collectives.values()) >= HOLDS_BEFORE:
             self._has_warned, again = True, "after a loss all ranks start it again from its beginning"
-            self._shell.log(f"{self._program.name} does not call hold(): {again}")
+            self._shell.log(f"{self._name} does not call hold(): {again}")
 
     def _take_failure(self, message: from_worker.Failed) -> None:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
@@ -404,7 +400,7 @@ class AgentProtocol:
         by_itself = message.exits or own.identifier == Stopped.identifier
         follows = broken_at is not None and work.words_of_another == Stopped.identifier
         may_be_asked_for = by_itself or follows
-        if self._program is not None and may_be_asked_for:
+        if may_be_asked_for:
             stopped = self.signals.stopped_by(own.exit_code, self.again, because_of=None if by_itself else own)
             own = stopped or own  # such as by sys.exit(143), after it has tidied up
         work.own_words, work.has_broken = own, broken_at is not None
@@ -418,13 +414,14 @@ class AgentProtocol:
     def worker_gone(self, now: float) -> None:
         """Note that the worker's process has ended, unless it was replaced since."""
         self._now = now
-        if self.work.result is not None or self.work.own_words is not None:
+        if self.work.own_words is not None:
             return  # its last words were read
         if isinstance(self.state, (states.Looking, states.Ended)):
             return  # another one is started once rank 0 is found, or none
         worker = self._shell.worker
-        if isinstance(self.state, states.Left) and not worker.status:
-            self._shell.finish(None)
+        is_done = self.work.result is not None or not worker.status
+        if isinstance(self.state, states.Left) and is_done:
+            self._shell.finish(self.work.result)
             return
         if isinstance(self.state, states.Placed) and self._program_ended(worker.status):
             return
@@ -439,13 +436,16 @@ class AgentProtocol:
 
     def _program_ended(self, status: int | None) -> bool:
         """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
-        if status == 0 and self._program is not None:
-            if from_worker.Finished not in self._shell.worker.said:  # it has ended its process without Python's way out
+        said = self._shell.worker.said
+        has_no_result = from_worker.Joins in said and self.work.result is None  # it would have left in order
+        is_done = status == 0 and not has_no_result
+        if is_done or self.work.result is not None:
+            if from_worker.Finished not in said:  # it has ended its process without Python's way out
                 self.send(messages.Finished())
                 if self._spec.rank == 0 and self._spec.world_size > 1:
                     ended = "rank 0's process has ended, and torch's store with it: other ranks may still need that"
                     self._shell.log(ended)
-            self.work.result = {}
+            self.work.result = {} if self.work.result is None else self.work.result
             self._begin_leaving()
             return True
         code = 1 if status is None else 128 - status if status < 0 else status
@@ -500,7 +500,7 @@ class AgentProtocol:
         if isinstance(self.state, states.Leaving):  # its work was done, and is begun anew
             self._shell.stop_leaving()
         self.work = states.Work(started=self._now)
-        self.signals.noted = False
+        self.signals.worker_handles(Handling.LOADING)
         self._shell.replace_worker(number)
 
     def worker_ended(self, number: int, held: Moment | None) -> None:
@@ -550,8 +550,9 @@ class AgentProtocol:
         """Leave, because the worker has done its work and has left."""
         if isinstance(self.state, states.Leaving):
             return  # and its process has ended meanwhile
-        # After its last collective another rank of a program may work on for as long as it likes.
-        works_on = self._program is not None and not isinstance(self.state, states.Alone)
+        # After its last collective another rank may work on for as long as it likes, unless all leave join() together.
+        together = from_worker.Joins in self._shell.worker.said
+        works_on = not together and not isinstance(self.state, states.Alone)
         self.enter(states.Leaving())
         self._shell.leave_in_order(math.inf if works_on else LEAVE_TIMEOUT)
 
@@ -560,7 +561,8 @@ class AgentProtocol:
         self.enter(states.Left())
         self.send(messages.Goodbye())
         self._tell(from_agent.Over())
-        if self.work.result is not None:
+        needs_nothing = self.work.goes_on or self._shell.worker.ended
+        if needs_nothing and self.work.result is not None:
             self._shell.finish(self.work.result)
 
     # -- signals and the clock ----------------------------------------------------------------------------------------
@@ -572,34 +574,33 @@ class AgentProtocol:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
         self._now, worker = now, self._shell.worker
-        program_runs = self._program is not None and not worker.ended
-        if isinstance(self.state, states.Ended) and not program_runs:
+        needs_no_signal = any((worker.ended, worker.has_started_its_agent, self.signals.are_taken))
+        if needs_no_signal and isinstance(self.state, states.Ended):
             return
-        is_debugged = self._program is not None and worker.beat.debugging
-        if number == signal.SIGINT and is_debugged:
+        if number == signal.SIGINT and worker.beat.debugging:
             return  # it is the debugger's
         # Without rank 0 the run is over; the others wait for any other rank.
         leads = self.so_far is not None and self._spec.rank == 0
         again = self.again if leads or isinstance(self.state, states.Placed) else ""
         goes_on = self.so_far is not None and isinstance(self.state, states.Waiting)
-        if error := self.signals.take(number, seen_by, self._shell.here, again, now, goes_on=goes_on):
+        if worker.has_started_its_agent and not self.signals.are_taken:  # it gets each signal itself
+            if number == signal.SIGTERM:
+                self.signals.passed_on = self.signals.passed_on or number
+                worker.until = now + SAVE_WITHIN if worker.until is None else worker.until
+        elif error := self.signals.take(number, seen_by, self._shell.here, again, now, goes_on=goes_on):
             self._end_at_once(error)
-            return
-        is_asked = self._is_script and self.signals.stop
-        if is_asked and worker.until is None:
-            worker.until = now + SAVE_WITHIN
 
     def _end_at_once(self, error: Stopped) -> None:
         """End this rank, and give its worker no time."""
         self._shell.worker.until = 0
         self._shell.fail(error)
 
-    def _ask_worker(self, number: int) -> None:
-        """Tell the worker what a signal asks for, as soon as it works, and rank 0 that the run is about to end."""
-        if isinstance(self.state, states.Placed):
-            self._tell(from_agent.Save() if number == signals.SAVE else from_agent.Stop(number))
+    def _ask_all(self, number: int) -> None:
+        """Have all ranks stop after the same step, or the worker save."""
         if number != signals.SAVE:
-            self.send(messages.Stopping())
+            self.send(messages.Stopping(number))
+        elif isinstance(self.state, states.Placed):
+            self._tell(from_agent.Save())
 
     def _pass_on(self, number: int) -> None:
         """Let the program handle a signal. One that asks it to stop is its first SIGTERM, or the same as ours."""
@@ -609,6 +610,13 @@ class AgentProtocol:
             worker.until = self._now + SAVE_WITHIN
         if number == signals.SAVE or not has_been_asked:
             self._shell.pass_on(number)
+
+    def _ask_step(self) -> None:
+        """Ask the worker how many steps it has done; one that hears nothing counts none, and takes signals itself."""
+        if self._shell.worker.hears:
+            self._tell(from_agent.AskStep())
+        else:
+            self.send(messages.StepsDone(0))
 
     def tick(self, now: float) -> None:
         """Do what only time brings."""
@@ -659,8 +667,3 @@ class AgentProtocol:
 
     def _tell(self, message: from_agent.FromAgent) -> None:
         self._shell.worker.send(message)
-
-
-def start_alone_again(run_dir: str | None) -> str:
-    """Say what to do after the end of a rank that had no coordinator: with --no_ddp, or before it found rank 0."""
-    return from_last_checkpoint(first_command_and(run_dir)) if run_dir else "start this rank again"

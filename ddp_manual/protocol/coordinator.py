@@ -26,6 +26,7 @@ from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import Gathering, RollCall, Seat, Working, missing_ranks_error
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
+from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.watch import BROKEN, NEWCOMER, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
@@ -87,6 +88,7 @@ class CoordinatorProtocol:
         """Since when this process goes on, if it was stopped for long: the others may have given it up."""
         self._watch = Watch(self.roll_call, self._peers, now)
         self._silence = Silence(self.roll_call.who)
+        self._stop_step = StopStep(self._watch.send_to_all)
         self._next_news = self._next_beat = 0.0
         self._line_for_rank_0 = ""
         """What its agent is told as soon as it is here."""
@@ -330,6 +332,7 @@ class CoordinatorProtocol:
         now, at_work = self._now, self._at_work
         self._watch.stop(now)
         self._watch = Watch(self.roll_call, self._peers, now)
+        self._stop_step = StopStep(self._watch.send_to_all)
         self.roll_call.begin_again(at_work, now - missing_for, self.run.rejoin_timeout)
         self.seats.begin(lost, now, back, replaced=at_work, own_code=own_code)
         for rank in at_work:
@@ -352,8 +355,10 @@ class CoordinatorProtocol:
         shrink_after = 0.0 if self.run.on_loss == SHRINK else shrink_after
         # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
         until_they_are_here = silent_after(self.run) + SURVIVORS_WITHIN
-        if self.seats.adopted or self._now - self._goes_on_since < until_they_are_here:
+        if self.seats.adopted:
             shrink_after = max(shrink_after, until_they_are_here)
+        if self._now - self._goes_on_since < until_they_are_here:  # the time for which it was stopped does not count
+            shrink_after = math.inf
         alone = self.run.world_size > 2 and self.roll_call.members.keys() <= {0}
         if waited >= shrink_after and not alone:
             self.shrink()
@@ -579,6 +584,11 @@ class CoordinatorProtocol:
                     self._advance()
             case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
                 self.roll_call.stopping.update({rank} if self.roll_call.works or self.seats.began else ())
+                if self._works(rank):
+                    self._stop_step.ask(rank, message.number)
+            case messages.StepsDone():
+                self._stop_step.take(rank, message.steps)
+                self._name_stop_step()
             case messages.Tell(text):
                 line = f"{self.roll_call.info(rank).who}: {printable(text)}"
                 self._watch.send_to_all(messages.Line(line), without=[rank])
@@ -590,6 +600,11 @@ class CoordinatorProtocol:
                     self._take_goodbye(peer, rank, printable(words.what))
             case messages.Goodbye():
                 self._take_goodbye(peer, rank, "")
+
+    def _name_stop_step(self) -> None:
+        """Name the step after which all ranks stop, once those have replied whose work is not done."""
+        if self.roll_call.works:
+            self._stop_step.name(self.at_work([*self._at_work]))
 
     def _works(self, rank: int) -> bool:
         """Return whether all ranks have gone on together, this one among them."""
@@ -679,6 +694,7 @@ class CoordinatorProtocol:
             self._give_up_silent(now)
         if self.failure is None:
             self._advance_or_wait()
+            self._name_stop_step()
         self._watch.check(now)
         self._give_up_lost()
 

@@ -22,6 +22,8 @@ class Work:
     """What rank 0 was told last that it does."""
     result: Any = None
     """What it has said of its work, if that is complete."""
+    goes_on: bool = False
+    """Whether it has told its agent to go, since it goes on by itself."""
     own_words: DdpManualError | None = None
     """What it has failed with."""
     has_broken: bool = False
@@ -32,8 +34,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Searching:
-    """The agent looks for rank 0 and says hello, for ``join_timeout`` at most; a rank without others waits for its
-    worker alone, which fails, ends or is ready."""
+    """The agent looks for rank 0 and says hello, for ``join_timeout`` at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,8 @@ class Closing(Placed):
 
 
 class Alone(Placed):
-    """The worker works or leaves, and nobody watches, so that it may take as long as it likes: it never had others, or
-    rank 0 has left, or it has ``until`` to end by itself."""
+    """The worker works or leaves, and nobody watches, so that it may take as long as it likes: rank 0 has left, or it
+    has ``until`` to end by itself."""
 
 
 class Leaving(Placed):

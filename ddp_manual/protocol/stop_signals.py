@@ -1,7 +1,8 @@
-"""What signals do to one rank: they stop all ranks in order, or this one at once."""
+"""What signals do to one rank: they stop all ranks after the same step, or this one at once, or go to its program."""
 
 from __future__ import annotations
 
+import enum
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,102 +18,17 @@ OUT_WITHIN = 5.0
 SAID_AFTER = 1.0
 
 
-class StopSignals:
-    """What signals do to one rank: SIGUSR1 saves a checkpoint; Ctrl-C, SIGTERM and SIGHUP stop all ranks after the same
-    step, and a second one stops this rank at once.
+class Handling(enum.Enum):
+    """What the worker does about signals."""
 
-    Args:
-        is_script: whether the worker is a user's own script, which takes its signals itself.
-        to_worker: lets the worker do what a signal asks for.
-    """
-
-    def __init__(
-        self, spec: WorldSpec, is_script: bool, log: Callable[[str], None], to_worker: Callable[[int], None]
-    ) -> None:
-        self._spec, self._is_script, self._log, self._to_worker = spec, is_script, log, to_worker
-        self.noted = False
-        """Whether the worker takes requests to stop or to save; before that a signal simply ends the rank."""
-        self.heeded = True
-        """Whether it still follows them; False once its work is done."""
-        self.asked = 0
-        """The first signal that has asked this rank to stop, or 0."""
-        self.stop = 0
-        """The first signal that has asked a user's own program to stop, or 0."""
-        self._first: dict[str, float] = {}
-
-    def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, goes_on: bool) -> Stopped | None:
-        """Take a signal; returns the error that ends the rank at once, if any.
-
-        Args:
-            seen_by: the process that has seen the signal.
-            here: how many ranks are here.
-            again: what to do after the run has ended; "" before all ranks have joined.
-            goes_on: whether the worker will take requests when all ranks go on after a loss.
-        """
-        heeded = self.noted and self.heeded
-        if self._is_script and not self.noted:  # the script handles it as any program does
-            if number == signal.SIGTERM:
-                self.stop = self.stop or number
-            return None
-        if number == SAVE:
-            if heeded and not self._is_script:
-                self._to_worker(number)
-            does = "a checkpoint at the next step all ranks agree on" if heeded else NOTHING_TO_SAVE
-            self._log(f"SIGUSR1: {does}")
-            return None
-        error = None
-        if not self.noted and not goes_on:
-            error = self._stopped_early(number, here, again)
-        elif now - self._first.get(seen_by, now) > ONCE_WITHIN:
-            error = self._stopped_at_once(number, again)
-        elif not self._first:
-            is_followed = heeded or goes_on
-            if is_followed and not self._is_script:
-                self._to_worker(number)
-            what = "stopping after the next step all ranks agree on" if heeded else "this rank is done, and is leaving"
-            if not self.noted:
-                what = "all that are here go on for a step, save a checkpoint, and stop"
-            self._log(f"{asked_by(number)}: {what}; a second signal ends this rank at once")
-        # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
-        self.asked = self.asked or number
-        self._first.setdefault(seen_by, now)
-        return error
-
-    def look(self, beat: Beat, now: float) -> str | Stopped | None:
-        """Return what all are to be told, or what ends this rank, because a signal does not reach the worker."""
-        return None
-
-    def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:
-        """Return the error for a program that has ended itself with this exit code after a signal; None without one.
-
-        Args:
-            exit_code: None if it has not ended within the time that it has.
-            because_of: what it has raised, such as that a collective broke when another rank had ended.
-        """
-        if not self.stop:
-            return None
-        ended = "did not end within its time" if exit_code is None else f"ended with exit code {exit_code}"
-        why = [f"the program has it, and {ended}"] if exit_code != 128 + self.stop else []
-        why += [because_of.what, because_of.why] if because_of is not None else []
-        return Stopped(self.stop, why="\n".join(why), next=again)
-
-    def _stopped_at_once(self, number: int, again: str) -> Stopped:
-        if self.heeded:
-            why = "the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
-        elif self._spec.rank == 0:
-            why = "rank 0 left early; ranks that were still working lost their store"
-        else:
-            why = "this rank had done its part, and was leaving"
-        return Stopped(number, "at once, by a second signal", why=why, next=again)
-
-    def _stopped_early(self, number: int, here: int, again: str) -> Stopped:
-        if self._spec.world_size == 1:
-            return Stopped(number)
-        if not again and here == 1:
-            return Stopped(number, "while it waited for the other ranks")
-        if self._spec.rank == 0:
-            again = again or "start all ranks again: the others leave too"
-        return Stopped(number, next=again or "start this rank again: the others wait for it")
+    LOADING = enum.auto()
+    """Its program has not begun: a signal simply ends the rank."""
+    BY_ITSELF = enum.auto()
+    """Its program handles them, as any program does."""
+    WITH_ALL = enum.auto()
+    """It stops with all ranks after the same step, and saves when it is asked to."""
+    DONE = enum.auto()
+    """It has done its part, and is leaving."""
 
 
 @dataclass
@@ -128,16 +44,109 @@ class Unreached:
         return cls(collectives, now + SAID_AFTER, now + OUT_WITHIN)
 
 
-class ProgramSignals(StopSignals):
-    """What signals do to a rank that runs a user's own program: the program gets them, as it would from a terminal, and
-    a second one that asks to stop ends the rank at once. So does Ctrl-C itself, if the program stays in a collective.
+class StopSignals:
+    """What signals do to one rank.
+
+    Where the program takes stops, SIGUSR1 saves a checkpoint, and Ctrl-C, SIGTERM and SIGHUP stop all ranks after the
+    same step. Any other program gets its signals. A second one that asks to stop ends this rank at once, as Ctrl-C does
+    itself if such a program stays in a collective.
+
+    Args:
+        pass_on: lets the program handle a signal.
+        ask_all: has all ranks stop, or the worker save.
     """
 
-    _unreached: Unreached
-    """Since the last time that the program has moved after Ctrl-C."""
+    def __init__(
+        self,
+        spec: WorldSpec,
+        log: Callable[[str], None],
+        pass_on: Callable[[int], None],
+        ask_all: Callable[[int], None],
+    ) -> None:
+        self._spec, self._log, self._pass_on, self._ask_all = spec, log, pass_on, ask_all
+        self._handling = Handling.LOADING
+        self._takes_stops = False
+        """Whether any worker of this rank has stopped with all ranks, as its next one will."""
+        self.asked = 0
+        """The first signal that has asked all ranks to stop, or 0."""
+        self.passed_on = 0
+        """The first signal that has asked the program to stop, which handles it, or 0."""
+        self._first: dict[str, float] = {}
+        self._unreached = Unreached.since(0.0, {})
+        """Since the last time that the program has moved after Ctrl-C."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the program has begun."""
+        return self._handling is not Handling.LOADING
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the program has signals do something else than what they do to any program."""
+        return self._handling in (Handling.WITH_ALL, Handling.DONE)
+
+    def worker_handles(self, handling: Handling) -> None:
+        """Note what the worker does about signals from now on."""
+        self._handling = handling
+        self._takes_stops |= handling is Handling.WITH_ALL
+
+    def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, goes_on: bool) -> Stopped | None:
+        """Take a signal; returns the error that ends the rank at once, if any.
+
+        Args:
+            seen_by: the process that has seen the signal.
+            here: how many ranks are here.
+            again: what to do after the run has ended; "" before all ranks have joined.
+            goes_on: whether all ranks go on after a loss once another worker has loaded torch.
+        """
+        if number == SAVE:
+            self._save(seen_by)
+            return None
+        if self._handling is Handling.BY_ITSELF:
+            return self._stop_program(number, again, now)
+        is_early = self._handling is Handling.LOADING
+        will_take_it = goes_on and self._takes_stops
+        if is_early and not will_take_it:
+            return self._stopped_early(number, here, again)
+        if now - self._first.get(seen_by, now) > ONCE_WITHIN:
+            return self._stopped_at_once(number, again)
+        if not self._first:
+            if is_early:
+                what = "all that are here go on for a step, save a checkpoint, and stop"
+            elif self._handling is Handling.DONE:
+                what = "this rank is done, and is leaving"
+            else:
+                what = "stopping after the next step all ranks agree on"
+            self._log(f"{asked_by(number)}: {what}; a second signal ends this rank at once")
+            if self._handling is not Handling.DONE:
+                self._ask_all(number)
+        # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
+        self.asked = self.asked or number
+        self._first.setdefault(seen_by, now)
+        return None
+
+    def _save(self, seen_by: str) -> None:
+        if self._handling is Handling.BY_ITSELF:
+            self._pass_on(SAVE)
+            return
+        saves = self._handling is Handling.WITH_ALL
+        if saves and seen_by == "agent":
+            self._ask_all(SAVE)
+        self._log(f"SIGUSR1: {'a checkpoint at the next step all ranks agree on' if saves else NOTHING_TO_SAVE}")
+
+    def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
+        """Let the program handle a signal that asks it to stop; the second one ends the rank."""
+        if not self.passed_on:
+            self.passed_on, self._passed_on_at, self._unreached = number, now, Unreached.since(now, {})
+            self._pass_on(number)
+            self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
+        elif now - self._passed_on_at > ONCE_WITHIN:
+            return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
+        return None
 
     def look(self, beat: Beat, now: float) -> str | Stopped | None:
-        if self.stop != signal.SIGINT:
+        """Return what all are to be told, or what ends this rank, because Ctrl-C does not reach the program."""
+        if self.passed_on != signal.SIGINT:
             return None
         if not beat.inside or beat.collectives != self._unreached.collectives:
             self._unreached = Unreached.since(now, beat.collectives)
@@ -145,21 +154,40 @@ class ProgramSignals(StopSignals):
         where = f"in a collective, on {beat.place or 'no line of Python'}"
         if now >= wait.ended_at:
             why = f"the program was {where}, and Python does not react to Ctrl-C there"
-            return Stopped(self.stop, f"after {OUT_WITHIN:.0f} s", why=why)
+            return Stopped(self.passed_on, f"after {OUT_WITHIN:.0f} s", why=why)
         if now >= wait.said_at:
             wait.said_at = wait.ended_at
             return f"Ctrl-C cannot reach the program, which is {where}; it is ended in {wait.ended_at - now:.0f} s"
         return None
 
-    def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, goes_on: bool) -> Stopped | None:
-        if not self.noted:
-            return None if number == SAVE else self._stopped_early(number, here, again)
-        if number == SAVE:
-            self._to_worker(number)
-        elif not self.stop:
-            self.stop, self._asked, self._unreached = number, now, Unreached.since(now, {})
-            self._to_worker(number)
-            self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
-        elif now - self._asked > ONCE_WITHIN:
-            return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
-        return None
+    def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:
+        """Return the error for a program that has ended itself with this exit code after a signal; None without one.
+
+        Args:
+            exit_code: None if it has not ended within the time that it has.
+            because_of: what it has raised, such as that a collective broke when another rank had ended.
+        """
+        if not self.passed_on:
+            return None
+        ended = "did not end within its time" if exit_code is None else f"ended with exit code {exit_code}"
+        why = [f"the program has it, and {ended}"] if exit_code != 128 + self.passed_on else []
+        why += [because_of.what, because_of.why] if because_of is not None else []
+        return Stopped(self.passed_on, why="\n".join(why), next=again)
+
+    def _stopped_at_once(self, number: int, again: str) -> Stopped:
+        if self._handling is not Handling.DONE:
+            why = "the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
+        elif self._spec.rank == 0:
+            why = "rank 0 left early; ranks that were still working lost their store"
+        else:
+            why = "this rank had done its part, and was leaving"
+        return Stopped(number, "at once, by a second signal", why=why, next=again)
+
+    def _stopped_early(self, number: int, here: int, again: str) -> Stopped:
+        if self._spec.world_size == 1:
+            return Stopped(number)
+        if not again and here == 1:
+            return Stopped(number, "while it waited for the other ranks")
+        if self._spec.rank == 0:
+            again = again or "start all ranks again: the others leave too"
+        return Stopped(number, next=again or "start this rank again: the others wait for it")

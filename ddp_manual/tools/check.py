@@ -18,6 +18,7 @@ from ddp_manual.agent.tasks import LISTENING, agent_in_this_terminal, command_te
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
+from ddp_manual.program import MODULE, Program
 from ddp_manual.steps import Step
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
@@ -26,6 +27,8 @@ from ddp_manual.world_spec import WorldSpec
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
 CHECK_JOIN_TIMEOUT = 30.0
 SLOW_LOOKUP = 0.5
+# The program of each rank.
+MEASURE = "ddp_manual.tools.measure"
 # Ranks; the matrix of round trips is as wide as it is high.
 WIDEST_MATRIX = 16
 MARKS = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
@@ -51,7 +54,14 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     # The option has a rank that checks refused by a rank that trains.
     options = {"command": ("check", "command")}
     listening = as_flags({LISTENING: spec.listen_addr})
-    checking = Task(options=options, command=command_template(spec), for_rank_0=listening, wait_until_ready=True)
+    checking = Task(
+        program=Program(kind=MODULE, name=MEASURE),
+        prepare=f"{MEASURE}:prepare",
+        options=options,
+        command=command_template(spec),
+        for_rank_0=listening,
+        wait_until_ready=True,
+    )
     agent = agent_in_this_terminal(spec, checking, print_error=lambda error: None)
     # The agent raises the same error below, after all that this host can find out by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:

@@ -12,7 +12,7 @@ import random
 import time
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.messages import SAVING
-from ddp_manual.signals import Requests
 from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint, data, ddp
 from ddp_manual.training.augment import Augmentation
@@ -34,7 +32,7 @@ from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
-from ddp_manual.training.metrics import AgreedRequests, Meter, Metrics, agree_on_requests, diverged
+from ddp_manual.training.metrics import Meter, Metrics, diverged
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.results import RunFiles
 
@@ -99,7 +97,9 @@ class Trainer:
         self.options = checkpoint.options_of(config, data_sets.train, data_sets.test)
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
-        self._progress = world.progress
+        self._world, self._progress = world, world.progress
+        self.is_stopped = False
+        """Whether a signal stops all ranks after the step that was done last."""
         self._holder = Holder(world.held, world.generation, config.hold_every) if world.held is not None else None
         self.resume(Position(), History())
 
@@ -159,11 +159,11 @@ class Trainer:
         samples = seen - self.epoch_plan.seen(self._began)
         return samples / (self.meter.seconds - self._seconds_before) if samples else seen / self.meter.seconds
 
-    def train_epoch(self, requests: Requests, lines: terminal.ProgressLines) -> AgreedRequests:
+    def train_epoch(self, lines: terminal.ProgressLines) -> bool:
         """Train to the end of the epoch, or to the step where a signal stops all ranks; a checkpoint is then on disk.
 
         Returns:
-            What signals have asked for and is still to be done.
+            Whether a signal has asked for a checkpoint, which is still to be saved.
 
         Raises:
             TrainingFailed: the loss is not finite, or a step did not use all parameters. ReplicasDiffer: the ranks'
@@ -171,7 +171,7 @@ class Trainer:
         """
         config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
         if plan.epoch_ended(position):  # a lost rank is back that was lost before the evaluation
-            return agree_on_requests(requests, self.device)
+            return False
         self._progress.phase, self._progress.epoch, self._progress.step_seconds = "training", position.epoch + 1, 0.0
         meter.begin(position.step)
         drawn = {"seed": config.seed, "epoch": position.epoch}
@@ -200,14 +200,17 @@ class Trainer:
             if counted:
                 meter.add(position.step, loss, scores, labels)
             logs, saves = plan.logs(position), plan.saves(position)
-            agreed = meter.sync(position.step, lr, requests) if logs or saves or position.step >= sync_at else None
+            stops = self.is_stopped = self._world.stop_after_this_step()
+            syncs = logs or saves or stops or position.step >= sync_at
+            save = meter.sync(position.step, lr, save=self._world.save_is_asked()) if syncs else False
             self._progress.step = position.step
             lines.advance()
-            ends_or_saves = agreed is not None and (agreed.stop or agreed.save or saves or plan.epoch_ended(position))
+            saves |= stops or save
+            ends_or_saves = saves or (syncs and plan.epoch_ended(position))
             if config.check_replicas and (ends_or_saves or position.step % config.check_replicas == 0):
                 # Also before a checkpoint, so that none is written of a state that is not that of all ranks.
                 check_replicas(self.model, self.optimizer, step=position.step)
-            if agreed is None:
+            if not syncs:
                 continue
             sync_at = position.step + steps_until_sync(meter.seconds_per_step)
             if self._holder is not None:
@@ -217,13 +220,13 @@ class Trainer:
             if logs:
                 self._report(meter.read(step=position.step, epoch=position.epoch + 1, lr=lr), lines)
             if plan.epoch_ended(position):
-                return agreed
-            if agreed.stop or agreed.save or saves:
+                return save
+            if saves:
                 self.save()
                 ddp.wait_for_all_ranks(self.device)  # until rank 0 has saved
                 meter.begin(position.step)
-            if agreed.stop:
-                return agreed
+            if stops:
+                return False
 
     def _train_step(self, images: Tensor, labels: Tensor, lr: float, weight: float) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
@@ -338,12 +341,8 @@ class Trainer:
     @contextmanager
     def saving(self) -> Iterator[RunFiles | None]:
         """Write files in the body: if the run ends meanwhile, rank 0 finishes them first."""
-        self._progress.phase = SAVING
-        self._progress.saving = self.files is not None
-        try:
+        with self._world.saving() if self.files is not None else nullcontext():
             yield self.files
-        finally:
-            self._progress.saving = False
 
     def _check_parameters(self) -> None:
         """Raise TrainingFailed if training has diverged; the same on all ranks.

@@ -22,7 +22,7 @@ from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.loop import Trainer
-from ddp_manual.training.metrics import AgreedRequests, agree_on_requests
+from ddp_manual.training.metrics import agree_on_save
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import Trackers
@@ -90,11 +90,12 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
     return train_as_agreed(world, config, f"start all ranks again, in any number, and train with\n{again}")
 
 
-def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> dict[str, Any]:
+def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, leaves: bool = False) -> dict[str, Any]:
     """Train with options that the ranks have compared, into the folder that they have agreed on.
 
     Args:
         how_to_resume: tells a person how to resume the run, after a signal has stopped it.
+        leaves: whether the rank leaves after it, and takes no signal any more.
     """
     assert world.run_dir is not None
     paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
@@ -163,25 +164,28 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str) -> di
             )
             steps, done = plan.steps(trainer.position), trainer.position.step
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
-            requests = until_finished.enter_context(world.collect_signals())
+            taking = world.take_stops()
+            if leaves:
+                world.until_left(taking)
+            else:
+                until_finished.enter_context(taking)
             with terminal.progress(steps, done=done, shown=on_rank_0) as lines:
                 while not trainer.ended:
-                    asked = trainer.train_epoch(requests, lines)
+                    save = trainer.train_epoch(lines)
                     if not plan.epoch_ended(trainer.position):
-                        raise _stopped(asked, world, trainer, paths, how_to_resume)
+                        raise _stopped(world, trainer, paths, how_to_resume)
                     predictions = trainer.evaluate()
-                    since = agree_on_requests(requests, world.device)
-                    stop = asked if asked.stop else since
+                    save |= agree_on_save(world.save_is_asked(), world.device)
                     # Write the checkpoint first: every other file can be rebuilt from it.
-                    if stop.stop or asked.save or since.save or plan.saves_epoch(trainer.position):
+                    if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
                         trainer.save()
                     with trainer.saving():
                         if files is not None:
                             files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
                     _write_predictions(trainer, predictions)
-                    if stop.stop and not trainer.ended:
+                    if trainer.is_stopped and not trainer.ended:
                         ddp.wait_for_all_ranks(world.device)  # until rank 0 has saved
-                        raise _stopped(stop, world, trainer, paths, how_to_resume)
+                        raise _stopped(world, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
 
         # Finish.
@@ -222,15 +226,16 @@ def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> Non
             trainer.files.write_predictions(trainer.position, predictions)
 
 
-def _stopped(asked: AgreedRequests, world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
-    seats = [line["rank"] for line in world.roster()]  # not as torch counts them in a world that has shrunk
-    step, named = f"after step {trainer.position.step}", ", ".join(str(seats[rank]) for rank in asked.stopped)
-    signalled = "all ranks" if len(asked.stopped) == trainer.world_size else f"rank{'s' * (',' in named)} {named}"
-    this_one = "that is this rank; " * (asked.stopped == (trainer.rank,))
+def _stopped(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
+    stop = world.stop
+    assert stop is not None
+    step, named = f"after step {trainer.position.step}", ", ".join(map(str, stop.ranks))
+    signalled = "all ranks" if len(stop.ranks) == trainer.world_size else f"rank{'s' * (',' in named)} {named}"
+    this_one = "that is this rank; " * ([*stop.ranks] == [world.spec.rank])
     saved = f"rank 0 has saved a checkpoint in {paths.checkpoints}"
     alone = trainer.world_size == 1
     return Stopped(
-        asked.stop,
+        stop.number,
         step if alone else f"on {signalled} {step}, like all ranks of the run",
         why=saved if alone else this_one + saved,
         next=how_to_resume,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.signals import Requests
 from ddp_manual.training import ddp
 
 
@@ -46,21 +45,6 @@ class Window:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgreedRequests:
-    """What signals have asked of any rank.
-
-    Args:
-        stop: the number of the signal that asks to stop, or 0.
-        stopped: the ranks that a signal has asked to stop.
-        save: whether a checkpoint is asked for.
-    """
-
-    stop: int
-    stopped: tuple[int, ...]
-    save: bool
-
-
 def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[float]]]:
     """Sum ``totals`` over the ranks, and gather ``own`` of each rank, with one collective and one copy to the host.
 
@@ -80,16 +64,10 @@ def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[
     return sums, [rest[start : start + len(own)] for start in range(0, len(rest), len(own))]
 
 
-def agree_on_requests(requests: Requests, device: torch.device) -> AgreedRequests:
-    """Let all ranks know what signals have asked of any of them; a collective."""
-    own = torch.tensor([requests.stop, requests.take_save()], dtype=torch.float64, device=device)
-    return _agreed(sum_and_gather(own.new_zeros(0), own)[1])
-
-
-def _agreed(ranks: list[list[float]]) -> AgreedRequests:
-    """Combine the requests of all ranks, each of which begins with the signal that asks to stop, and with ``save``."""
-    stop, stopped = int(max(stop for stop, *_ in ranks)), (rank for rank, (asked, *_) in enumerate(ranks) if asked)
-    return AgreedRequests(stop=stop, stopped=tuple(stopped), save=any(save for _, save, *_ in ranks))
+def agree_on_save(asked: bool, device: torch.device) -> bool:
+    """Return on all ranks whether a checkpoint is asked for on any of them; a collective."""
+    own = torch.tensor([asked], dtype=torch.float64, device=device)
+    return any(saves for (saves,) in sum_and_gather(own.new_zeros(0), own)[1])
 
 
 class Meter:
@@ -131,8 +109,14 @@ class Meter:
         bad = torch.where(loss.isfinite(), self._never, step)
         torch.minimum(self._first_bad_step, bad, out=self._first_bad_step)
 
-    def sync(self, step: int, lr: float, requests: Requests) -> AgreedRequests:
-        """Add the metrics of all ranks to the window, and agree on requests; a collective, the only copy to the host.
+    def sync(self, step: int, lr: float, *, save: bool = False) -> bool:
+        """Add the metrics of all ranks to the window; a collective, the only copy to the host.
+
+        Args:
+            save: whether this rank was asked for a checkpoint.
+
+        Returns:
+            Whether any rank was.
 
         Raises:
             TrainingFailed: the loss was not finite on some rank; raised on every rank.
@@ -141,7 +125,7 @@ class Meter:
         ddp.to_host(self._totals)
         seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
-        numbers = [requests.stop, requests.take_save(), seconds_per_step, self.hold_seconds]
+        numbers = [save, seconds_per_step, self.hold_seconds]
         own = torch.cat([torch.tensor(numbers, dtype=torch.float64, device=bad_step.device), bad_step[None]])
         (loss, correct, count), ranks = sum_and_gather(self._totals, own)
         now = time.perf_counter()
@@ -152,11 +136,11 @@ class Meter:
         if bad_steps := [bad for *_, bad in ranks if bad]:
             raise diverged(int(min(bad_steps)), lr)
         self.seconds += seconds
-        self.seconds_per_step = max(seconds_per_step for _, _, seconds_per_step, *_ in ranks)
+        self.seconds_per_step = max(seconds_per_step for _, seconds_per_step, *_ in ranks)
         self.slowest_hold = max(hold_seconds for *_, hold_seconds, _ in ranks)
         sums = zip(astuple(self.window), (loss, correct, count, seconds), strict=True)
         self.window = Window(*map(sum, sums))
-        return _agreed(ranks)
+        return any(save for save, *_ in ranks)
 
     def read(self, *, step: int, epoch: int, lr: float) -> Metrics:
         """Return the metrics until the last sync point, and begin a new window."""

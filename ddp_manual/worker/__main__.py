@@ -6,8 +6,8 @@ descriptors: the worker's channel to its agent, the pipe for faults, the held me
 closes, that process ends, and its children with it. After ``in=terminal`` the workers stay in the terminal's session.
 A fork in which CUDA could not be used, since what was imported has begun it, becomes a new Python.
 
-A further word ``runs=NAME`` says that the rank runs the user's own program, and ``kind=executable`` that this is not
-Python; ``import=NAME,NAME`` which modules to import before the first fork.
+A further word ``runs=NAME`` says what the rank runs, and ``kind=executable`` that this is not Python;
+``import=NAME,NAME`` which modules to import before the first fork.
 """
 
 import gc
@@ -83,11 +83,9 @@ if __name__ == "__main__":
         executable.main(descriptors[0], ignored)
         raise SystemExit(1)  # the exec has failed
     with launchers.cuda_is_only_looked_for() if forks else nullcontext():
-        if "runs" in who:
-            from ddp_manual.worker import script
-        else:
-            from ddp_manual.worker import task
-        if forks and "runs" in who:
+        from ddp_manual.worker import script
+
+        if forks:
             script.preload(who["import"].split(","))
     if forks:
         gc.freeze()
@@ -101,7 +99,4 @@ if __name__ == "__main__":
             launchers.become_new_python((channel, faults, held), parent, ignored)
     else:
         channel, faults, held = descriptors
-    if "runs" in who:
-        script.main(channel, ignored, held)
-    else:
-        task.main(channel, held)
+    script.main(channel, ignored, held)

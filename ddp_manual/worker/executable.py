@@ -30,8 +30,8 @@ def main(channel: int, ignored: Iterable[int]) -> None:
 
     send(from_worker.Born(os.getpid()))
     start = next(message for message in messages if isinstance(message, from_agent.Start))
-    work, reserved, address = start.work, socket.socket(), start.store_address
-    assert isinstance(work, from_agent.OwnProgram)
+    program, reserved, address = start.program, socket.socket(), start.store_address
+    assert program is not None
     if address:  # where torch's store will be, which rank 0's program hosts itself
         reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,19 +48,19 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     )
     send(from_worker.Loaded(ready))
     told = next(message for message in messages if isinstance(message, from_agent.TakePlace))
-    launchers.become_rank(told.placed, told.interfaces, restarts=work.restarts, hosted=False)
+    launchers.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=False)
     send(from_worker.Doing(from_worker.Progress(RUNNING).beat({}, inside=False, place="", debugging=False)))
-    send(from_worker.ProgramBegins())
+    send(from_worker.ProgramBegins(hears=False))
     signals.handle_as_any_program(ignored)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would
         signal.signal(number, signal.SIG_DFL)
     os.set_inheritable(channel, True)  # its end would mean the end of this worker
     try:
-        os.execvp(work.program.name, [work.program.name, *work.program.arguments])
+        os.execvp(program.name, [program.name, *program.arguments])
     except OSError as error:
         failed = BadOption(
-            f"{work.program.name} cannot be started",
-            why=f"{error.strerror}: {work.program.name}",
+            f"{program.name} cannot be started",
+            why=f"{error.strerror}: {program.name}",
             next="name a program that this user may execute; a script in Python needs no --no_python",
         )
         send(from_worker.Failed(LastWords.of(failed)))

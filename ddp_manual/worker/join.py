@@ -1,7 +1,7 @@
 """``with ddp_manual.join() as world:`` makes a person's own script a rank.
 
-The script's process is the worker. It starts its agent, a helper process that joins, watches and explains; the agent
-ends with the script, and the script with the agent.
+The script's process is the worker. Below ``run`` or ``launch`` its agent is there. Otherwise it starts its agent, a
+helper process that joins, watches and explains; the agent ends with the script, and the script with the agent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import resource
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,30 @@ AGENT_ENDS_WITHIN = 5.0
 _joins = itertools.count()
 
 
+_here: Rank | None = None
+"""The rank that this process is, which an agent has started."""
+
+
+def begin(rank: Rank) -> None:
+    """Have ``join`` attach to the agent that has started this process as a rank."""
+    global _here
+    _here = rank
+
+
 @contextmanager
-def join(*, run_dir: str | None = None, **options: Any) -> Iterator[World]:
+def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> Iterator[World]:
     """Meet the other ranks, run the body as one of them, and leave in order.
 
     An exception in the body is told to all other ranks, which then leave too, before it is re-raised. Stopped, which
     ``train`` raises on all ranks, is not a failure: all ranks leave in order, then the exception is re-raised. After
     leaving, the process's environment, signal handlers, log configuration and limits are as before.
 
+    Below ``ddp-manual run`` or ``launch``, whose agent has the ranks meet, it opens the process group; of the options
+    those that belong to the ranks are theirs, and only ``device`` and ``backend`` count.
+
     Args:
         run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files.
+        open_group: False if the body opens the default process group itself, or needs none.
         options: of WorldSpec, such as ``world_size=2, rank=0, join_timeout=60``. As on the command line, an option that
             is not given comes from a launcher's variable, otherwise from the default.
 
@@ -52,8 +66,36 @@ def join(*, run_dir: str | None = None, **options: Any) -> Iterator[World]:
         DdpManualError: an option cannot work, the ranks do not come together, or another rank has ended the run.
             Otherwise whatever the body raises.
     """
-    with joined(WorldSpec.from_environment(**options), run_dir=run_dir) as world:
-        yield world
+    if _here is not None:
+        with _attached(_here, options, open_group=open_group) as world:
+            yield world
+    else:
+        with joined(WorldSpec.from_environment(**options), run_dir=run_dir, open_group=open_group) as world:
+            yield world
+
+
+@contextmanager
+def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> Iterator[World]:
+    """Be the rank that an agent has started this process for."""
+    own_code.refuse_while_importing("join")
+    for name in ("world_size", "rank"):
+        if options.get(name) not in (None, getattr(rank.spec, name)):
+            raise BadOption(
+                f"join was called with {name}={options[name]}, and this is {name} {getattr(rank.spec, name)}",
+                why="ddp-manual has started this process as a rank, and join takes part in that run",
+                next=f"leave {name} out",
+            )
+    if rank.has_left:
+        raise BadOption(
+            "join was called again after this rank had left",
+            why="a process that ddp-manual has started is one rank of one run",
+            next="call join once, around all that the ranks do together",
+        )
+    with terminal.log_as_found():
+        terminal.log_to_stderr(rank.spec.rank)
+        chosen = {name: options.get(name) for name in ("device", "backend")}
+        with _living(rank, open_group=open_group, **chosen) as world:
+            yield world
 
 
 @contextmanager
@@ -61,10 +103,11 @@ def joined(
     spec: WorldSpec,
     *,
     run_dir: str | None = None,
+    open_group: bool = True,
     command: str | None = None,
     tell: Callable[[DdpManualError], None] | None = None,
 ) -> Iterator[World]:
-    """Do what ``join`` does, with options that are known already.
+    """Do what ``join`` does, with options that are known already, and an agent of this process's own.
 
     Args:
         command: what to type for a missing rank, with ``{rank}`` for its number.
@@ -75,7 +118,7 @@ def joined(
         raise BadOption(
             f"--on_loss {spec.on_loss} cannot work in a script that calls join()",
             why=f"{spec.named('on_loss')}: after a loss all ranks need other processes, and this one is the script",
-            next="leave on_loss out, or start the script with ddp-manual run --on_loss wait, without join()",
+            next="leave on_loss out, or start the script with ddp-manual run --on_loss wait",
         )
     check_none_open()
     launchers.token(spec.token_file)  # complain here, since the agent could not
@@ -86,22 +129,29 @@ def joined(
             resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
         undo.enter_context(terminal.log_as_found())
         terminal.log_to_stderr(spec.rank)
-        spec = spec.of_script()
-        reporter = _start_agent(spec, run_dir, command, undo)
+        reporter = _start_agent(spec.of_script(), run_dir, command, undo)
         reporter.tell_before_exit = tell
-        rank = Rank(reporter, reporter.wait(Start))
-        ended: SystemExit | Stopped | None = None
-        with rank.live({}) as world:
-            try:
-                yield world
-            except SystemExit as exit:
-                if exit.code:
-                    raise
-                ended = exit  # a script that ends with exit code 0 has done its work
-            except Stopped as stopped:
-                ended = stopped
-        reporter.over = True  # the agent ends once it knows
-        rank.send_result(None, ended if isinstance(ended, Stopped) else None)
+        with _living(Rank(reporter, reporter.wait(Start)), open_group=open_group) as world:
+            yield world
+
+
+@contextmanager
+def _living(rank: Rank, *, open_group: bool, **chosen: str | None) -> Iterator[World]:
+    """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to."""
+    ended: SystemExit | Stopped | None = None
+    with rank.live(open_group=open_group, **chosen) as world:
+        try:
+            yield world
+        except SystemExit as exit:
+            if exit.code:
+                raise
+            ended = exit  # a script that ends with exit code 0 has done its work
+        except Stopped as stopped:
+            ended = stopped
+    if ended is None and world.result is None:
+        rank.send_result(world, world.stopped())
+    else:
+        rank.send_result(world, ended if isinstance(ended, Stopped) else None)
     if ended is not None:
         raise ended
 
@@ -128,7 +178,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
         script=str(script.absolute()) if script else None,
         attempt=f"{launchers.restart_count()}.{next(_joins)}",
     )
-    reporter = Reporter(ours, attach, own_process=False)
+    reporter = Reporter(ours, attach)
     undo.callback(reporter.close)
     return reporter
 

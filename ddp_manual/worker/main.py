@@ -1,6 +1,7 @@
-"""One rank's life seen from inside: ready -> pin -> process group -> run -> goodbye.
+"""One rank's life seen from inside: ready -> place -> pin -> process group -> the body of ``join`` -> goodbye.
 
-``Rank.live`` is that life, in a worker that an agent has started (``task``) and in a person's own script (``join``).
+An agent has started the process, which runs a program (``script``), or a person's script has started its agent
+(``join``).
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
 from ddp_manual import errors, from_agent, from_worker, launchers
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Place, Ready, more_seconds, timeout_for
+from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
 from ddp_manual.steps import Steps
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
@@ -29,7 +32,7 @@ from ddp_manual.worker import process_group
 from ddp_manual.worker.collective_errors import collective_error, first_line, is_broken_collective, was_raised_by_torch
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
-from ddp_manual.worker.world import World
+from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_spec import WorldSpec
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
 VERDICT_WITHIN = 4.0
 LEAVE_WITHIN = 70.0
+# Seconds in which the other ranks learn from torch's store what has gone wrong on rank 0, such as a download.
+STORE_STAYS = 0.5
 # Verdicts about ranks that all live: no collective breaks before the first agent has ended its rank because of them.
 ALL_LIVE = (errors.CollectiveMismatch.identifier, errors.PeerStalled.identifier)
 Options = Mapping[str, tuple[Any, str]]
@@ -47,7 +52,7 @@ class Rank:
 
     Args:
         start: what the agent has told.
-        held: the memory of this rank's agent, where there is one.
+        held: the memory of this rank's agent; None in a script that has started its agent itself.
     """
 
     def __init__(self, reporter: Reporter, start: from_agent.Start, held: HeldMemory | None = None) -> None:
@@ -55,16 +60,75 @@ class Rank:
         self.held = held
         self.spec = WorldSpec(**start.spec, sources=start.sources)
         self.steps = Steps()
+        self.has_left = False
+        """Whether it has been one of the ranks in ``live``, and has left in order."""
         self._start = start
+        self._chosen: tuple[str, str] | None = None
+        self._store: TCPStore | None = None
+        self._told: from_agent.TakePlace | None = None
+
+    def get_ready(self, own_code: Options | None) -> None:
+        """Host torch's store on rank 0, and tell the agent what there is.
+
+        Args:
+            own_code: option -> (value, source), for what the ranks must have in common of the user's own code. None: a
+                program that chooses its device itself, and may fork before it uses a GPU.
+
+        Raises:
+            DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here.
+        """
+        if own_code is not None:
+            device, backend = self._choose_device()
+            gpus = devices.gpu_uuids() if device == "cuda" else []
+        else:
+            gpus = process_group.gpus_without_cuda()
+            device, backend = ("cuda" if gpus else "cpu"), "nccl" if gpus and dist.is_nccl_available() else "gloo"
+        process_group.check_none_open()
+        self._store, where = process_group.host_store(self._start.store_address)
+        ready = Ready(
+            pid=os.getpid(),
+            device=device,
+            backend=backend,
+            gpus=gpus,
+            versions=devices.versions(),
+            options={
+                "device": (device, self.spec.source("device")),
+                "backend": (backend, self.spec.source("backend")),
+                **(own_code or {}),
+            },
+            store=where,
+            may_use_cpu=own_code is not None and devices.may_use_cpu(self.spec),
+            chooses_device=own_code is None,
+        )
+        self.reporter.send(from_worker.Loaded(ready, self.steps))
+        self.steps.clear()
+
+    def _choose_device(self) -> tuple[str, str]:
+        with self.steps.step("device") as step:
+            device, backend, gpus = devices.choose(self.spec)
+            chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
+            step.detail = f"{chosen}, {counted(gpus, 'GPU')}"
+        with self.steps.step("shared memory") as step:
+            devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
+        self._chosen = device, backend
+        return self._chosen
+
+    def take_place(self) -> from_agent.TakePlace:
+        """Wait until all ranks are here, and return this rank's place among them."""
+        self._told = self.reporter.wait(from_agent.TakePlace)
+        return self._told
 
     @contextmanager
-    def live(self, own_code: Options) -> Iterator[World]:
-        """Meet the other ranks, run the body as one of them, and leave in order.
+    def live(
+        self, *, open_group: bool = True, device: str | None = None, backend: str | None = None
+    ) -> Iterator[World]:
+        """Be one of the ranks in the body, and leave in order.
 
         An exception is told to all other ranks before anything is closed, which may take long.
 
         Args:
-            own_code: option -> (value, source), for what the ranks must have in common of the user's own code.
+            open_group: whether to open the process group.
+            device, backend: instead of those of the rank's options.
 
         Raises:
             DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here. PeerGone: the body failed because
@@ -72,143 +136,119 @@ class Rank:
         """
         with ExitStack() as closing:
             try:
-                device, backend, store = self._get_ready(own_code)
-                if isinstance(self._start.work, from_agent.Training) and self._start.work.alone:
-                    world = self._work_alone(self.reporter.wait(from_agent.WorkAlone), device, closing)
+                if self._told is None:
+                    self.get_ready({})
+                    told = self.take_place()
+                    closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+                    place, store = told.placed.place, told.placed.store
+                    closing.enter_context(launchers.set_rank_variables(place, *store, told.interfaces))
+                    closing.callback(record_collectives(self.spec, self.reporter.send))
                 else:
-                    world = self._meet(self.reporter.wait(from_agent.TakePlace), device, backend, store, closing)
+                    self.spec = replace(
+                        self.spec, device=device or self.spec.device, backend=backend or self.spec.backend
+                    )
+                    closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+                self.reporter.send(from_worker.Joins())
+                world = self._open(closing, open_group=open_group)
                 yield world
-                self._leave(world.device)
+                self._leave(world)
             except BaseException as error:
                 cause = self._conclude(error)
                 if cause is error:
                     raise
                 raise cause from error
 
-    def _get_ready(self, own_code: Options) -> tuple[str, str, TCPStore | None]:
-        """Choose device and backend, host torch's store on rank 0, and tell the agent; return all three."""
-        with self.steps.step("device") as step:
-            device, backend, gpus = devices.choose(self.spec)
-            chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
-            step.detail = f"{chosen}, {counted(gpus, 'GPU')}"
-        with self.steps.step("shared memory") as step:
-            devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
-        process_group.check_none_open()
-        store, where = process_group.host_store(self._start.store_address)
-        ready = Ready(
-            pid=os.getpid(),
-            device=device,
-            backend=backend,
-            gpus=devices.gpu_uuids() if device == "cuda" else [],
-            versions=devices.versions(),
-            options={
-                "device": (device, self.spec.source("device")),
-                "backend": (backend, self.spec.source("backend")),
-                **own_code,
-            },
-            store=where,
-            may_use_cpu=devices.may_use_cpu(self.spec),
-        )
-        self.reporter.send(from_worker.Loaded(ready, self.steps))
-        self.steps.clear()
-        return device, backend, store
-
-    def _meet(
-        self, told: from_agent.TakePlace, device: str, backend: str, store: TCPStore | None, closing: ExitStack
-    ) -> World:
-        """Pin the device and open the process group, at the place that the agent has told."""
+    def _open(self, closing: ExitStack, *, open_group: bool) -> World:
+        """Pin the device and open the process group."""
+        told = self._told
+        assert told is not None
         placed, place, run = told.placed, told.placed.place, told.placed.run
+        device, backend = self._chosen or self._choose_device()
         if placed.on_cpu:
             device, backend = "cpu", "gloo"
             logger.warning("%s", placed.on_cpu)
         if backend == "nccl" and place.rank == place.host_leader and told.wrong_for_nccl:
             named = told.interfaces["NCCL_SOCKET_IFNAME"]
             logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", named, told.wrong_for_nccl)
-        closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-        closing.enter_context(launchers.set_rank_variables(place, *placed.store, told.interfaces))
         pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
-        closing.callback(record_collectives(self.spec, self.reporter.send))
-        with self.steps.step("process group") as step:
-            store = store or process_group.open_store(*placed.store)
-            # torch's time-out names no rank, so it comes after that of the agents, which do.
-            timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=timeout_for(run.stall_timeout)))
-            process_group.open_process_group(store, place.rank, place.world_size, backend, pinned, timeout)
-            step.detail = f"{backend} on {pinned}"
+        store = self._store or process_group.open_store(*placed.store)
+        if open_group:
+            with self.steps.step("process group") as step:
+                # torch's time-out names no rank, so it comes after that of the agents, which do.
+                timeout = max(process_group.COLLECTIVE_TIMEOUT, timedelta(seconds=timeout_for(run.stall_timeout)))
+                process_group.open_process_group(store, place.rank, place.world_size, backend, pinned, timeout)
+                step.detail = f"{backend} on {pinned}"
         if self.spec.rank == 0:
             store.set("ddp_manual/roster", json.dumps(placed.roster))
-        world = self._world(
-            place,
-            closing,
+        self.reporter.progress.phase = RUNNING  # a script may leave it at that
+        path = Path(run.run_dir) if run.run_dir else None
+        world = World(
+            spec=self.spec,
             device=pinned,
-            backend=backend,
+            backend=backend if open_group else NO_GROUP,
+            host=launchers.host_name(),
             run_id=run.run_id,
             rendezvous_seconds=time.monotonic() - self._start.started,
-            run_dir=run.run_dir,
+            progress=self.reporter.progress,
+            run_dir=path,
+            run_dir_of_join=path,
             run_dir_is_own=told.own,
             generation=placed.generation,
             held=self.held if placed.holds else None,
             state_from=placed.state_from,
             losses=asdict(placed.losses),
+            steps=self.steps,
             _store=store,
             _roster=placed.roster,
-        )
-        logger.info(
-            "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
-            *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
-        )
-        return world
-
-    def _work_alone(self, told: from_agent.WorkAlone, device: str, closing: ExitStack) -> World:
-        """Pin the device of a rank that has no others, and no coordinator that would make the roster."""
-        place = told.place
-        closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-        closing.enter_context(launchers.set_rank_variables(place, "", 0, {}))
-        pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
-        versions = " ".join(f"{name} {version}" for name, version in devices.versions().items() if version)
-        only = {"host": launchers.host_name(), "pid": os.getpid(), "device": str(pinned), "versions": versions}
-        facts: dict[str, Any] = {"backend": "none", "run_id": told.run_id, "_roster": [{"rank": 0, **only}]}
-        return self._world(place, closing, device=pinned, run_dir=told.run_dir, **facts)
-
-    def _world(self, place: Place, closing: ExitStack, *, run_dir: str | None, **facts: Any) -> World:
-        self.reporter.progress.phase = RUNNING  # a person's own script may leave it at that
-        path = Path(run_dir) if run_dir else None
-        return World(
-            spec=self.spec,
-            host=launchers.host_name(),
-            progress=self.reporter.progress,
-            run_dir=path,
-            run_dir_of_join=path,
-            _requests=self.reporter.requests,
-            _tell=self.reporter.send,
-            _own_process=self.reporter.own_process,
+            _reporter=self.reporter,
             _closing=closing,
             **vars(place),
-            **facts,
         )
+        if open_group:
+            logger.info(
+                "process group ready after %.1f s: rank %d of %d on %s, %s, %s",
+                *(world.rendezvous_seconds, world.rank, world.world_size, world.host, world.device, world.backend),
+            )
+        return world
 
-    def _leave(self, device: torch.device) -> None:
+    def _leave(self, world: World) -> None:
         """Close the process group, together with the other ranks if they have finished too."""
         self.reporter.progress.phase = LEAVING
+        world.leave()
         self.reporter.send_beat()  # the number of collectives it has begun is final
         self.reporter.send(from_worker.Finished())
         self.reporter.wait(from_agent.Close)
-        if not process_group.close_process_group(device):
+        if not process_group.close_process_group(world.device):
             within = process_group.CLOSE_WITHIN
             logger.warning("the process group does not close within %d s, and is left as it is", within)
+        self.has_left = True
         self.reporter.send(from_worker.Left())
-        if not self.reporter.own_process:
+        if self.held is None:  # nothing keeps torch's store after the body
             with suppress(TimeoutError):
                 self.reporter.wait(from_agent.Over, LEAVE_WITHIN)
 
-    def send_result(self, result: Any, stopped: errors.Stopped | None) -> None:
-        """Tell the agent how this rank's run has ended, after the process group is closed.
+    def send_result(self, world: World, stopped: errors.Stopped | None) -> None:
+        """Tell the agent what this rank's work has come to, after it has left.
 
         Args:
-            result: what the training or the check returned; None if it was stopped.
             stopped: set if a signal has stopped all ranks after the same training step, which is no failure.
         """
-        done = from_worker.Result(result)
-        self.reporter.send(done if stopped is None else from_worker.StoppedInOrder(LastWords.of(stopped)))
+        goes_on = self.held is None  # with its agent gone
+        self.reporter.over = goes_on
+        words = LastWords.of(stopped) if stopped is not None else None
+        self.reporter.send(from_worker.Result(world.result, words, goes_on))
+
+    def wait_to_go(self) -> None:
+        """Say at the end of the program that its work is done; on rank 0 wait until nobody needs torch's store."""
+        if not self.has_left:
+            self.reporter.send_beat()
+            self.reporter.send(from_worker.Finished())
+            if self._store is not None:
+                self.reporter.send(from_worker.Left())
+        if self._store is not None:
+            with suppress(TimeoutError):  # the program has closed the channel to the agent
+                self.reporter.wait(from_agent.Over)
+        self.reporter.over = True
 
     def tell(self, error: BaseException) -> None:
         """Tell the agent, once, that ``error`` ends this rank."""
@@ -221,10 +261,15 @@ class Rank:
         self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
 
     def _conclude(self, error: BaseException) -> BaseException:
-        """Tell the agent that ``error`` ends this rank; return that, or in a person's script the failure behind it."""
+        """Tell the agent that ``error`` ends this rank; return that, or where the agent says it the failure behind it.
+
+        Below an agent that has started this process, that agent explains and ends it.
+        """
         if self.reporter.verdict is None:
             self.tell(error)
-        if self.reporter.own_process:
+        if self.held is not None:
+            if isinstance(error, errors.DdpManualError) and self._store is not None and self.spec.world_size > 1:
+                time.sleep(STORE_STAYS)
             return error
         with suppress(TimeoutError, errors.DdpManualError):
             self.reporter.wait(from_agent.RunEnds, VERDICT_WITHIN + more_seconds(self.spec.world_size))

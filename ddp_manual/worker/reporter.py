@@ -23,14 +23,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from ddp_manual import from_agent, from_worker, orphans, terminal
 from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import Beat
-from ddp_manual.signals import SAVE, Requests
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 from ddp_manual.worker.process_group import (
@@ -40,6 +39,7 @@ from ddp_manual.worker.process_group import (
     innermost_frames,
     timeouts_of_groups,
 )
+from ddp_manual.worker.stopping import Stops
 
 # Seconds.
 LOOK_EVERY = 0.25
@@ -86,12 +86,12 @@ class Reporter:
     Args:
         channel: the worker's end of a socket pair.
         first: the first message.
-        own_process: False in a person's own script.
     """
 
-    def __init__(self, channel: socket.socket, first: from_worker.FromWorker, *, own_process: bool) -> None:
+    def __init__(self, channel: socket.socket, first: from_worker.FromWorker) -> None:
         self.progress = from_worker.Progress()
-        self.requests = Requests()
+        self.save_is_asked = False
+        """Whether a signal has asked for a checkpoint."""
         self.thread = threading.get_ident()
         """The id of the thread that trains."""
         self.unwinding = False
@@ -100,7 +100,7 @@ class Reporter:
         """Whether this rank has left the run, so that the agent may end."""
         self.tell_before_exit: Callable[[DdpManualError], None] | None = None
         """Called in the reporter's thread with why the agent has it end a person's own script, which is blocked."""
-        self.own_process = own_process
+        self.stops = Stops(self.send, lambda: self.wait(from_agent.StopAfter))
         self._channel = channel
         _open.add(channel)
         self._reader = LineReader(from_agent.read, LONGEST_ANSWER)
@@ -220,17 +220,12 @@ class Reporter:
         self._said[type(message)] = message
         self._agent_spoke.set()
         match message:
-            case from_agent.Stop():
-                self.requests.add(message.number)
+            case from_agent.AskStep():
+                self.stops.ask()
             case from_agent.Save():
-                self.requests.add(SAVE)
+                self.save_is_asked = True
             case from_agent.BeQuiet():  # the agent has the last word
                 terminal.LOGGER.disabled = True
-                if self.own_process:  # the user's own threads, or torch, may still print
-                    flush_briefly()
-                    with open(os.devnull, "wb") as nowhere:
-                        os.dup2(nowhere.fileno(), 1)
-                        os.dup2(nowhere.fileno(), 2)
                 self.send(from_worker.IsQuiet())
             case from_agent.BeforeTheEnd():
                 self._ending = True
@@ -365,7 +360,7 @@ def flush_briefly() -> None:
     flushing.join(FLUSH_WITHIN)
 
 
-def end_process(status: int) -> None:
+def end_process(status: int) -> NoReturn:
     """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
     flush_briefly()
     orphans.end_daemons()

@@ -1,7 +1,7 @@
-"""Run a user's script or module as one rank, as plain ``python`` would: ready -> place -> variables -> the program.
+"""Run a script or a module as one rank, as plain ``python`` would: ready -> place -> variables -> the program.
 
-The program opens its process groups itself. When it has ended rank 0 stays, with torch's store, until the other ranks
-have ended too.
+The program opens its process groups itself, or calls ``join``. When it has ended rank 0 stays, with torch's store,
+until the other ranks have ended too.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from ddp_manual import from_agent, from_worker, launchers, signals
-from ddp_manual.errors import TrainingFailed
+from ddp_manual.errors import Stopped, TrainingFailed
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import RUNNING, LastWords, Ready
+from ddp_manual.messages import RUNNING, LastWords
 from ddp_manual.program import MODULE, Program
-from ddp_manual.worker import device, holding, process_group
+from ddp_manual.worker import device, holding, join, process_group
 from ddp_manual.worker.collectives import record_collectives
-from ddp_manual.worker.main import Rank
-from ddp_manual.worker.reporter import Reporter
+from ddp_manual.worker.main import Options, Rank
+from ddp_manual.worker.reporter import Reporter, end_process
 
 
 def preload(names: Iterable[str]) -> None:
@@ -59,70 +57,76 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
     """
-    reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()), own_process=False)
+    reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()))
     start = reporter.wait(from_agent.Start)
-    work, rank = start.work, Rank(reporter, start, HeldMemory(held))
-    assert isinstance(work, from_agent.OwnProgram)
+    program, rank = start.program, Rank(reporter, start, HeldMemory(held))
+    assert program is not None
     try:
-        store = _get_ready(rank, start)
-        _take_place(rank, work.restarts)
+        rank.get_ready(_prepare(rank, start, program) if start.prepare else None)
+        told = rank.take_place()
+        launchers.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
+        holding.begin(rank.held, told.placed, reporter.send)
+        torch.set_num_threads(launchers.cpu_threads(told.placed.place.local_world_size))
+        reporter.progress.phase = RUNNING
+        reporter.send_beat()
         record_collectives(rank.spec, reporter.send)
         # Registered before the program registers any, so that these are called after them.
         atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
-        atexit.register(_leave, reporter, os.getpid(), store)
+        atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
+        join.begin(rank)
         signals.handle_as_any_program(ignored)
         reporter.send(from_worker.ProgramBegins())
     except BaseException as error:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
-    run(rank, work.program)
+    if start.prepare:
+        _run_and_end(rank, program)
+    else:
+        run(rank, program, os.getcwd())
 
 
-def _get_ready(rank: Rank, start: from_agent.Start) -> TCPStore | None:
-    """Tell the agent what there is, without beginning to use a GPU; rank 0 hosts torch's store."""
-    gpus = process_group.gpus_without_cuda()
-    backend = "nccl" if gpus and dist.is_nccl_available() else "gloo"
-    store, where = process_group.host_store(start.store_address)
-    kind = "cuda" if gpus else "cpu"
-    ready = Ready(
-        pid=os.getpid(),
-        device=kind,
-        backend=backend,
-        gpus=gpus,
-        versions=device.versions(),
-        options={"device": (kind, "default"), "backend": (backend, "default")},
-        store=where,
-        chooses_device=True,
-    )
-    rank.reporter.send(from_worker.Loaded(ready))
-    return store
+def _run_and_end(rank: Rank, program: Program) -> NoReturn:
+    """Run a program that has nothing to do at its end, and end without a teardown, which may hang."""
+    try:
+        run(rank, program, sys.path[0])
+    except SystemExit as exit:
+        end_process(exit.code if isinstance(exit.code, int) else 1)
+    signals.leave_signals_to_the_agent()
+    rank.wait_to_go()
+    end_process(0)
 
 
-def _take_place(rank: Rank, restarts: tuple[int, int]) -> None:
-    """Wait until all ranks have joined, and set this rank's variables."""
-    told = rank.reporter.wait(from_agent.TakePlace)
-    launchers.become_rank(told.placed, told.interfaces, restarts=restarts, hosted=True)
-    holding.begin(rank.held, told.placed, rank.reporter.send)
-    torch.set_num_threads(launchers.cpu_threads(told.placed.place.local_world_size))
-    rank.reporter.progress.phase = RUNNING
-    rank.reporter.send_beat()
+def _prepare(rank: Rank, start: from_agent.Start, program: Program) -> Options:
+    """Return what the ranks must have in common of the user's own code, as the program says."""
+    sys.path[0] = start.path
+    device.keep_freed_memory()
+    process_group.import_dynamo()  # before all ranks are here, and not in the first step
+    module, _, function = start.prepare.partition(":")
+    found: Options = getattr(importlib.import_module(module), function)(rank.spec.rank, program.arguments)
+    return found
 
 
-def run(rank: Rank, program: Program) -> None:
+def run(rank: Rank, program: Program, path: str) -> None:
     """Run the program, and tell the agent how it has ended.
+
+    Args:
+        path: where a module finds others.
 
     Raises:
         SystemExit: with the program's exit code, if that is not 0.
     """
     try:
         if program.kind == MODULE:
-            run_module(program)
+            run_module(program, path)
         else:
             run_script(program)
     except SystemExit as exit:
         if not (exit.code is None or (isinstance(exit.code, int) and exit.code & 0xFF == 0)):
             _fail(rank, exit)
+    except Stopped as stopped:
+        if not rank.has_left:  # otherwise all ranks have stopped after the same step, which is no failure
+            _fail(rank, stopped)
     except BaseException as error:
         _fail(rank, error)
     for stream in (sys.stdout, sys.stderr):
@@ -158,22 +162,16 @@ def unreadable(rank: int, error: BaseException) -> TrainingFailed:
     )
 
 
-def _leave(reporter: Reporter, pid: int, store: TCPStore | None) -> None:
+def _leave(rank: Rank, pid: int) -> None:
     """Say at exit, after the program's threads and its own handlers, that its work is done; and keep torch's store as
     long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
     if os.getpid() == pid:
-        reporter.send_beat()  # the number of collectives it has begun is final
-        reporter.send(from_worker.Finished())
-        if store is not None:
-            reporter.send(from_worker.Left())
-            with suppress(TimeoutError):  # the program has closed the channel to the agent
-                reporter.wait(from_agent.Over)
-        reporter.over = True
+        rank.wait_to_go()
 
 
-def run_module(program: Program) -> None:
+def run_module(program: Program, path: str) -> None:
     """Run it as ``python -m`` does."""
-    sys.path[0] = os.getcwd()
+    sys.path[0] = path
     spec = importlib.util.find_spec(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{program.name}.__main__")

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,20 @@ import torch
 from torch.distributed import Store
 
 from ddp_manual import from_worker, signals, terminal
-from ddp_manual.errors import BadOption, DataMissing, DdpManualError, escaped, from_dict
+from ddp_manual.errors import BadOption, DataMissing, DdpManualError, Stopped, escaped, from_dict
+from ddp_manual.from_agent import StopAfter
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import ENDED, Place
+from ddp_manual.messages import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
-from ddp_manual.signals import Requests
-from ddp_manual.terminal import Waiting
+from ddp_manual.steps import Step
+from ddp_manual.terminal import Waiting, as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.wire import decode
+from ddp_manual.worker.reporter import Reporter
 from ddp_manual.world_spec import WorldSpec
+
+# The backend of a run without a process group.
+NO_GROUP = "none"
 
 
 @dataclass(kw_only=True)
@@ -56,17 +61,19 @@ class World(Place):
     """Where to hold the state of the training, so that it outlives this process; None: nowhere."""
     state_from: int | None = None
     """The rank from whose state to go on; None: no state is held."""
+    result: Any = None
+    """What this rank's work has come to, for the body to set: JSON. Rank 0's is that of ``ddp-manual train``."""
+    steps: Sequence[Step] = ()
+    """The steps of joining since all ranks were here, with the time that each took."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """Of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
     _store: Store | None = field(default=None, repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
-    _requests: Requests = field(repr=False)
-    _tell: Callable[[from_worker.FromWorker], None] = field(repr=False)
-    """Sends a message to the agent."""
-    _own_process: bool = field(repr=False)
-    """False in a person's own script, which handles its signals itself."""
+    _reporter: Reporter = field(repr=False)
     _closing: ExitStack = field(repr=False)
+    _takes_stops: bool = field(default=False, repr=False)
+    _is_leaving: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def check_open(self, call: str) -> None:
@@ -85,6 +92,10 @@ class World(Place):
         """
         self._closing.callback(action)
 
+    def until_left(self, context: AbstractContextManager[object]) -> None:
+        """Stay in a context until this rank has left."""
+        self._closing.enter_context(context)
+
     def take_folder(self, named: str, *, own: str, chosen: bool) -> None:
         """Make the folder that rank 0 has named the ``run_dir``; this rank writes there only if it is its ``own``.
 
@@ -93,7 +104,7 @@ class World(Place):
         """
         mine = own_run_dir(named, own)
         self.run_dir, self.run_dir_is_own = Path(mine or named), mine is not None
-        self._tell(from_worker.RunFolder(str(self.run_dir), self.run_dir_is_own, chosen))
+        self._reporter.send(from_worker.RunFolder(str(self.run_dir), self.run_dir_is_own, chosen))
 
     def roster(self) -> list[Mapping[str, Any]]:
         """Describe all ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, UUID."""
@@ -108,7 +119,7 @@ class World(Place):
         Args:
             message: JSON of any length.
         """
-        if self._store is None:
+        if self.backend == NO_GROUP:
             return [json.loads(json.dumps(message))]
         return gather_messages(message, self.device)
 
@@ -125,7 +136,7 @@ class World(Place):
             DdpManualError: ``action`` raised it, on this rank or on the first rank of the host.
             DataMissing: the first rank took longer than ``timeout``.
         """
-        if self._store is None:
+        if self._store is None or self.local_world_size == 1:
             action()
             return
         # The same on every rank of the host. The number tells a job from an earlier one of the same name.
@@ -153,23 +164,77 @@ class World(Place):
         if (failed := decode(self._store.get(key).decode())) is not None:
             raise from_dict(failed)
 
-    @contextmanager
-    def collect_signals(self) -> Iterator[Requests]:
-        """Yield the requests that Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 become in the body; the ranks agree on them.
+    def stop_after_this_step(self) -> bool:
+        """Return whether to save a checkpoint now and end the loop; all ranks call this after each step.
 
-        After the body a person's script takes its signals itself again; in a process of ours a later signal is told
-        that this rank is leaving, as after ``stop_heeding_signals``.
+        It is True on all ranks after the same step, once Ctrl-C, SIGTERM or SIGHUP has come to any of them; from the
+        first call on such a signal does nothing else until this rank has left. It is no collective: a call takes
+        a microsecond, and only once a signal has come it waits until rank 0 has named the step.
+
+        Raises:
+            DdpManualError: the run ends meanwhile.
         """
-        self._tell(from_worker.TakesRequests())
+        if not self._takes_stops:
+            self.until_left(self.take_stops())
+        return self._reporter.stops.after_a_step()
+
+    @property
+    def stop(self) -> StopAfter | None:
+        """What has stopped all ranks, after ``stop_after_this_step`` was True: the number of the signal and the ranks
+        that have got one."""
+        return self._reporter.stops.stopped
+
+    def stopped(self) -> Stopped | None:
+        """Return how this rank has been stopped, after ``stop_after_this_step`` was True; otherwise None."""
+        stop = self._reporter.stops.stopped
+        if stop is None:
+            return None
+        named = in_words(as_ranges(stop.ranks))
+        return Stopped(stop.number, f"on {named} after the same step as all ranks", next="start all ranks again")
+
+    def save_is_asked(self) -> bool:
+        """Return whether SIGUSR1 has asked this rank for a checkpoint since the last call."""
+        asked, self._reporter.save_is_asked = self._reporter.save_is_asked, False
+        return asked
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Write files in the body that are finished, within 30 s, before the process is ended because the run ends."""
+        progress, phase = self.progress, self.progress.phase
+        progress.phase, progress.saving = SAVING, True
         try:
-            if self._own_process:
-                yield self._requests
-            else:
-                with signals.collect_requests(self._requests, lambda number: self._tell(from_worker.Signalled(number))):
-                    yield self._requests
+            yield
         finally:
-            self._tell(from_worker.TakesNoRequests() if self._own_process else from_worker.TakesSignals())
+            progress.phase, progress.saving = phase, False
+
+    @contextmanager
+    def take_stops(self) -> Iterator[None]:
+        """Let signals in the body ask to stop or to save, in place of what else they do to this process."""
+        if self._takes_stops:
+            yield
+            return
+        tell = self._reporter.send
+
+        def take(number: int) -> None:
+            self._reporter.save_is_asked |= number == signals.SAVE
+            tell(from_worker.Signalled(number))
+
+        self._takes_stops = True
+        with signals.handle_instead(take):
+            tell(from_worker.TakesStops())
+            try:
+                yield
+            finally:
+                self._takes_stops = False
+                if not self._is_leaving:
+                    tell(from_worker.TakesSignals())
+
+    def leave(self) -> None:
+        """Note that the body has ended."""
+        self._is_leaving = True
+        if self._takes_stops:
+            self.stop_heeding_signals()
 
     def stop_heeding_signals(self) -> None:
         """Answer a signal that comes from now on with: this rank is done, and is leaving."""
-        self._tell(from_worker.TakesNoRequests())
+        self._reporter.send(from_worker.TakesNoStops())

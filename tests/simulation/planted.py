@@ -147,7 +147,11 @@ FAULTS = (
         "hear(rank, None, max(member.heard, self._goes_on_since))",
         "hear(rank, None, now)",
     ),
-    Planted("the first Ctrl-C does nothing", "is_followed = heeded or goes_on", "is_followed = goes_on"),
+    Planted(
+        "the first Ctrl-C does nothing",
+        "if self._handling is not Handling.DONE:\n                self._ask_all",
+        "if is_early:\n                self._ask_all",
+    ),
     Planted(
         "a dying newcomer restarts the clock", "missing_for=state.missing_for if no_further else 0.0", "missing_for=0.0"
     ),

@@ -251,7 +251,8 @@ class Run:
         command = f"train.py --world_size {plan.ranks} --rank {{rank}}"
         batch_size = (64, "flag") if "batch_size" in rank.detail else (32, "default")
         options = {} if plan.script else {"batch_size": batch_size}
-        task = Task(command=command, run_dir=None, program=PROGRAM if plan.script else None, options=options)
+        own = {"name": PROGRAM.name} if plan.script else {"prepare": "training:prepare"}
+        task = Task(command=command, run_dir=None, program=PROGRAM, options=options, **own)
 
         def start_worker(held: HeldState) -> SimulatedWorker:
             return self._start_worker(rank, held)
@@ -268,7 +269,7 @@ class Run:
         if rank.host.number in self.no_process:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         rank.held = held
-        worker = SimulatedWorker(Program(self, rank, held), PROGRAM if self.plan.script else None)
+        worker = SimulatedWorker(Program(self, rank, held))
         rank.workers.append(worker)
         self.moments.started(rank)
         if (seconds := self.dying.get(rank.number)) is not None:
@@ -558,7 +559,7 @@ class Run:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
             again = bool(rank.signals) and self.loop.now - rank.signals[0][0] > signals.ONCE_WITHIN
             protocol = rank.agent.protocol
-            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.noted
+            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.has_begun
             rank.signals.append((self.loop.now, max(self.line, default=0)))
             rank.agent.take_signal(number)
 
@@ -686,7 +687,7 @@ class Run:
 
     def newest_moment(self, group: Group) -> Moment | None:
         """Return the newest moment that a living holder has."""
-        ranks = {member.rank for member in group.members.values()} | {*self.moments.living_holders()}
+        ranks = {rank for rank in group.opened_by if rank.runs} | {*self.moments.living_holders()}
         return max((rank.held.moment for rank in ranks if rank.held and rank.held.moment), default=None)
 
     def check_beginning(self, program: Program, step: int) -> None:

@@ -17,7 +17,6 @@ from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
 from ddp_manual.held_memory import Moment
 from ddp_manual.messages import LEAVING, Beat, LastWords, Placed, Ready
-from ddp_manual.program import Program as UsersProgram
 from ddp_manual.wire import encode_local
 from tests.simulation.network import EMPTY
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from tests.simulation.run import Rank, Run
 
 LOADING, WAITING, AT_WORK, LEFT = "loading", "waiting", "at work", "left"
-# Seconds until our training leaves without a word of its agent: see worker/main.py.
-LEAVE_WITHIN = 70.0
 
 
 class HeldState:
@@ -50,6 +47,8 @@ class Group:
     def __init__(self, run: Run, store: tuple[str, int], size: int, generation: int) -> None:
         self.run, self.store, self.size, self.generation = run, store, size, generation
         self.members: dict[int, Program] = {}
+        self.opened_by: set[Rank] = set()
+        """Also those whose process has ended since, whose agent holds what it has held."""
         self.done: set[int] = set()
         """The ranks that have done their work."""
         self._arrived: dict[str, dict[int, tuple[Program, int, Callable[[int], None]]]] = {}
@@ -110,11 +109,14 @@ class Program:
         self.step = self.generation = 0
         self.first_step: float | None = None
         """When it has done one."""
-        self.asked_to_stop = self.interrupted = 0
+        self.interrupted = 0
+        self.stops_after: from_agent.StopAfter | None = None
+        """The step of its own after which all stop."""
+        self._is_asked = self._waits_for_step = self._takes_stops = False
         self.saves = self.closes_with_all = False
         """Whether it saves, since it was told to end; whether it was told to close once all had done their work."""
         self._steps_here = 0
-        self._is_on_its_way_out = self._may_go = self._is_done = False
+        self._is_on_its_way_out = self._may_go = False
         self.group: Group | None = None
         self.failing: TrainingFailed | None = None
         self._stopped_with: Stopped | None = None
@@ -203,8 +205,14 @@ class Program:
                 )
             case from_agent.TakePlace() if self.phase == WAITING:
                 self._begin(message.placed)
-            case from_agent.Stop():
-                self.asked_to_stop = self.asked_to_stop or message.number
+            case from_agent.AskStep():
+                self._is_asked = True
+                self.send(from_worker.StepsDone(self._steps_here))
+            case from_agent.StopAfter():
+                self.stops_after = message
+                if self._waits_for_step:
+                    self._waits_for_step = False
+                    self._after_a_step()
             case from_agent.Close():
                 all_are_done = self.group is not None and len(self.group.done) == self.group.size
                 self.closes_with_all = all_are_done and self.run.moments.all_are_known_to_be_done
@@ -213,7 +221,7 @@ class Program:
             case from_agent.Over():
                 self._may_go = True
                 if self._is_on_its_way_out:
-                    self.later(0.01, self._go)
+                    self.later(0.01, partial(self.die, 0))
             case from_agent.BeQuiet():
                 self.later(0.001, lambda: self.send(from_worker.IsQuiet()))
             case from_agent.BeforeTheEnd():
@@ -239,8 +247,10 @@ class Program:
         self.run.check_group(group, self)
         self.group = group
         group.members[self.place["rank"]] = self
-        if self.rank.is_script:
-            self.send(from_worker.ProgramBegins())
+        group.opened_by.add(self.rank)
+        self.send(from_worker.ProgramBegins())
+        if not self.rank.is_script:
+            self.send(from_worker.Joins())
         self.phase = AT_WORK
         source = placed.state_from
         holder = self.run.programs_by_store(key)
@@ -254,7 +264,8 @@ class Program:
         self.run.check_beginning(self, step)
         self.step = step
         if not self.rank.is_script:
-            self.send(from_worker.TakesRequests())
+            self._takes_stops = True
+            self.send(from_worker.TakesStops())
         self._say_where()
         self._work()
 
@@ -275,7 +286,7 @@ class Program:
             self.fail(self.failing)
             return
         assert self.group is not None
-        self.group.arrive(self, f"step {self.step + 1}", self.asked_to_stop, self._stepped)
+        self.group.arrive(self, f"step {self.step + 1}", 0, self._stepped)
 
     def leave(self, go_on: Callable[[int], None], brought: int) -> None:
         """Come out of a collective, and react to a signal that has come meanwhile."""
@@ -285,7 +296,7 @@ class Program:
         else:
             go_on(brought)
 
-    def _stepped(self, stop: int) -> None:
+    def _stepped(self, _: int) -> None:
         self.step += 1
         self._steps_here += 1
         self.first_step = self.run.loop.now if self.first_step is None else self.first_step
@@ -293,8 +304,15 @@ class Program:
         self.held.steps_done = self.step
         if self.run.plan.on_loss != "leave" and self.step % self.run.plan.hold_every == 0:
             self.held.moment = Moment(self.generation, self.step)
-        if stop:
-            self._finish(Stopped(stop, f"after step {self.step}", why="rank 0 has saved a checkpoint"))
+        self._after_a_step()
+
+    def _after_a_step(self) -> None:
+        """Stop with all ranks if a signal has asked for it; one that is asked waits until the step is named."""
+        stop = self.stops_after
+        if stop is None and self._is_asked and not self.rank.is_script:
+            self._waits_for_step = True
+        elif stop is not None and not self.rank.is_script and self._steps_here >= stop.step:
+            self._finish(Stopped(stop.number, f"after step {self.step}", why="rank 0 has saved a checkpoint"))
         else:
             self._work()
 
@@ -310,28 +328,21 @@ class Program:
             self.group.done.add(self.place["rank"])
         self.run.note_finished(self)
         if not self.rank.is_script:
-            self.send(from_worker.TakesNoRequests())
+            self.send(from_worker.TakesNoStops())
         self._say_where()
         self.later(0.01, lambda: self.send(from_worker.Finished()))
         if self.rank.is_script:
-            self.later(0.011, self._wait_to_go) if self.rank.number == 0 else self.later(0.02, self._go)
+            self.later(0.011, self._wait_to_go) if self.rank.number == 0 else self.later(0.02, partial(self.die, 0))
 
     def _wait_to_go(self) -> None:
-        """Wait on the way out until its agent says that nobody needs torch's store any more: our training for a time,
-        a program for ever."""
+        """Wait on the way out on rank 0 until its agent says that nobody needs torch's store any more."""
         self._is_on_its_way_out = True
         self.send(from_worker.Left())
-        if self._may_go:
-            self._go()
-        elif not self.rank.is_script:
-            self.later(LEAVE_WITHIN, self._go)
-
-    def _go(self) -> None:
-        if self.rank.is_script:
-            self.die(0)
-        elif not self._is_done:
-            self._is_done, stopped = True, self._stopped_with
-            self.send(from_worker.StoppedInOrder(LastWords.of(stopped)) if stopped else from_worker.Result({}))
+        if not self.rank.is_script:
+            stopped = self._stopped_with
+            self.send(from_worker.Result({}, LastWords.of(stopped) if stopped else None))
+        if self._may_go or self.rank.number:
+            self.later(0.01, partial(self.die, 0))
 
     def collective_breaks(self) -> None:
         if self.interrupted:
@@ -353,9 +364,11 @@ class Program:
 
     def interrupt(self, number: int) -> None:
         """Get a signal that asks to stop: a program without a handler ends, another one saves and leaves in order."""
-        if not self.rank.is_script or not self.alive:
+        if not self.alive:
             return
-        if number == signal.SIGINT:
+        if not self.rank.is_script:
+            self._interrupt_training(number)
+        elif number == signal.SIGINT:
             if self.inside:
                 self.interrupted = number
             elif self.phase == AT_WORK:
@@ -366,12 +379,20 @@ class Program:
             self.saves = self.hangs = True
             self.later(self.run.plan.saves, partial(self._finish, None))
 
+    def _interrupt_training(self, number: int) -> None:
+        """Get a signal as our training does: once it takes stops it tells its agent."""
+        if self._takes_stops:
+            self.send(from_worker.Signalled(number))
+        elif self.phase == AT_WORK and number == signal.SIGINT:
+            self.later(0.01, lambda: self._fail(LastWords.of(Stopped(number)), broken=False))
+        elif self.phase == AT_WORK:
+            self.die(-number)
+
     def _fail(self, words: LastWords, *, broken: bool) -> None:
         if self.failed:
             return
         self.failed = True
-        if self.rank.is_script:
-            self.later(0.05, lambda: self.die(1))
+        self.later(0.05, lambda: self.die(1))
         self.hangs, self.inside = True, ""
         self.send(from_worker.Failed(words, broken=broken, in_a_collective=broken, place="train.py:12 in main"))
 
@@ -379,9 +400,9 @@ class Program:
 class SimulatedWorker(Worker):
     """What the agent knows of a worker, without a kernel."""
 
-    def __init__(self, program: Program, users: UsersProgram | None) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
-        super().__init__(program.pid, None, -1, program=users)  # type: ignore[arg-type]
+        super().__init__(program.pid, None, -1)  # type: ignore[arg-type]
 
     def _look_at_memory(self) -> None:
         """Do nothing: there are no cgroups."""

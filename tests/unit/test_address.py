@@ -339,11 +339,11 @@ def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
 @pytest.mark.parametrize(
     ("task", "typed", "is_default"),
     [
-        (Task(command="", is_script=True), {}, True),
-        (Task(command="", is_script=True), {"stall_timeout": 1800.0}, False),
+        (Task(command=""), {}, True),
+        (Task(command=""), {"stall_timeout": 1800.0}, False),
         (Task(command="", program=Program(kind=SCRIPT, name="train.py")), {}, True),
         (Task(command="", program=Program(kind=SCRIPT, name="train.py")), {"stall_timeout": 300.0}, False),
-        (Task(command=""), {}, False),  # our training
+        (Task(command="", prepare="training:prepare"), {}, False),  # our training
     ],
 )
 def test_rank_0_tells_whether_the_stall_timeout_of_a_script_was_typed(

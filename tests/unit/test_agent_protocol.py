@@ -38,6 +38,7 @@ class Noting:
         self.worker: Any = SimpleNamespace(
             beat=Beat(), ended=False, pid=1, said=set(), status=None, until=None, crash_stack="", is_gone=False
         )
+        self.worker.hears, self.worker.has_started_its_agent = True, False
         self.worker.ran_out_of_memory, self.worker.heartbeat = False, lambda: self.worker.beat
         self.worker.send = self.told.append
 
@@ -72,11 +73,9 @@ class Noting:
                 self.timers.append((when, call))
 
 
-def agent(*, alone: bool = False, rank: int = 1) -> tuple[AgentProtocol, Noting]:
+def agent(rank: int = 1) -> tuple[AgentProtocol, Noting]:
     shell = Noting()
-    spec = WorldSpec(world_size=1 if alone else 3, rank=0 if alone else rank)
-    options: dict[str, Any] = {"program": None, "is_script": False, "chose_folder": True, "alone": alone}
-    return AgentProtocol(spec, shell, 0.0, **options), shell
+    return AgentProtocol(WorldSpec(world_size=3, rank=rank), shell, 0.0, name="train.py", chose_folder=True), shell
 
 
 def placed(**other: Any) -> messages.Placed:
@@ -95,26 +94,26 @@ def working(**other: Any) -> tuple[AgentProtocol, Noting]:
     return one, shell
 
 
-def test_a_rank_without_others_ends_in_order_whenever_the_clock_ticks() -> None:
-    one, shell = agent(alone=True)
-    one.begin()
-    one.tick(0.1)
-    one.take_from_worker(from_worker.Loaded(ready()), 1.0)
-    assert shell.asked == ["have_it_load", "work_alone"]
-    for message in (from_worker.Finished(), from_worker.Left(), from_worker.Result({})):
-        one.take_from_worker(message, 2.0)
-        one.tick(2.0)
+def test_a_program_that_has_joined_leaves_in_order_and_its_rank_ends_with_its_process() -> None:
+    one, shell = working()
+    for message in (from_worker.Joins(), from_worker.Finished(), from_worker.Left(), from_worker.Result({"a": 1})):
+        shell.worker.said.add(type(message))
+        one.take_from_worker(message, 4.0)
+    assert shell.asked[-1] == "leave_in_order"
     one.others_have_left()
+    assert not shell.finished  # what it has registered to do at its exit takes its time
+    shell.worker.ended = True
+    one.worker_gone(5.0)
     assert shell.finished and shell.error is None
-    assert [type(message) for message in shell.told] == [from_agent.Close, from_agent.Over]
 
 
-def test_a_rank_that_ends_begins_no_work_alone() -> None:
-    one, shell = agent(alone=True)
-    one.begin()
-    one.enter(states.Ended(was=one.state))
-    one.take_from_worker(from_worker.Loaded(ready()), 1.0)
-    assert shell.asked == ["have_it_load"] and isinstance(one.state, states.Ended)
+def test_a_program_that_has_joined_and_ends_without_leaving_is_lost() -> None:
+    for joins in (True, False):
+        one, shell = working()
+        shell.worker.said.update({from_worker.Joins} if joins else ())
+        shell.worker.ended, shell.worker.status = True, 0
+        one.worker_gone(5.0)
+        assert isinstance(shell.sent[-1], messages.Failed if joins else messages.Finished)
 
 
 def test_the_words_of_another_rank_end_this_one_unless_its_own_worker_says_the_same_in_time() -> None:
@@ -154,13 +153,38 @@ def test_a_silent_rank_0_is_looked_for_where_seats_are_kept_and_given_up_otherwi
 
 def test_ctrl_c_stops_all_in_order_and_twice_this_rank() -> None:
     one, shell = working()
-    one.take_from_worker(from_worker.TakesRequests(), 4.0)
+    one.take_from_worker(from_worker.TakesStops(), 4.0)
     one.take_signal(signal.SIGINT, 5.0)
-    assert shell.told[-1] == from_agent.Stop(signal.SIGINT) and shell.sent[-1] == messages.Stopping()
+    assert shell.sent[-1] == messages.Stopping(signal.SIGINT)
     one.take_signal(signal.SIGINT, 5.1)  # the same, from the terminal and from a program in between
     assert shell.error is None
+    one.take(messages.AskStep(), 5.1)
+    assert shell.told[-1] == from_agent.AskStep()
+    one.take_from_worker(from_worker.StepsDone(7), 5.2)
+    assert shell.sent[-1] == messages.StepsDone(7)
+    one.take(messages.StopAfter(8, signal.SIGINT, [1]), 5.3)
+    assert shell.told[-1] == from_agent.StopAfter(8, signal.SIGINT, [1])
     one.take_signal(signal.SIGINT, 8.0)
     assert shell.error is not None and shell.error.exit_code == 130 and shell.worker.until == 0
+
+
+def test_a_program_that_takes_no_stops_gets_its_signals_itself() -> None:
+    one, shell = working()
+    one.take_signal(signal.SIGTERM, 4.0)
+    assert shell.error is not None  # it has not begun
+    one, shell = working()
+    one.take_from_worker(from_worker.ProgramBegins(), 4.0)
+    one.take_signal(signal.SIGTERM, 5.0)
+    assert shell.asked[-1] == "pass_on" and shell.error is None
+    one.take_signal(signal.SIGTERM, 8.0)
+    assert shell.error is not None and shell.error.why == "the program had not ended by itself"
+
+
+def test_a_program_that_hears_nothing_has_done_no_steps() -> None:
+    one, shell = working()
+    shell.worker.hears = False
+    one.take(messages.AskStep(), 5.0)
+    assert shell.sent[-1] == messages.StepsDone(0) and shell.told == []
 
 
 def test_a_rank_that_has_lost_another_says_which() -> None:

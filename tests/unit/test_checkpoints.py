@@ -143,18 +143,14 @@ def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_signals_become_requests_instead_of_interrupting_and_each_is_told() -> None:
+def test_signals_are_told_instead_of_interrupting() -> None:
     told: list[int] = []
-    requests = signals.Requests()
     before = signal.getsignal(signal.SIGTERM)
     threads = threading.active_count()
-    with signals.collect_requests(requests, told.append):
+    with signals.handle_instead(told.append):
         assert threading.active_count() == threads
-        assert (requests.stop, requests.take_save()) == (0, False)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert requests.stop == signal.SIGTERM
-        assert (requests.take_save(), requests.take_save()) == (True, False)
     assert told == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
     assert signal.getsignal(signal.SIGTERM) == before
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ddp_manual.errors import BadOption
-from ddp_manual.signals import Requests
 from ddp_manual.terminal import ProgressLines
 from ddp_manual.training import data, models
 from ddp_manual.training.augment import unit_scale
@@ -40,7 +39,7 @@ def trained(parts: Sequence[Split]) -> tuple[torch.Tensor, float]:
         network = models.build("mlp", device=CPU, seed=0)
         trainer = Trainer(world, config, network, Data(*parts, unit_scale(1)))
         trainer.settle_buckets()
-        trainer.train_epoch(Requests(), ProgressLines())
+        trainer.train_epoch(ProgressLines())
         predictions = trainer.evaluate()
         assert predictions is not None and len(predictions) == len(parts[1])
         parameters = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])

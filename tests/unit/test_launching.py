@@ -17,13 +17,13 @@ import pytest
 from msgspec.structs import replace
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
+from ddp_manual.agent import tasks
 from ddp_manual.agent.ending import Ended
 from ddp_manual.agent.launched_worker import copy
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
-from ddp_manual.from_agent import Training
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
@@ -222,7 +222,7 @@ def test_a_signal_that_comes_before_an_agent_runs_ends_it() -> None:
     reading, writing = os.pipe()
     with subprocess.Popen(["sleep", "60"]) as process, theirs:
         worker = Worker(process.pid, ours, reading, process)
-        task = Task(command="", training=Training({}, {}, alone=True, launched=None), launched="launch")
+        task = Task(command="", program=tasks.TRAINING, prepare="module:prepare", launched="launch")
         errors: list[DdpManualError] = []
 
         async def run() -> Ended:

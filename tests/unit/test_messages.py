@@ -71,7 +71,8 @@ def test_a_greeting_may_say_more_and_other_messages_may_not() -> None:
         from_worker.Doing(messages.Beat(phase="training", step=7, collectives={"0": 7}), blocked=True),
         from_agent.Start(
             *({"rank": 0}, {}, "/\udcff", 1.5, None),
-            work=from_agent.OwnProgram(Program(kind=SCRIPT, name="\udcff.py", arguments=("--name", "\udce9")), (1, 3)),
+            program=Program(kind=SCRIPT, name="\udcff.py", arguments=("--name", "\udce9")),
+            restarts=(1, 3),
         ),
     ],
     ids=lambda said: type(said).__name__,

@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual import TrainConfig, terminal
 from ddp_manual.errors import BadOption, TrainingFailed
-from ddp_manual.signals import Requests
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
@@ -160,7 +159,7 @@ def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1, no_ddp: boo
 def trained(network: nn.Module, *, samples: int, fewest: int, no_ddp: bool = True) -> list[Tensor]:
     """The parameters after an epoch."""
     trainer = trainer_of(network, samples, fewest=fewest, no_ddp=no_ddp)
-    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    trainer.train_epoch(terminal.ProgressLines())
     assert trainer.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
 
@@ -236,7 +235,7 @@ def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
     network, never_the_first = Linear(), torch.tensor([-torch.inf, 0.0])
     network.register_forward_hook(lambda network, _, scores: scores if network.training else scores + never_the_first)
     trainer = trainer_of(network, 8)
-    trainer.train_epoch(Requests(), terminal.ProgressLines())
+    trainer.train_epoch(terminal.ProgressLines())
     with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
         trainer.evaluate()
     assert "in eval() mode only" in caught.value.why

@@ -20,7 +20,7 @@ def test_the_first_message_comes_before_any_heartbeat() -> None:
     """Even if the agent has spoken already, which wakes the thread that sends heartbeats."""
     channel, agents = socket.socketpair()
     agents.sendall(encode_local(from_agent.Save()))
-    reporter = Reporter(channel, from_worker.Born(1), own_process=False)
+    reporter = Reporter(channel, from_worker.Born(1))
     reader, said = LineReader(from_worker.read), []
     while len(said) < 2:
         said += reader.feed(agents.recv(1 << 16))
@@ -51,7 +51,7 @@ def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
     channel, agents = socket.socketpair()
     agents.settimeout(10)
-    reporter = Reporter(channel, from_worker.Born(1), own_process=False)
+    reporter = Reporter(channel, from_worker.Born(1))
     reader, said = LineReader(from_worker.read), []
     while len(said) < 4:
         said += reader.feed(agents.recv(1 << 16))
@@ -64,7 +64,7 @@ def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
 
 def test_a_script_that_waits_for_anything_is_told_why_the_run_ends() -> None:
     channel, agents = socket.socketpair()
-    reporter = Reporter(channel, from_worker.Born(1), own_process=False)
+    reporter = Reporter(channel, from_worker.Born(1))
     with pytest.raises(TimeoutError):
         reporter.wait(from_agent.TakePlace, 0.01)
     agents.sendall(encode_local(from_agent.RunEnds(LastWords.of(Stopped(signal.SIGTERM)), own=False)))

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
-from ddp_manual.signals import Requests
 from ddp_manual.training import config, data, ddp, metrics, models
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
@@ -152,7 +151,7 @@ def test_steps_that_a_device_takes_after_their_launch_has_returned_count_once_th
             now += 0.001
             done = max(done, now) + seconds
             meter.add(sum(taken), torch.tensor(0.5), torch.eye(3), torch.arange(3))
-        meter.sync(sum(taken), 0.1, Requests())
+        meter.sync(sum(taken), 0.1)
     assert taken == steps
 
 
@@ -169,7 +168,7 @@ def test_steps_of_a_gpu_count_once_they_are_done() -> None:
             meter.own_work.start()
             meter.own_work.stop()
             meter.add(sum(taken), *batch)
-        meter.sync(sum(taken), 0.1, Requests())
+        meter.sync(sum(taken), 0.1)
     assert taken[0] == 1 and all(2 <= steps <= 12 for steps in taken[1:]), taken
 
 

@@ -18,18 +18,19 @@ EVERY_MODEL = """
 
     if os.path.basename(sys.orig_argv[1]) == "worker":
         from ddp_manual.training.config import MODELS
-        from ddp_manual.worker import task
+        from ddp_manual.training import program
 
-        train = task.train_as_agreed
+        train = program.train_as_agreed
 
-        def train_every_model(world, config, resume):
+        def train_every_model(world, config, resume, **options):
             run_dir = world.run_dir
             for model in MODELS:
                 world.run_dir = run_dir / model
-                summary = train(world, dataclasses.replace(config, model=model, run_dir=str(world.run_dir)), resume)
+                own = dataclasses.replace(config, model=model, run_dir=str(world.run_dir))
+                summary = train(world, own, resume, **options)
             return summary
 
-        task.train_as_agreed = train_every_model
+        program.train_as_agreed = train_every_model
 """
 
 SPAWNING = """

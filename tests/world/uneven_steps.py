@@ -9,7 +9,6 @@ import torch
 
 import ddp_manual
 from ddp_manual import TrainConfig
-from ddp_manual.signals import Requests
 from ddp_manual.terminal import ProgressLines
 from ddp_manual.training import data, models
 from ddp_manual.training.augment import unit_scale
@@ -33,7 +32,7 @@ with ddp_manual.join() as world:
     trainer = Trainer(world, config, network, Data(train, train, unit_scale(1)))
     lines = LastLine()
     while not trainer.ended:
-        trainer.train_epoch(Requests(), lines)
+        trainer.train_epoch(lines)
         trainer.position = trainer.position.next_epoch()
     values = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
     print(trainer.position.step, lines.loss, *values[:: len(values) // 500].tolist())

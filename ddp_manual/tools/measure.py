@@ -1,35 +1,19 @@
-"""What a worker that its agent has started does as one rank: train, or measure the process group for ``check``."""
+"""What each rank of ``ddp-manual check`` runs: ``python -m ddp_manual.tools.measure`` measures the process group."""
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
-import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_manual import signals, terminal, unread
-from ddp_manual.errors import Stopped
-from ddp_manual.from_agent import Start, Training
-from ddp_manual.from_worker import Born
-from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import first_command_and
+import ddp_manual
 from ddp_manual.steps import Steps
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.main import check_own_code, train_as_agreed
 from ddp_manual.wire import all_escaped
-from ddp_manual.worker.device import keep_freed_memory
-from ddp_manual.worker.main import Rank
-from ddp_manual.worker.process_group import import_dynamo
-from ddp_manual.worker.reporter import Reporter
-from ddp_manual.worker.world import World
 
 # Up to this many ranks all pairs are measured; with more ranks, only rank 0 with each other rank.
 ALL_PAIRS_UP_TO = 16
@@ -38,67 +22,20 @@ SIZES = {1 << 10: 20, 1 << 20: 10, 64 << 20: 3}
 BARRIERS = 20
 ROUND_TRIPS = 10
 
-# Here, so that a worker has it before it joins, and so that ``launch`` imports it once for all its workers.
-import_dynamo()
+
+def prepare(rank: int, arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Return what the ranks must have in common of the user's own code: nothing."""
+    return {}
 
 
-@unread.never_block()
-def main(channel: int, held: int) -> None:
-    """Live as a rank; never return, since the agent ends the process without a teardown that could hang.
-
-    Args:
-        channel: the descriptor of the socket to the agent.
-        held: the descriptor of the memory that the agent holds.
-    """
-    signals.let_children_be_terminated()
-    keep_freed_memory()
-    reporter = Reporter(socket.socket(fileno=channel), Born(os.getpid()), own_process=True)
-    start = reporter.wait(Start)
-    rank = Rank(reporter, start, HeldMemory(held))
-    terminal.log_to_stderr(rank.spec.rank)
-    terminal.escape_what_cannot_be_shown()
-    sys.path[0] = start.path
-    try:
-        train_or_check(rank, start.work if isinstance(start.work, Training) else None)
-    except BaseException as error:
-        rank.tell(error)
-    reporter.unwinding = False
-    threading.Event().wait()
-
-
-def train_or_check(rank: Rank, training: Training | None) -> None:
-    """Join the process group, train (or measure, for ``ddp-manual check``), leave, and send the result to the agent.
-
-    Args:
-        training: what the agent has told to train; None: to measure.
-
-    Raises:
-        BaseException: what ends the rank; the caller tells the agent.
-    """
-    config = TrainConfig(**training.config, sources=training.sources) if training is not None else None
-    own_code = check_own_code(config, rank.spec.rank) if config is not None else {}
-    result, stopped = None, None
-    with rank.live(own_code) as world:
-        try:
-            if training is None or config is None:
-                result = measure(world, rank.steps)
-            else:
-                how = training.launched or first_command_and(str(world.run_dir))
-                result = train_as_agreed(world, config, f"go on: {how}")
-        except Stopped as error:  # all ranks have stopped after the same step, and leave in order
-            stopped = error
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    rank.send_result(result, stopped)
-
-
-def measure(world: World, steps: Steps) -> dict[str, Any]:
-    """Time a barrier, all-reduces and round trips between ranks for ``ddp-manual check``, each as a step of joining.
+def measure(world: ddp_manual.World) -> dict[str, Any]:
+    """Time a barrier, all-reduces and round trips between ranks, each as a step of joining.
 
     Returns:
         The ``steps`` of this rank; on rank 0 also what it measured and the steps of all ranks.
     """
     world.progress.phase = "measuring"
+    steps = Steps(world.steps)
     with steps.step("barrier"):
         barrier = statistics.median(_timed(dist.barrier, world.device, BARRIERS))
     with steps.step("all-reduce"):
@@ -128,7 +65,7 @@ def _all_reduce(size: int, repetitions: int, device: torch.device) -> dict[str, 
     return {"bytes": size, "seconds": seconds, "bus_bandwidth": size / seconds * 2 * (ranks - 1) / ranks}
 
 
-def _round_trips(world: World) -> list[dict[str, float]]:
+def _round_trips(world: ddp_manual.World) -> list[dict[str, float]]:
     """Return the median seconds of a small message there and back, one pair of ranks at a time."""
     ranks = range(world.world_size)
     firsts = ranks if len(ranks) <= ALL_PAIRS_UP_TO else [0]
@@ -167,3 +104,8 @@ def _timed(action: Callable[[], object], device: torch.device, repetitions: int)
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
     return times[1:]
+
+
+if __name__ == "__main__":
+    with ddp_manual.join() as world:
+        world.result = measure(world)

@@ -1,0 +1,38 @@
+"""The training as a program, which ``train`` and ``launch`` start: ``python -m ddp_manual.training OPTIONS``.
+
+It joins, trains and leaves as any script may, and says before all ranks are here what they must have in common.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ddp_manual
+from ddp_manual import signals, terminal
+from ddp_manual.errors import Stopped
+from ddp_manual.messages import first_command_and
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.main import Shared, check_own_code, train_as_agreed
+
+
+def prepare(rank: int, arguments: Sequence[str]) -> Shared:
+    """Return what the ranks must have in common of the user's own code: see ``check_own_code``."""
+    return check_own_code(_config(json.loads(arguments[0])), rank)
+
+
+def main() -> None:
+    """Train as one of the ranks, with the options that they have compared."""
+    terminal.escape_what_cannot_be_shown()
+    told = json.loads(sys.argv[1])
+    config = _config(told)
+    with signals.ignore_save(), suppress(Stopped), ddp_manual.join(open_group=not config.no_ddp) as world:
+        how = told["launched"] or first_command_and(str(world.run_dir))
+        world.result = train_as_agreed(world, config, f"go on: {how}", leaves=True)
+
+
+def _config(told: dict[str, Any]) -> TrainConfig:
+    return TrainConfig(**told["config"], sources=told["sources"])

@@ -1,0 +1,45 @@
+"""How all ranks stop after the same step, without a collective.
+
+Once a signal has come to any rank, rank 0 asks each how many steps it has done. A rank that is asked goes no further
+than its next step, so that none passes the step which rank 0 then names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddp_manual.from_agent import StopAfter
+from ddp_manual.from_worker import FromWorker, StepsDone
+
+
+class Stops:
+    """The steps of this rank, and after which one it stops.
+
+    Args:
+        tell: sends a message to the agent.
+        wait: waits until the agent has named the step.
+    """
+
+    def __init__(self, tell: Callable[[FromWorker], None], wait: Callable[[], StopAfter]) -> None:
+        self._tell, self._wait = tell, wait
+        self._done = 0
+        self._is_asked = False
+        self.named: StopAfter | None = None
+        """After which step to stop, and why."""
+        self.stopped: StopAfter | None = None
+        """The same, once that step is done."""
+
+    def ask(self) -> None:
+        """Tell how many steps are done, from the reporter's thread; the next one may be done too, and no other."""
+        # In this order: a step that the reply does not count finds that it was asked.
+        self._is_asked = True
+        self._tell(StepsDone(self._done))
+
+    def after_a_step(self) -> bool:
+        """Count a step, and return whether to stop after it."""
+        self._done += 1
+        if not self._is_asked:
+            return False
+        self.named = self.named or self._wait()
+        self.stopped = self.named if self._done >= self.named.step else None
+        return self.stopped is not None

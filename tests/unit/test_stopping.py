@@ -1,0 +1,94 @@
+"""All ranks stop after the same step, whatever each has done when it is asked."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from ddp_manual import from_agent, messages
+from ddp_manual.from_worker import FromWorker, StepsDone
+from ddp_manual.protocol.stop_step import StopStep
+from ddp_manual.worker.stopping import Stops
+from tests.alone import alone
+
+
+class Ranks:
+    """Three ranks, their steps, and rank 0, all told one thing after the other."""
+
+    def __init__(self, done: tuple[int, ...]) -> None:
+        self.sent: list[messages.FromRank0] = []
+        self.step = StopStep(self.sent.append)
+        self.stops = [Stops(self.told(rank), self.named) for rank in range(len(done))]
+        for stops, steps in zip(self.stops, done, strict=True):
+            for _ in range(steps):
+                assert not stops.after_a_step()
+
+    def told(self, rank: int):  # type: ignore[no-untyped-def]
+        def tell(message: FromWorker) -> None:
+            assert isinstance(message, StepsDone)
+            self.step.take(rank, message.steps)
+
+        return tell
+
+    def named(self) -> from_agent.StopAfter:
+        message = self.sent[-1]
+        assert isinstance(message, messages.StopAfter)
+        return from_agent.StopAfter(message.step, message.number, message.ranks)
+
+
+@pytest.mark.parametrize("done", [(0, 0, 0), (7, 7, 7), (7, 6, 7), (0, 3, 1)])
+def test_all_stop_after_the_first_step_that_no_rank_has_passed(done: tuple[int, ...]) -> None:
+    ranks = Ranks(done)
+    ranks.step.ask(1, 15)
+    ranks.step.ask(2, 2)
+    assert ranks.sent == [messages.AskStep()]
+    for number, stops in enumerate(ranks.stops):
+        ranks.step.name(range(3))
+        assert len(ranks.sent) == 1, f"rank {number} has not replied"
+        stops.ask()
+    ranks.step.name(range(3))
+    assert ranks.sent[1:] == [messages.StopAfter(max(done) + 1, 15, [1, 2])]
+    for stops, steps in zip(ranks.stops, done, strict=True):
+        answers = itertools.takewhile(lambda stop: not stop, (stops.after_a_step() for _ in range(100)))
+        assert steps + len(list(answers)) + 1 == max(done) + 1
+        assert stops.stopped is not None and stops.stopped.ranks == [1, 2]
+
+
+def test_a_rank_whose_work_is_done_is_not_awaited() -> None:
+    ranks = Ranks((3, 4))
+    ranks.step.ask(0, 2)
+    ranks.stops[0].ask()
+    ranks.step.name([0])
+    assert ranks.sent[1:] == [messages.StopAfter(4, 2, [0])]
+
+
+def test_where_nothing_was_asked_a_step_costs_a_microsecond_and_says_nothing() -> None:
+    with alone() as world:
+        said = world._reporter.said  # type: ignore[attr-defined]
+        assert not world.stop_after_this_step()
+        before = len(said)
+        started = time.perf_counter()
+        for _ in range(1000):
+            world.stop_after_this_step()
+        assert (time.perf_counter() - started) / 1000 < 5e-6
+        assert len(said) == before
+
+
+def test_a_script_that_saves_says_so() -> None:
+    with alone() as world:
+        world.progress(phase="mine")
+        with world.saving():
+            assert (world.progress.phase, world.progress.saving) == ("saving", True)
+        assert (world.progress.phase, world.progress.saving) == ("mine", False)
+
+
+def test_a_world_that_was_stopped_knows_by_whom() -> None:
+    with alone() as world:
+        assert not world.stop_after_this_step() and world.stopped() is None
+        world._reporter.stop_after = 2  # type: ignore[attr-defined]
+        world._reporter.stops.ask()
+        assert world.stop_after_this_step()
+        stopped = world.stopped()
+        assert stopped is not None and "on rank 0 after the same step as all ranks" in stopped.what
