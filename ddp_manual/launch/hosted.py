@@ -79,7 +79,7 @@ class _Served:
         self._heard = time.monotonic()
         self._messages: asyncio.Queue[Order | Begin | None] = asyncio.Queue()
         self._ranks: Ranks | None = None
-        self._at_work = self._stopping = self._host_goes_down = False
+        self._at_work = self._stopping = self._host_goes_down = self._was_asked = False
 
     async def run(self) -> None:
         self._tell(Hello(ddp_manual.__version__, *launchers.reached_at()))
@@ -137,6 +137,7 @@ class _Served:
             case Order() | Begin():
                 self._messages.put_nowait(message)
             case PassOn():
+                self._was_asked |= message.number in signals.STOP
                 self._signal(message.number)
             case GiveUp():
                 self._give_up("the run is over")
@@ -171,7 +172,7 @@ class _Served:
         """Stop all ranks. Where the other hosts go on without this one its ranks are to be lost instead, since a rank
         that stops in order stops all others with it."""
         keeps_seats = self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
-        if keeps_seats and self._at_work and not (self._stopping or self._host_goes_down):
+        if keeps_seats and self._at_work and not (self._stopping or self._host_goes_down or self._was_asked):
             os.kill(os.getpid(), signal.SIGKILL)
         self._stop(within)
 

@@ -249,7 +249,7 @@ class RanksOfHost:
     async def attempt(self, restarts: int, tell: Tell) -> None:
         """Have the host start its ranks, and wait until they have ended. Where the run goes on without a lost host,
         open another session once that is possible."""
-        launch = self._launch
+        launch, self.is_newcomer = self._launch, False
         while not await self._have_ended(restarts, tell):
             if self.is_newcomer and launch.over.is_set():
                 return

@@ -27,7 +27,7 @@ from ddp_manual.protocol.roll_call import Gathering, RollCall, Seat, Working, mi
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.protocol.stop_step import StopStep
-from ddp_manual.protocol.watch import BROKEN, NEWCOMER, OWN_CODE, SILENT, STACKS, Loss, Watch
+from ddp_manual.protocol.watch import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
@@ -288,9 +288,9 @@ class CoordinatorProtocol:
         alone = {rank for rank, loss in lost.items() if not self._goes_on(rank, loss)}
         peers = {rank: self._peers.pop(rank) for rank in alone if rank in self._peers}
         for rank in alone:
-            self.roll_call.leave(rank, left_out=lost[rank].kind == NEWCOMER and rank in self.seats.back)
-        no_further = all(loss.kind == NEWCOMER for loss in lost.values())
-        own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE}
+            self.roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.seats.back)
+        no_further = all(loss.is_newcomer for loss in lost.values())
+        own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
         verdicts = {rank: loss.verdict for rank, loss in lost.items()}
         self._begin_again(verdicts, own_code=own_code, missing_for=state.missing_for if no_further else 0.0)
         for rank, peer in peers.items():

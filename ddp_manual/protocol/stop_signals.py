@@ -15,7 +15,9 @@ from ddp_manual.world_spec import WorldSpec
 # Seconds after which Ctrl-C ends a program that does not come out of a collective, where Python cannot react to it, and
 # after which that is said.
 OUT_WITHIN = 5.0
-SAID_AFTER = 1.0
+SAID_AFTER = 1.2
+# A worker says every half second where it is.
+KNOWN_AFTER = 0.6
 
 
 class Handling(enum.Enum):
@@ -33,15 +35,15 @@ class Handling(enum.Enum):
 
 @dataclass
 class Unreached:
-    """A program that is in a collective, after so many of each process group, since Ctrl-C was sent to it."""
+    """A program that has got Ctrl-C, and has not moved since: it stays in a collective."""
 
-    collectives: Mapping[str, int]
+    known_at: float
+    """When what the worker says is not from before Ctrl-C any more."""
     said_at: float
     ended_at: float
-
-    @classmethod
-    def since(cls, now: float, collectives: Mapping[str, int]) -> Unreached:
-        return cls(collectives, now + SAID_AFTER, now + OUT_WITHIN)
+    collectives: Mapping[str, int] | None = None
+    """How many of each process group it had begun then."""
+    is_said: bool = False
 
 
 class StopSignals:
@@ -72,8 +74,8 @@ class StopSignals:
         self.passed_on = 0
         """The first signal that has asked the program to stop, which handles it, or 0."""
         self._first: dict[str, float] = {}
-        self._unreached = Unreached.since(0.0, {})
-        """Since the last time that the program has moved after Ctrl-C."""
+        self._unreached: Unreached | None = None
+        """What is waited for since Ctrl-C; None where that does not matter, or once the program has moved."""
 
     @property
     def has_begun(self) -> bool:
@@ -137,7 +139,9 @@ class StopSignals:
     def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
         """Let the program handle a signal that asks it to stop; the second one ends the rank."""
         if not self.passed_on:
-            self.passed_on, self._passed_on_at, self._unreached = number, now, Unreached.since(now, {})
+            self.passed_on, self._passed_on_at = number, now
+            if number == signal.SIGINT and self._spec.world_size > 1:
+                self._unreached = Unreached(now + KNOWN_AFTER, now + SAID_AFTER, now + OUT_WITHIN)
             self._pass_on(number)
             self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
         elif now - self._passed_on_at > ONCE_WITHIN:
@@ -146,17 +150,22 @@ class StopSignals:
 
     def look(self, beat: Beat, now: float) -> str | Stopped | None:
         """Return what all are to be told, or what ends this rank, because Ctrl-C does not reach the program."""
-        if self.passed_on != signal.SIGINT:
-            return None
-        if not beat.inside or beat.collectives != self._unreached.collectives:
-            self._unreached = Unreached.since(now, beat.collectives)
         wait = self._unreached
+        if wait is None:
+            return None
+        if wait.collectives is None and now >= wait.known_at:
+            wait.collectives = beat.collectives
+        if now < wait.said_at:
+            return None
+        if not beat.inside or beat.collectives != wait.collectives:
+            self._unreached = None  # Python has reacted, as the program would have it
+            return None
         where = f"in a collective, on {beat.place or 'no line of Python'}"
         if now >= wait.ended_at:
             why = f"the program was {where}, and Python does not react to Ctrl-C there"
-            return Stopped(self.passed_on, f"after {OUT_WITHIN:.0f} s", why=why)
-        if now >= wait.said_at:
-            wait.said_at = wait.ended_at
+            return Stopped(signal.SIGINT, f"after {OUT_WITHIN:.0f} s", why=why)
+        if not wait.is_said:
+            wait.is_said = True
             return f"Ctrl-C cannot reach the program, which is {where}; it is ended in {wait.ended_at - now:.0f} s"
         return None
 

@@ -44,9 +44,8 @@ MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
 # How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
-# collectives has broken, and nobody is to blame; it had come to a run which had begun, and has not worked there yet; or
-# other ranks wait for it for ever, which ends any run.
-GONE, SILENT, OWN_CODE, BROKEN, NEWCOMER, AWAITED = "gone", "silent", "own code", "broken", "newcomer", "awaited"
+# collectives has broken, and nobody is to blame; or other ranks wait for it for ever, which ends any run.
+GONE, SILENT, OWN_CODE, BROKEN, AWAITED = "gone", "silent", "own code", "broken", "awaited"
 # What rank 0 asks itself; each is one inquiry at a time.
 DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
 
@@ -59,6 +58,8 @@ class Loss:
     kind: str
     spared: Sequence[int] = ()
     """The ranks that have done their work, and leave in order if this ends the run."""
+    is_newcomer: bool = False
+    """Whether it had come, or come back, to a run which had begun, and has not worked there yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Watch:
         elif self._closing or self.health.has_finished(and_left=True):
             self.end_the_run(verdict)  # nobody can begin anew with a rank that has left with its work done
         elif rank in self.newcomers and not self._has_worked(rank):  # such as on a host without the data
-            self.lost.setdefault(rank, dataclasses.replace(loss, kind=NEWCOMER))
+            self.lost.setdefault(rank, dataclasses.replace(loss, is_newcomer=True))
         elif loss.kind is OWN_CODE and not self._may_not_recur(verdict):
             self.end_the_run(verdict)
         else:

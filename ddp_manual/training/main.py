@@ -116,6 +116,8 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             # No rank waits for an upload: by then all have left.
             world.after_leaving(trackers.close)
             files = RunFiles(paths, keep=config.keep, trackers=trackers)
+        if leaves:  # before an upload, which a signal to all processes of the host must not make a failure of the run
+            world.after_leaving(signals.leave_signals_to_the_agent)
         shape, classes = data.train.shape, len(data.train.classes)
         network = models.build(
             config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn

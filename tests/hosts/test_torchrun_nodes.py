@@ -97,5 +97,6 @@ def test_training_goes_on_after_a_worker_was_killed_on_one_of_two_hosts(
 def worker_of(torchrun: RankProcess) -> int:
     """The pid of the worker of the only rank that torchrun has started: the child of its agent."""
     agents = psutil.Process(torchrun.process.pid).children()
-    (worker,) = (child for agent in agents for child in agent.children())
+    children = (child for agent in agents for child in agent.children())
+    (worker,) = (child for child in children if any("ddp_manual/worker" in word for word in child.cmdline()))
     return worker.pid
