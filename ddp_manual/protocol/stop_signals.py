@@ -37,12 +37,8 @@ class Handling(enum.Enum):
 class Unreached:
     """A program that has got Ctrl-C, and has not moved since: it stays in a collective."""
 
-    known_at: float
-    """When what the worker says is not from before Ctrl-C any more."""
-    said_at: float
-    ended_at: float
     collectives: Mapping[str, int] | None = None
-    """How many of each process group it had begun then."""
+    """How many of each process group it had begun, once what the worker says is not from before Ctrl-C any more."""
     is_said: bool = False
 
 
@@ -73,6 +69,7 @@ class StopSignals:
         """The first signal that has asked all ranks to stop, or 0."""
         self.passed_on = 0
         """The first signal that has asked the program to stop, which handles it, or 0."""
+        self._passed_on_at = 0.0
         self._first: dict[str, float] = {}
         self._unreached: Unreached | None = None
         """What is waited for since Ctrl-C; None where that does not matter, or once the program has moved."""
@@ -141,7 +138,7 @@ class StopSignals:
         if not self.passed_on:
             self.passed_on, self._passed_on_at = number, now
             if number == signal.SIGINT and self._spec.world_size > 1:
-                self._unreached = Unreached(now + KNOWN_AFTER, now + SAID_AFTER, now + OUT_WITHIN)
+                self._unreached = Unreached()
             self._pass_on(number)
             self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
         elif now - self._passed_on_at > ONCE_WITHIN:
@@ -153,20 +150,21 @@ class StopSignals:
         wait = self._unreached
         if wait is None:
             return None
-        if wait.collectives is None and now >= wait.known_at:
+        waited = now - self._passed_on_at
+        if wait.collectives is None and waited >= KNOWN_AFTER:
             wait.collectives = beat.collectives
-        if now < wait.said_at:
+        if waited < SAID_AFTER:
             return None
         if not beat.inside or beat.collectives != wait.collectives:
             self._unreached = None  # Python has reacted, as the program would have it
             return None
         where = f"in a collective, on {beat.place or 'no line of Python'}"
-        if now >= wait.ended_at:
+        if waited >= OUT_WITHIN:
             why = f"the program was {where}, and Python does not react to Ctrl-C there"
             return Stopped(signal.SIGINT, f"after {OUT_WITHIN:.0f} s", why=why)
         if not wait.is_said:
             wait.is_said = True
-            return f"Ctrl-C cannot reach the program, which is {where}; it is ended in {wait.ended_at - now:.0f} s"
+            return f"Ctrl-C cannot reach the program, which is {where}; it is ended in {OUT_WITHIN - waited:.0f} s"
         return None
 
     def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:

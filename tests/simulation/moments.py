@@ -162,10 +162,8 @@ class Moments:
         if self.workers[rank] > MOST_WORKERS:
             self.run.break_invariant(11, f"{rank.who} starts {self.workers[rank]} workers without a step in between")
 
-    def stepped(self, program: Program, *, alive: bool) -> None:
-        """Note that a program has done a step; all processes of its group are ``alive``, or this one is behind."""
-        if not alive:
-            return
+    def stepped(self, program: Program) -> None:
+        """Note that a program has done a step with all others."""
         if program.step not in self.run.line:
             self.workers.clear()
         self.shrunk.discard(program.rank.number)

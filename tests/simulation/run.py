@@ -714,7 +714,8 @@ class Run:
         alive = program.group is not None and len(program.group.members) == program.group.size
         if before > program.generation and alive:
             self.break_invariant(5, f"{program.rank.who} does step {program.step} in generation {program.generation}")
-        self.moments.stepped(program, alive=alive)
+        if alive:  # otherwise this one is behind
+            self.moments.stepped(program)
         self.line[program.step] = max(before, program.generation)
 
     def note_finished(self, program: Program) -> None:
