@@ -597,10 +597,14 @@ class AgentProtocol:
 
     def _ask_all(self, number: int) -> None:
         """Have all ranks stop after the same step, or the worker save."""
-        if number != signals.SAVE:
+        if number == signals.SAVE:
+            if isinstance(self.state, states.Placed):
+                self._tell(from_agent.Save())
+        elif isinstance(self.state, states.Alone):  # nobody else names a step
+            self._tell(from_agent.AskStep())
+            self._tell(from_agent.StopAfter(0, number, [self._spec.rank]))
+        else:
             self.send(messages.Stopping(number))
-        elif isinstance(self.state, states.Placed):
-            self._tell(from_agent.Save())
 
     def _pass_on(self, number: int) -> None:
         """Let the program handle a signal. One that asks it to stop is its first SIGTERM, or the same as ours."""

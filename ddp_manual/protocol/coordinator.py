@@ -737,6 +737,8 @@ class CoordinatorProtocol:
             "missing": as_ranges(self.roll_call.missing),
             "ranks": self.roll_call.roster(),
             "progress": self._watch.health.progress(now) if self.roll_call.works else None,
+            "waiting": self._watch.waiting_line(now),
+            "lost": self.seats.said_of(self.roll_call.left_out),
             "failure": asdict(self.failure) if self.failure is not None else None,
             "ended": None,
         }

@@ -307,6 +307,8 @@ class Health:
                 "step": known.beat.step,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,
+                "place": known.beat.place,
+                "waits_seconds": 0.0 if known.inside_since is None else round(now - known.inside_since, 1),
                 "slow": "slow" in known.named and known.slow_for >= SLOW_FOR / 2,
                 "silent_seconds": 0.0 if known.left else round(now - known.heard, 1),
             }

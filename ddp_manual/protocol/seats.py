@@ -36,12 +36,12 @@ class Pause:
     """By the rank that had come furthest."""
     has_judged: bool = False
     """Whether it was looked, once, if ranks are lost again and again."""
-    has_said: bool = False
-    """Whether it was said what is lost and what is held, and no other rank was lost since."""
+    said: str = ""
+    """What was said of what is lost and held; "" before that, and after another rank was lost."""
 
     @property
     def is_said(self) -> bool:
-        return self.has_judged and self.has_said
+        return self.has_judged and self.said != ""
 
 
 class Seats:
@@ -133,7 +133,7 @@ class Seats:
         self.held.pop(info.rank, None)
         self.count += 1
         if self._pause is not None:
-            self._pause.has_said = False
+            self._pause.said = ""
 
     def may_try_again(self, rank: int) -> bool:
         """Return whether an agent whose new worker has failed before it was ready may start yet another one."""
@@ -237,12 +237,17 @@ class Seats:
         Args:
             left_out: the ranks without which the others go on.
         """
-        if self._pause is None or self._pause.has_said:
+        if self._pause is None or self._pause.said:
             return None
         waits = not run.script and not self.have_said(here)
         if waits or not self.lost:
             return None
-        self._pause.has_said = True
+        self._pause.said = self._words_of_loss(run, here, missing, left_out)
+        return self._pause.said
+
+    def _words_of_loss(
+        self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int]
+    ) -> str:
         moment, _ = self.newest(here)
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
@@ -261,6 +266,13 @@ class Seats:
             return f"{whats}. The others go on without {it}; {state}\n{to_give_back}"
         kept = "Its seat is kept" if len(seats) == 1 else "Their seats are kept"
         return f"{whats}. {kept}; {state}\n{to_give_back}\nor go on without {it}: {self._shrink}"
+
+    def said_of(self, left_out: Sequence[int]) -> str:
+        """Return what was said of the ranks that are waited for, or how those were lost without which the others go
+        on; "" if none is lost."""
+        if self._pause is not None:
+            return self._pause.said
+        return "; ".join(self.lost[rank].what for rank in left_out if rank in self.lost)
 
     def never_taken(self, run: RunInfo, missing: Sequence[int], waited: float) -> Verdict | None:
         """Return why the run ends when nobody has taken a seat in time; None if no loss is known."""

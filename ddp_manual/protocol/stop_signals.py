@@ -70,7 +70,8 @@ class StopSignals:
         self.passed_on = 0
         """The first signal that has asked the program to stop, which handles it, or 0."""
         self._passed_on_at = 0.0
-        self._first: dict[str, float] = {}
+        self._first_at: dict[str, float] = {}
+        """Process -> when it has seen its first signal: the agent at once, a program only once Python reacts."""
         self._unreached: Unreached | None = None
         """What is waited for since Ctrl-C; None where that does not matter, or once the program has moved."""
 
@@ -107,9 +108,10 @@ class StopSignals:
         will_take_it = goes_on and self._takes_stops
         if is_early and not will_take_it:
             return self._stopped_early(number, here, again)
-        if now - self._first.get(seen_by, now) > ONCE_WITHIN:
+        first_at = min(self._first_at.values(), default=now) if seen_by == "agent" else self._first_at.get(seen_by, now)
+        if now - first_at > ONCE_WITHIN:
             return self._stopped_at_once(number, again)
-        if not self._first:
+        if not self._first_at:
             if is_early:
                 what = "all that are here go on for a step, save a checkpoint, and stop"
             elif self._handling is Handling.DONE:
@@ -121,7 +123,7 @@ class StopSignals:
                 self._ask_all(number)
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
         self.asked = self.asked or number
-        self._first.setdefault(seen_by, now)
+        self._first_at.setdefault(seen_by, now)
         return None
 
     def _save(self, seen_by: str) -> None:

@@ -39,6 +39,8 @@ FINISH_TOGETHER = 1.0
 BLAME_WITHIN = 1.5
 # Seconds until a line says that ranks wait for others, long before that ends the run.
 STALL_LINE = 30.0
+# Seconds after which ``status`` shows the same.
+WAIT_SHOWN = 5.0
 # Ranks that have a line each, of those that are stopped, slow or in a debugger at the same moment.
 MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
@@ -201,14 +203,21 @@ class Watch:
     def _say_that_ranks_wait(self, stall: Stall | None) -> None:
         """Log once that ranks wait for others, which may be what a program means them to do."""
         if stall is not None and self._said_stall is None:
-            verb = "waits" if len(stall.waiting) == 1 else "wait"
-            busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
-            places = {self.health.beat(rank).place for rank in stall.behind}
-            at = f" (on {places.pop()})" if len(places) == 1 and all(places) else ""
-            line = f"{in_words(as_ranges(sorted(stall.waiting)))} {verb} for {busy}{at}, for {STALL_LINE:.0f} s so far"
-            limit = f"the run ends after {stall.longest.seconds:.0f} s ({stall.longest.reason})"
-            self.send_to_all(messages.Line(f"{line}; {limit}"))
+            self.send_to_all(messages.Line(self._who_waits(stall)))
         self._said_stall = stall
+
+    def _who_waits(self, stall: Stall) -> str:
+        verb = "waits" if len(stall.waiting) == 1 else "wait"
+        busy = in_words(as_ranges(sorted(stall.behind))) if stall.behind else "each other"
+        places = {self.health.beat(rank).place for rank in stall.behind}
+        at = f" (on {places.pop()})" if len(places) == 1 and all(places) else ""
+        line = f"{in_words(as_ranges(sorted(stall.waiting)))} {verb} for {busy}{at}, for {stall.seconds:.0f} s so far"
+        return f"{line}; the run ends after {stall.longest.seconds:.0f} s ({stall.longest.reason})"
+
+    def waiting_line(self, now: float) -> str | None:
+        """Return which ranks wait for which others, once that takes longer than most steps; otherwise None."""
+        stall = self._find_stall(now, WAIT_SHOWN) if self._roll_call.works else None
+        return self._who_waits(stall) if stall is not None else None
 
     def take_failure(self, verdict: Verdict, broken_at: str | None, now: float, *, in_a_collective: bool) -> None:
         """End the run because of a rank's last words.
@@ -229,15 +238,15 @@ class Watch:
         """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
         verdict, run = loss.verdict, self._roll_call.run
         rank = verdict.rank
-        if loss.kind is AWAITED or run.on_loss == LEAVE:
-            self.end_the_run(verdict, loss.spared)
-        elif self.failure is not None:
+        if self.failure is not None:
             pass  # the others have been told why all leave
-        elif self.health.all_finished:
-            self.health.leave(rank)  # its work is done, and that of all others
+        elif self._is_done(rank) and loss.kind is not AWAITED:
+            self.health.leave(rank)
             if rank in self._peers:
                 self._peers[rank].left = True
                 self._peers[rank].connection.send(messages.RunEnds(verdict))
+        elif loss.kind is AWAITED or run.on_loss == LEAVE:
+            self.end_the_run(verdict, loss.spared)
         elif self._closing or self.health.has_finished(and_left=True):
             self.end_the_run(verdict)  # nobody can begin anew with a rank that has left with its work done
         elif rank in self.newcomers and not self._has_worked(rank):  # such as on a host without the data
@@ -246,6 +255,10 @@ class Watch:
             self.end_the_run(verdict)
         else:
             self.lost.setdefault(rank, loss)
+
+    def _is_done(self, rank: int) -> bool:
+        """Return whether nobody needs a rank any more: its work is done and, as rank 0 has torch's store, all other."""
+        return self.health.all_finished or rank in {*self.health.finished} - {0}
 
     def _may_not_recur(self, verdict: Verdict) -> bool:
         return self._roll_call.run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR

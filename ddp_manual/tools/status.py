@@ -22,12 +22,13 @@ from ddp_manual.world_spec import WorldSpec
 LOOK_EVERY = 1.0
 # Ranks; a larger run's table ends with how many more there are.
 MOST_ROWS = 64
-
+# Seconds in a collective from which it is shown: most steps take less.
+WAITS_FOR = 2.0
 
 # What to do where no rank 0 is found; ``status`` does not know how the run is started.
 ADVICE = "start rank 0, or give the --master_port that launch has printed; ddp-manual runs says why a run has ended"
 # The columns that a narrow terminal has no room for.
-LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "epoch", "host", "heard")
+LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "epoch", "heard", "host", "line")
 
 
 class _Patience(Waiting):
@@ -135,7 +136,11 @@ def text(seen: Mapping[str, Any]) -> str:
         lines.append(f"speed: {rate:,.0f} samples/s, of all ranks together")
     lines += ["", *roster(seen["ranks"], seen["progress"] or (), width=stdout_width())]
     missing = [rank for first, last in seen["missing"] for rank in range(first, last + 1)]
-    if missing:
+    if seen.get("waiting"):
+        lines += ["", seen["waiting"]]
+    if seen.get("lost"):
+        lines += ["", seen["lost"]]
+    elif missing:
         lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
         lines.append(f"  {run['command'].replace('{rank}', str(missing[0]))}")
     if left_out := [rank for first, last in seen.get("left_out", ()) for rank in range(first, last + 1)]:
@@ -166,7 +171,7 @@ def roster(
         progress: what each rank does; empty before they have met. Without it that is left out.
     """
     phase = ["phase"] if progress is not None else []
-    doing = ["epoch", "step", "samples/s", "heard"] if progress else []
+    doing = ["epoch", "step", "samples/s", "heard", "line"] if progress else []
     rows = [["rank", "host", "pid", "device", "address", "since", *phase, *doing, "versions"]]
     for line in ranks[:MOST_ROWS]:
         device = f"{line['device']} {line['gpu']}" if "gpu" in line else line["device"] or "-"
@@ -177,8 +182,9 @@ def roster(
             rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] else "-"
             # A script does not say them unless it calls world.progress.
             steps = [str(now[what]) if now["step"] or now["epoch"] else "-" for what in ("epoch", "step")]
-            row += [now["phase"] + " (slow)" * now["slow"], *steps, rate]
-            row.append(f"{now['silent_seconds']:.0f} s ago")
+            waits = f", waits for {now['waits_seconds']:.0f} s" if now["waits_seconds"] >= WAITS_FOR else ""
+            row += [now["phase"] + waits + " (slow)" * now["slow"], *steps, rate]
+            row += [f"{now['silent_seconds']:.0f} s ago", now["place"]]
         elif progress is not None:
             row.append("waiting" if line["device"] else "loading torch")
         rows.append([*row, line["versions"]])

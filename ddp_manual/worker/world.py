@@ -73,7 +73,6 @@ class World(Place):
     _reporter: Reporter = field(repr=False)
     _closing: ExitStack = field(repr=False)
     _takes_stops: bool = field(default=False, repr=False)
-    _is_leaving: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def check_open(self, call: str) -> None:
@@ -226,12 +225,10 @@ class World(Place):
                 yield
             finally:
                 self._takes_stops = False
-                if not self._is_leaving:
-                    tell(from_worker.TakesSignals())
+                tell(from_worker.TakesSignals())
 
     def leave(self) -> None:
         """Note that the body has ended."""
-        self._is_leaving = True
         if self._takes_stops:
             self.stop_heeding_signals()
 

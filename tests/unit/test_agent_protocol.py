@@ -168,6 +168,23 @@ def test_ctrl_c_stops_all_in_order_and_twice_this_rank() -> None:
     assert shell.error is not None and shell.error.exit_code == 130 and shell.worker.until == 0
 
 
+def test_a_second_signal_counts_whoever_sees_it_but_what_a_program_sees_late_is_the_first_one_again() -> None:
+    for first, second, ends in (("script", "agent", True), ("agent", "script", False)):
+        one, shell = working()
+        one.take_from_worker(from_worker.TakesStops(), 4.0)
+        one.take_signal(signal.SIGTERM, 5.0, first)
+        one.take_signal(signal.SIGTERM, 9.0, second)
+        assert (shell.error is not None) is ends
+
+
+def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> None:
+    one, shell = working()
+    one.take_from_worker(from_worker.TakesStops(), 4.0)
+    one.take(messages.Rank0Leaves(), 5.0)
+    one.take_signal(signal.SIGTERM, 6.0)
+    assert shell.told[-2:] == [from_agent.AskStep(), from_agent.StopAfter(0, signal.SIGTERM, [1])]
+
+
 def test_a_program_that_takes_no_stops_gets_its_signals_itself() -> None:
     one, shell = working()
     one.take_signal(signal.SIGTERM, 4.0)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ddp_manual import from_agent, messages
+from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.from_worker import FromWorker, StepsDone
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.worker.stopping import Stops
@@ -92,3 +92,12 @@ def test_a_world_that_was_stopped_knows_by_whom() -> None:
         assert world.stop_after_this_step()
         stopped = world.stopped()
         assert stopped is not None and "on rank 0 after the same step as all ranks" in stopped.what
+
+
+def test_a_program_that_has_left_gets_its_signals_again() -> None:
+    with alone() as world:
+        said = world._reporter.said  # type: ignore[attr-defined]
+        world.stop_after_this_step()
+        world.leave()
+        assert said == [from_worker.TakesStops(), from_worker.TakesNoStops()]
+    assert said[2:] == [from_worker.TakesSignals()]

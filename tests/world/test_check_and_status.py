@@ -226,6 +226,7 @@ def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_h
         table = status.text(seen).split("\n\n")[1].splitlines()
         assert len(table) == 3 and max(map(len, table)) <= width
         assert set(table[0].split()) >= {*kept, "phase", "step"}
+    assert all(now["place"].startswith("script.py:6 in ") for now in seen["progress"])
     os.kill(ranks[1].process.pid, signal.SIGKILL)
     assert ranks[0].wait(30) == 14
     assert "it was running, at step 7 of epoch 3, when it was last heard" in ranks[0].err
