@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_manual import identity, mpirun, orphans, signals
@@ -406,6 +407,12 @@ def malloc_is_tuned() -> bool:
 def cache_folder() -> Path:
     """Return ``ddp_manual`` in the user's folder for caches, whether it exists or not; relative if there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ddp_manual"
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user's notes about processes of this host."""
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}")
+    return runtime / "ddp_manual" if runtime.is_dir() else Path(gettempdir()) / f"ddp_manual-{os.geteuid()}"
 
 
 def usable_cores() -> int:

@@ -242,6 +242,9 @@ def _environment(request: pytest.FixtureRequest, shared_folder: Path) -> Iterato
     """
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = str(shared_folder / "cache")
+    runtime = shared_folder / f"runtime-{os.getpid()}"  # where rank 0s of other test processes are not seen
+    runtime.mkdir(exist_ok=True)
+    os.environ["XDG_RUNTIME_DIR"] = str(runtime)
     if not request.node.get_closest_marker("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     yield

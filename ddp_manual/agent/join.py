@@ -9,6 +9,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
+from ddp_manual.agent.own_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.task import Task
@@ -92,6 +94,8 @@ class Join:
         self._roll_call: Step | None = None
         self._news: messages.News | None = None
         self._logged: set[str] = set()
+        self._waits_here: OwnRank0 | None = None
+        """What ranks of this host are told of this rank 0 while it waits."""
         self._unacknowledged = 0
         """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
@@ -186,6 +190,7 @@ class Join:
             if one is not None:
                 one.close()
         if self.coordinator is not None:
+            withdraw(os.getpid())
             self.coordinator.close(how_it_ended)
 
     # -- the wait for the other ranks ---------------------------------------------------------------------------------
@@ -250,10 +255,14 @@ class Join:
                 step.detail = "one host" if nodes == 1 else f"{nodes} hosts, tried by others"
         if self.probe_server is not None and forever:
             self.probe_server.close()
+        if self._waits_here is not None:
+            withdraw(os.getpid())
 
     def begin_again(self) -> None:
         """Forget what rank 0 has said of who is missing: some ranks begin anew."""
         self._news = None
+        if self._waits_here is not None:
+            self._waits_here.announce()
 
     def fail(self, error: DdpManualError) -> None:
         if self._roll_call is not None:
@@ -282,6 +291,11 @@ class Join:
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
+        if not (spec.alone or spec.agent_store):
+            if beside := hint(spec):
+                self._log(f"{beside}; this one is another run")
+            self._waits_here = OwnRank0(os.getpid(), info.host_id, address, port, spec.world_size, run.run_id)
+            self._waits_here.announce()
         return str(address)
 
     @property
@@ -369,7 +383,7 @@ class Join:
     @property
     def _search(self) -> Search:
         who, patient = f"rank {self._spec.rank}", bool(self.info.goes_on)
-        return Search(self._spec, who, launchers.host_name(), self._command_for(0), patient)
+        return Search(self._spec, who, launchers.host_name(), self._command_for(0), patient, partial(hint, self._spec))
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))

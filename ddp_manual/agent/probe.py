@@ -134,7 +134,8 @@ async def find_rank_0(search: Search, addresses: list[str], waiting: Waiting) ->
         if seen.answer in NOT_RANK_0 and not search.patient:
             raise finding.error
         # A network that is cut gives different answers in turn, such as "timed out" and "No route to host".
-        waiting.wait_on(*finding, kind=seen.answer.name, advice=search.advice(seen))
+        kind = f"{seen.answer.name} {search.hint()}"
+        waiting.wait_on(*finding, kind=kind, advice=search.advice(seen))
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))
 
 

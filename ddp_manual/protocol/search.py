@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -59,6 +59,8 @@ class Search(NamedTuple):
     """The command that starts rank 0."""
     patient: bool = False
     """Whether rank 0 was there, and may have been stopped: then something else may answer until the deadline."""
+    hint: Callable[[], str] = str
+    """Says where else a rank 0 waits, if any does."""
 
     @property
     def where(self) -> str:
@@ -77,6 +79,13 @@ class Search(NamedTuple):
         Args:
             waited: seconds so far.
         """
+        seen, finding = self._judge(all_seen, waited)
+        if elsewhere := self.hint():
+            finding.error.next += f"\n{elsewhere}"
+            finding = Finding(f"{finding.line} ({elsewhere})", finding.error)
+        return seen, finding
+
+    def _judge(self, all_seen: Sequence[Seen], waited: float) -> tuple[Seen, Finding]:
         seen = max(all_seen, key=lambda one: list(Answer).index(one.answer))
         if seen.answer in NOT_RANK_0:
             error = self._not_rank_0(seen)

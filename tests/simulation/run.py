@@ -899,6 +899,8 @@ def patched(run: Run) -> Iterator[None]:
                 "code_digests": lambda: {"ddp_manual/agent": detail("other ", "4f2a")},
                 "collective_variables": dict,
                 "source_once": lambda program: join.ProgramSource(),
+                "hint": lambda spec: "",
+                "OwnRank0": lambda *_: SimpleNamespace(announce=lambda: None),
             },
         ),
     ]

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from ddp_manual import launchers
 from ddp_manual.agent import address, name_lookup
 from ddp_manual.agent.address import listen as listen_at
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import OwnAddress, route_to, running_networks, wrong_for_nccl
+from ddp_manual.agent.own_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.agent.task import Task
@@ -408,3 +413,19 @@ def test_the_networks_of_this_host_are_found_in_the_kernels_order() -> None:
     networks = running_networks()
     assert networks["lo"][0] == ipaddress.ip_network("127.0.0.0/8")
     assert next(iter(networks)) == "lo" and route_to("127.0.0.1") == ("127.0.0.1", "lo")
+
+
+def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_on_this_host() -> None:
+    spec = WorldSpec(world_size=2, rank=1, master_port=29500)
+    waits = OwnRank0(os.getpid(), launchers.host_id(), "127.0.0.1", 29601, 2, "0af3")
+    waits.announce()
+    replace(waits, pid=2**22 + 1).announce()  # which has died
+    told = "a rank 0 of yours waits on this host at 127.0.0.1:29601, with --master_addr 127.0.0.1 --master_port 29601"
+    assert hint(spec) == told
+    assert hint(replace(spec, master_port=29601)) == hint(replace(spec, world_size=3)) == ""
+    search = Search(spec, "rank 1", "h", "train --rank 0", hint=partial(hint, spec))
+    _, finding = search.judge([Seen("127.0.0.1", Answer.REFUSED)], 1.0)
+    assert finding.line.endswith(f"is rank 0 started? ({told})") and finding.error.next.endswith(told)
+    withdraw(os.getpid())
+    assert hint(spec) == ""
+    assert not any((Path(os.environ["XDG_RUNTIME_DIR"]) / "ddp_manual").iterdir())
