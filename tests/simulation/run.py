@@ -251,7 +251,7 @@ class Run:
         command = f"train.py --world_size {plan.ranks} --rank {{rank}}"
         batch_size = (64, "flag") if "batch_size" in rank.detail else (32, "default")
         options = {} if plan.script else {"batch_size": batch_size}
-        own = {"name": PROGRAM.name} if plan.script else {"prepare": "training:prepare"}
+        own = {"name": PROGRAM.name} if plan.script else {"resumes": True}
         task = Task(command=command, run_dir=None, program=PROGRAM, options=options, **own)
 
         def start_worker(held: HeldState) -> SimulatedWorker:
