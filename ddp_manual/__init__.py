@@ -19,11 +19,11 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 if TYPE_CHECKING:
+    from ddp_manual.launch.spawn import spawn
     from ddp_manual.training.main import train
     from ddp_manual.training.replicas import check_replicas
     from ddp_manual.worker.holding import held, hold
     from ddp_manual.worker.join import join
-    from ddp_manual.worker.spawn import spawn
     from ddp_manual.worker.world import World
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ _LATER = {
     "held": "ddp_manual.worker.holding",
     "hold": "ddp_manual.worker.holding",
     "join": "ddp_manual.worker.join",
-    "spawn": "ddp_manual.worker.spawn",
+    "spawn": "ddp_manual.launch.spawn",
     "train": "ddp_manual.training.main",
 }
 

@@ -27,10 +27,6 @@ class Start(Message):
     """What to run; None: the script that has started its agent itself."""
     restarts: tuple[int, int] = (0, 0)
     """How often the ranks were started again, and how often they may be."""
-    prepare: str = ""
-    """``module:function`` of a program that says before all ranks are here what they must have in common of the user's
-    own code: the function is called with the rank and the program's arguments, and returns options. The device is
-    chosen then too; any other program chooses a device itself."""
 
 
 class TakePlace(Message):

@@ -103,8 +103,6 @@ class Attach(Message):
     sources: Mapping[str, str]
     """Option -> where its value comes from."""
     run_dir: str | None
-    command: str | None
-    """What to type for a missing rank, if the agent is not to find that out itself."""
     typed: Sequence[str]
     """What was typed to start the script."""
     script: str | None

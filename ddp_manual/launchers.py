@@ -231,10 +231,6 @@ def _put(values: Mapping[str, str | None]) -> None:
     os.environ.update({name: value for name, value in values.items() if value is not None})
 
 
-_set_by_us: dict[str, str] = {}
-"""Variables that this process has set as a rank, as opposed to a launcher or the user."""
-
-
 @contextmanager
 def set_rank_variables(
     place: Place, store_address: str, store_port: int, interfaces: Mapping[str, str]
@@ -247,13 +243,8 @@ def set_rank_variables(
     """
     # With these, init_process_group() in any library joins the store as a client.
     wanted = {**_identity_variables(place), **_store_variables(store_address, store_port)}
-    if launched_as() is None:
-        _set_by_us.update(wanted)
     with _changed({**wanted, **_interface_variables(interfaces)}):
-        try:
-            yield
-        finally:
-            _set_by_us.clear()
+        yield
 
 
 def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tuple[int, int], hosted: bool) -> None:
@@ -309,8 +300,6 @@ def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]
 
 def launched_as() -> str | None:
     """Return ``RANK=0, WORLD_SIZE=2`` where a launcher started this process as one of several ranks, otherwise None."""
-    if _set_by_us and all(os.environ.get(name) == _set_by_us.get(name) for name in ("RANK", "WORLD_SIZE")):
-        return None
     with suppress(BadOption):
         found = identity.of_rank(os.environ)
         if "rank" in found and "world_size" in found and int(found["world_size"].value) > 1:

@@ -24,6 +24,10 @@ class Program:
     name: str
     """The path of the script, the module's name, or the executable."""
     arguments: tuple[str, ...] = ()
+    prepare: str = ""
+    """``module:function``, which says before all ranks are here what they must have in common of the user's own code:
+    it is called with the rank and the arguments, and returns options. The device is chosen then too; a program without
+    it chooses a device itself."""
 
     @property
     def words(self) -> list[str]:

@@ -21,6 +21,6 @@ def run_info(**other: Any) -> RunInfo:
         "launched": None,
         "peer_timeout": 10.0,
         "stall_timeout": 300.0,
-        "script": False,
+        "resumes": True,
     }
     return RunInfo(**{**usual, **other})

@@ -48,7 +48,7 @@ async def _run(attach: Attach, connection: socket.socket, faults: int) -> None:
     command = " ".join([*words, shlex.join(without_secrets(attach.typed))])
     task = Task(
         run_dir=attach.run_dir,
-        command=attach.command or command,
+        command=command,
         # Without arguments: a script may say in any way which rank it is, such as "python script.py 0".
         source=Program(kind=SCRIPT, name=attach.script) if attach.script else None,
         attempt=attach.attempt,

@@ -173,8 +173,7 @@ class Agent:
         """Tell the worker what to load; that of rank 0 hosts torch's store at rank 0's address."""
         spec, task, rank_0 = self.spec, self.task, self._join.coordinator
         here = (sys.path[0], self.protocol.work.started, rank_0.run.address if rank_0 is not None else None)
-        what = task.program, task.restarts, task.prepare
-        self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, *what))
+        self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, task.program, task.restarts))
 
     def take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place. Rank 0 writes down what was lost."""

@@ -21,8 +21,8 @@ class Task:
 
     program: Program | None = None
     """What the worker runs; None: it is a script that has started its agent itself."""
-    prepare: str = ""
-    """What the program does before all ranks are here: see ``from_agent.Start``."""
+    resumes: bool = False
+    """Whether the program saves checkpoints in the run's folder, and goes on from the newest with --resume auto."""
     source: Program | None = None
     """The program of the user's own, whose files and arguments must be the same on every rank."""
     name: str = ""
@@ -74,8 +74,8 @@ class Task:
             launched=_cut(self.launched) if self.launched else None,
             peer_timeout=spec.peer_timeout,
             stall_timeout=spec.stall_limit,
-            stall_timeout_is_default=not self.prepare and "stall_timeout" not in spec.sources,
-            script=not self.prepare,
+            stall_timeout_is_default=spec.stall_timeout is not None and "stall_timeout" not in spec.sources,
+            resumes=self.resumes,
             on_loss=spec.on_loss,
             rejoin_timeout=spec.rejoin_timeout,
             shrink_after=spec.shrink_after,

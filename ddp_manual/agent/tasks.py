@@ -35,7 +35,7 @@ OF_RANK_0 = ("run_dir", "resume")
 LISTENING = "listen_addr"
 
 
-TRAINING = Program(kind=MODULE, name="ddp_manual.training")
+TRAINING = Program(kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare")
 # What it imports besides torch, which a process that forks workers has before.
 TRAINING_IMPORTS = ("ddp_manual.training.program",)
 
@@ -103,7 +103,7 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     told = {"config": config.values(), "sources": dict(config.sources), "launched": launched}
     return Task(
         program=dataclasses.replace(TRAINING, arguments=(json.dumps(told),)),
-        prepare=f"{TRAINING_IMPORTS[0]}:prepare",
+        resumes=True,
         options={**config.shared_options(), "command": ("train", "command")},
         run_dir=config.run_dir or run_folder.default_run_dir("{run_id}"),
         chose_folder=config.run_dir is not None,
@@ -188,7 +188,7 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
 
 def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
     """Run one rank, and print the error that ends it."""
-    if spec.on_loss == LEAVE or not task.prepare:
+    if spec.on_loss == LEAVE or not task.resumes:
         return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
     check_torch_is_installed()
     # It has torch when a worker has to be replaced, which then takes a fork.

@@ -22,6 +22,7 @@ from ddp_manual.agent import tasks
 from ddp_manual.agent.launched_worker import Forker, ProcessStarter
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
+from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import Worker, check_torch_is_installed
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, from_dict
 from ddp_manual.held_memory import HeldMemory
@@ -34,6 +35,7 @@ from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.own_code import check_module, is_own_factory
+from ddp_manual.world_spec import WorldSpec
 
 # Seconds until ranks stop waiting for a rank that has left.
 GIVE_UP_AFTER = 0.3
@@ -182,18 +184,7 @@ class Ranks:
         job, world_size = self.job, self.hosts.world_size
         place: dict[str, Any] = {"world_size": world_size, "rank": rank, "run_id": job.run_id}
         own = dataclasses.replace(job.spec, **place, sources={**job.spec.sources, **dict.fromkeys(place, "flag")})
-        if job.program is not None:
-            task = tasks.program_task(
-                own,
-                job.program,
-                run_dir=job.run_dir,
-                may_differ=job.may_differ,
-                launched=shlex.join(without_secrets(shlex.split(job.go_on))),
-                restarts=(restarts, job.max_restarts),
-            )
-        else:
-            assert config is not None
-            task = tasks.training_task(own, config, launched=job.go_on)
+        task = self.task(own, config, restarts)
         first = self.hosts.ranks[0]
         speaker = 0 if self.hosts.slots else first  # with ssh the ranks of all hosts share one terminal
         agent = Agent(
@@ -201,10 +192,28 @@ class Ranks:
             dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
             start_worker=lambda held: self.starter.start(rank, world_size, held, output),
             log=lambda line: output.print(f"{terminal.tag(rank)} {line}"),
-            print_error=lambda error: output.print(self._render(rank, error)),
+            print_error=lambda error: self.print_error(rank, error, output),
         )
         agent.witness = self._witness
         return agent
+
+    def task(self, spec: WorldSpec, config: TrainConfig | None, restarts: int) -> Task:
+        """Return what a rank is to do."""
+        job = self.job
+        if job.program is None:
+            assert config is not None
+            return tasks.training_task(spec, config, launched=job.go_on)
+        return tasks.program_task(
+            spec,
+            job.program,
+            run_dir=job.run_dir,
+            may_differ=job.may_differ,
+            launched=shlex.join(without_secrets(shlex.split(job.go_on))),
+            restarts=(restarts, job.max_restarts),
+        )
+
+    def print_error(self, rank: int, error: DdpManualError, output: RankOutput) -> None:
+        output.print(self._render(rank, error))
 
     def _render(self, rank: int, error: DdpManualError) -> str:
         """Return the text of a rank's error without the way on, which ``launch`` says once, and in one line if another

@@ -246,10 +246,10 @@ class RunInfo(Checked):
     """The ``launch`` command that continues the run, if ``launch`` started the ranks; cut as above."""
     peer_timeout: float
     stall_timeout: float
-    script: bool
-    """Whether the ranks run the user's own script, whose options are unknown here."""
+    resumes: bool = False
+    """Whether the program saves checkpoints in the run's folder when it is asked to, and goes on from the newest."""
     stall_timeout_is_default: bool = False
-    """Whether nobody has set it for a script: then it counts only where the time-outs of its process groups are not
+    """Whether nobody has set it for a program: then it counts only where the time-outs of its process groups are not
     known."""
     on_loss: str = LEAVE
     """What the ranks do when one of them is lost: see ``WorldSpec``."""
@@ -263,7 +263,7 @@ class RunInfo(Checked):
     @property
     def start_again(self) -> str:
         """What to do after the run has ended, as the end of a sentence."""
-        if self.run_dir is None or self.script:
+        if self.run_dir is None or not self.resumes:
             return "start all ranks again"
         return from_last_checkpoint(self.launched or first_command_and(self.run_dir))
 

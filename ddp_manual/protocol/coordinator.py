@@ -525,12 +525,12 @@ class CoordinatorProtocol:
             self._send_news()
 
     def _end_the_wait(self, waited: float) -> None:
-        """End the run, since ranks have been missing for so long; where a state of our own training is held, only after
-        the ranks that are here have gone on for a step and saved a checkpoint."""
+        """End the run, since ranks have been missing for so long; of a program that saves and whose state is held, only
+        after the ranks that are here have gone on for a step and saved a checkpoint."""
         never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
         if never_taken is None:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited, self._own_addresses))
-        elif self.run.script:
+        elif not self.run.resumes:
             self._refuse_all(never_taken.error())
         elif not self.seats.have_said(self.roll_call.have_worked):
             pass  # some ranks, which end their workers, have not said yet what they hold

@@ -202,7 +202,7 @@ class Seats:
         self.seconds += seconds
         moment, source = self.newest(here)
         step = "from the newest checkpoint, or from the beginning" if moment is None else f"after step {moment.step}"
-        go = "start again" if run.script and moment is None else f"go on {step}"
+        go = "start again" if moment is None and not run.resumes else f"go on {step}"
         gone_on = max(0, pause.steps_done - moment.step) if moment is not None else 0
         repeat = counted(gone_on, "step") if gone_on else "no step"
         if moment is None:  # of the time before it took over, another process was rank 0
@@ -239,7 +239,7 @@ class Seats:
         """
         if self._pause is None or self._pause.said:
             return None
-        waits = not run.script and not self.have_said(here)
+        waits = run.resumes and not self.have_said(here)
         if waits or not self.lost:
             return None
         self._pause.said = self._words_of_loss(run, here, missing, left_out)
@@ -251,7 +251,7 @@ class Seats:
         moment, _ = self.newest(here)
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
-        if run.script:
+        if not run.resumes:
             state = "all ranks' programs will start again"
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"

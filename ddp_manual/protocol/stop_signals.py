@@ -76,11 +76,6 @@ class StopSignals:
         """What is waited for since Ctrl-C; None where that does not matter, or once the program has moved."""
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the program has begun."""
-        return self._handling is not Handling.LOADING
-
-    @property
     def are_taken(self) -> bool:
         """Whether the program has signals do something else than what they do to any program."""
         return self._handling in (Handling.WITH_ALL, Handling.DONE)

@@ -264,10 +264,11 @@ class Watch:
         return self._roll_call.run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
 
     def _has_worked(self, rank: int) -> bool:
-        """Return whether a rank has begun to work with the others: our training, with the first step of any of them."""
-        if self._roll_call.run.script:
-            return bool(self.health.beat(rank).collectives)
-        return any(self.health.beat(other).step > 0 for other in self._all_ranks)
+        """Return whether a rank has begun to work with the others: where they save and resume after steps, with the
+        first step of any of them."""
+        if self._roll_call.run.resumes:
+            return any(self.health.beat(other).step > 0 for other in self._all_ranks)
+        return bool(self.health.beat(rank).collectives)
 
     @property
     def is_undecided(self) -> bool:

@@ -55,8 +55,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     options = {"command": ("check", "command")}
     listening = as_flags({LISTENING: spec.listen_addr})
     checking = Task(
-        program=Program(kind=MODULE, name=MEASURE),
-        prepare=f"{MEASURE}:prepare",
+        program=Program(kind=MODULE, name=MEASURE, prepare=f"{MEASURE}:prepare"),
         options=options,
         command=command_template(spec),
         for_rank_0=listening,

@@ -246,11 +246,6 @@ class TrainConfig(Options):
         """Return the options with ``resume='auto'``, to begin at the newest checkpoint in the run's folder."""
         return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
 
-    def to_json(self) -> str:
-        """Return the text of a file for ``--config``: every option except ``OF_ONE_RUN``."""
-        options = {name: value for name, value in self.values().items() if name not in OF_ONE_RUN}
-        return json.dumps(options, indent=2, allow_nan=False) + "\n"
-
     def check_world(self, spec: WorldSpec) -> None:
         """Raise BadOption if global_batch_size cannot be divided over the ranks, or --no_ddp has several ranks."""
         with self.naming_files():

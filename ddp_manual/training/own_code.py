@@ -12,7 +12,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -30,8 +31,8 @@ OUR_COMMAND_LINE = {"ddp_manual.cli", "ddp_manual.training.program"}
 PACKAGE = Path(__file__).resolve().parents[1]
 GUARD = 'put that below a line: if __name__ == "__main__":'
 
-_importing: list[str] = []
-"""The modules that are being imported because an option names them."""
+_importing: list[tuple[str, str]] = []
+"""The modules that are being imported for what they define, each with the reason."""
 _digests: dict[str, tuple[object, str]] = {}
 """Module -> its spec, which is another one after a reload, and the digest of its source when it was imported."""
 
@@ -105,14 +106,21 @@ def _main_name() -> str:
     return file.stem if file.suffix == ".py" and file.stem.isidentifier() else ""
 
 
+@contextmanager
+def importing(name: str, why: str) -> Iterator[None]:
+    """Refuse ``join`` and ``spawn`` in the body, which imports a module only for what it defines."""
+    _importing.append((name, why))
+    try:
+        yield
+    finally:
+        _importing.pop()
+
+
 def refuse_while_importing(call: str) -> None:
-    """Raise BadOption if a module that an option names calls ``join`` or ``spawn`` while it is imported."""
+    """Raise BadOption if a module calls ``join`` or ``spawn`` while it is imported for what it defines."""
     if _importing:
-        raise BadOption(
-            f"importing {_importing[-1]} calls {call}",
-            why="an option names the module for what it defines, not to have it run",
-            next=GUARD,
-        )
+        name, why = _importing[-1]
+        raise BadOption(f"importing {name} calls {call}", why=why, next=GUARD)
 
 
 def factory(option: str, value: str) -> Callable[..., Any]:
@@ -216,11 +224,11 @@ def _imported(option: str, value: str) -> ModuleType:
     typed = sys.argv
     if OUR_COMMAND_LINE & sys.modules.keys():  # a script's own arguments may be meant for its modules too
         sys.argv = [name]
-    _importing.append(name)
     try:
-        if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
-            raise ModuleNotFoundError(name=name)
-        return importlib.import_module(name)
+        with importing(name, "an option names the module for what it defines, not to have it run"):
+            if name.endswith(".py"):  # importing it would run the file, and then find no module py in it
+                raise ModuleNotFoundError(name=name)
+            return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise _no_module(option, value) from error
@@ -231,7 +239,6 @@ def _imported(option: str, value: str) -> ModuleType:
             f"if the module does more than define things, such as parse_args() or join(): {GUARD}",
         ) from error
     finally:
-        _importing.pop()
         sys.argv = typed
 
 

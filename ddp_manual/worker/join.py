@@ -12,13 +12,13 @@ import os
 import resource
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ddp_manual import launchers, signals, terminal
-from ddp_manual.errors import BadOption, DdpManualError, Stopped
+from ddp_manual.errors import BadOption, Stopped
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
 from ddp_manual.on_loss import LEAVE
@@ -70,7 +70,7 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         with _attached(_here, options, open_group=open_group) as world:
             yield world
     else:
-        with joined(WorldSpec.from_environment(**options), run_dir=run_dir, open_group=open_group) as world:
+        with _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group) as world:
             yield world
 
 
@@ -99,20 +99,8 @@ def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> It
 
 
 @contextmanager
-def joined(
-    spec: WorldSpec,
-    *,
-    run_dir: str | None = None,
-    open_group: bool = True,
-    command: str | None = None,
-    tell: Callable[[DdpManualError], None] | None = None,
-) -> Iterator[World]:
-    """Do what ``join`` does, with options that are known already, and an agent of this process's own.
-
-    Args:
-        command: what to type for a missing rank, with ``{rank}`` for its number.
-        tell: called with why this process ends, if its agent has to end it because it is blocked.
-    """
+def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterator[World]:
+    """Be a rank with an agent of this process's own."""
     own_code.refuse_while_importing("join")
     if spec.on_loss != LEAVE:
         raise BadOption(
@@ -129,8 +117,7 @@ def joined(
             resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
         undo.enter_context(terminal.log_as_found())
         terminal.log_to_stderr(spec.rank)
-        reporter = _start_agent(spec.of_script(), run_dir, command, undo)
-        reporter.tell_before_exit = tell
+        reporter = _start_agent(spec.of_script(), run_dir, undo)
         with _living(Rank(reporter, reporter.wait(Start)), open_group=open_group) as world:
             yield world
 
@@ -156,7 +143,7 @@ def _living(rank: Rank, *, open_group: bool, **chosen: str | None) -> Iterator[W
         raise ended
 
 
-def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo: ExitStack) -> Reporter:
+def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Reporter:
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
@@ -173,7 +160,6 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, command: str | None, undo
         spec=spec.values(),
         sources=dict(spec.sources),
         run_dir=run_dir,
-        command=command,
         typed=[*program, *arguments],
         script=str(script.absolute()) if script else None,
         attempt=f"{launchers.restart_count()}.{next(_joins)}",

@@ -285,16 +285,13 @@ class Rank:
         return cause if isinstance(cause, errors.PeerGone) else error
 
 
-def as_ours(rank: int, error: BaseException, after_a_signal: str = "start all ranks again") -> errors.DdpManualError:
-    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
-
-    Args:
-        after_a_signal: what to do next if a signal ended the rank.
-    """
+def as_ours(rank: int, error: BaseException) -> errors.DdpManualError:
+    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's
+    end."""
     if isinstance(error, errors.DdpManualError):
         return error
     if isinstance(error, (errors.StopSignal, KeyboardInterrupt)):
-        return errors.stopped_by(error, next=after_a_signal)
+        return errors.stopped_by(error, next="start all ranks again")
     where = f"rank {rank} on {launchers.host_name()}"
     if isinstance(error, torch.OutOfMemoryError):
         return errors.OutOfMemory(

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import NamedTuple, NoReturn, TypeVar
@@ -28,7 +28,6 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch
 
 from ddp_manual import from_agent, from_worker, orphans, terminal
-from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
@@ -60,7 +59,8 @@ _SYNCS = ("item", "tolist", "cpu", "to", "synchronize", "_cuda_synchronize")
 _PROMPTS = {("cmd.py", "cmdloop"), ("debugger.py", "cmdloop"), ("code.py", "interact"), ("embed.py", "interact")}
 _DEBUGGERS = ("cmd.py", "pdb.py", "bdb.py", "debugger.py", "code.py", "embed.py")
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-_OWN = os.path.join(os.path.dirname(__file__), "")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_OWN = tuple(os.path.join(_PACKAGE, room, "") for room in ("launch", "worker"))  # what is around a program
 # Functions that write a checkpoint, and where they are.
 _SAVE = ("save", "save_file")
 _SAVING = (os.path.join("torch", "serialization.py"), os.path.join("safetensors", "torch.py"))
@@ -98,8 +98,6 @@ class Reporter:
         """Whether the training thread has failed and is closing what is open."""
         self.over = False
         """Whether this rank has left the run, so that the agent may end."""
-        self.tell_before_exit: Callable[[DdpManualError], None] | None = None
-        """Called in the reporter's thread with why the agent has it end a person's own script, which is blocked."""
         self.stops = Stops(self.send, lambda: self.wait(from_agent.StopAfter))
         self._channel = channel
         _open.add(channel)
@@ -231,8 +229,6 @@ class Reporter:
                 self._ending = True
                 self.send(from_worker.IsSaving())  # until the thread has looked what would be lost
             case from_agent.Exit() if self.verdict is not None:
-                if self.tell_before_exit is not None:
-                    self.tell_before_exit(self.verdict.words.error())
                 end_process(self.verdict.words.exit_code)
 
 
@@ -268,7 +264,7 @@ def _own_line(frames: Sequence[FrameType]) -> str:
     """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame; "" if that is
     where the program is started."""
     own = next((frame for frame in frames if not _is_library(frame)), frames[-1])
-    starts_it = own.f_code.co_filename.startswith(("<frozen ", _OWN))
+    starts_it = own.f_code.co_filename.startswith(("<frozen ", *_OWN))
     return "" if starts_it else _line(own, own.f_lineno)
 
 
@@ -344,7 +340,7 @@ def _is_library(frame: FrameType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
     """Return whether a file is a library's, Python's or this package's own, and not the user's program."""
-    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, _OWN, _PYTHON))
+    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, *_OWN, _PYTHON))
 
 
 def flush_briefly() -> None:

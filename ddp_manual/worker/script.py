@@ -62,7 +62,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     program, rank = start.program, Rank(reporter, start, HeldMemory(held))
     assert program is not None
     try:
-        rank.get_ready(_prepare(rank, start, program) if start.prepare else None)
+        rank.get_ready(_prepare(rank, start.path, program) if program.prepare else None)
         told = rank.take_place()
         launchers.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
         holding.begin(rank.held, told.placed, reporter.send)
@@ -80,7 +80,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     except BaseException as error:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
-    if start.prepare:
+    if program.prepare:
         _run_and_end(rank, program)
     else:
         run(rank, program, os.getcwd())
@@ -97,12 +97,12 @@ def _run_and_end(rank: Rank, program: Program) -> NoReturn:
     end_process(0)
 
 
-def _prepare(rank: Rank, start: from_agent.Start, program: Program) -> Options:
+def _prepare(rank: Rank, path: str, program: Program) -> Options:
     """Return what the ranks must have in common of the user's own code, as the program says."""
-    sys.path[0] = start.path
+    sys.path[0] = path
     device.keep_freed_memory()
     process_group.import_dynamo()  # before all ranks are here, and not in the first step
-    module, _, function = start.prepare.partition(":")
+    module, _, function = program.prepare.partition(":")
     found: Options = getattr(importlib.import_module(module), function)(rank.spec.rank, program.arguments)
     return found
 

@@ -35,6 +35,7 @@ from ddp_manual.program import Program as UsersProgram
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call, states
 from ddp_manual.protocol.agent import AgentProtocol
+from ddp_manual.protocol.stop_signals import Handling
 from ddp_manual.world_spec import WorldSpec
 from tests.simulation.moments import Moments, watched
 from tests.simulation.network import EMPTY, Host, Listener, Network
@@ -251,7 +252,7 @@ class Run:
         command = f"train.py --world_size {plan.ranks} --rank {{rank}}"
         batch_size = (64, "flag") if "batch_size" in rank.detail else (32, "default")
         options = {} if plan.script else {"batch_size": batch_size}
-        own = {"name": PROGRAM.name} if plan.script else {"prepare": "training:prepare"}
+        own = {"name": PROGRAM.name} if plan.script else {"resumes": True}
         task = Task(command=command, run_dir=None, program=PROGRAM, options=options, **own)
 
         def start_worker(held: HeldState) -> SimulatedWorker:
@@ -559,7 +560,8 @@ class Run:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
             again = bool(rank.signals) and self.loop.now - rank.signals[0][0] > signals.ONCE_WITHIN
             protocol = rank.agent.protocol
-            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.has_begun
+            has_begun = protocol.signals._handling is not Handling.LOADING
+            rank.insists |= again and isinstance(protocol.state, states.Working) and has_begun
             rank.signals.append((self.loop.now, max(self.line, default=0)))
             rank.agent.take_signal(number)
 

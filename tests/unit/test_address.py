@@ -36,7 +36,6 @@ from ddp_manual.errors import (
     PortInUse,
 )
 from ddp_manual.messages import Greeting, RankInfo
-from ddp_manual.program import SCRIPT, Program
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.search import Answer, Search, Seen
 from ddp_manual.protocol.seats import Seats
@@ -342,22 +341,17 @@ def test_a_port_that_another_rank_0_holds_is_named_with_its_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "typed", "is_default"),
-    [
-        (Task(command=""), {}, True),
-        (Task(command=""), {"stall_timeout": 1800.0}, False),
-        (Task(command="", program=Program(kind=SCRIPT, name="train.py")), {}, True),
-        (Task(command="", program=Program(kind=SCRIPT, name="train.py")), {"stall_timeout": 300.0}, False),
-        (Task(command="", prepare="training:prepare"), {}, False),  # our training
-    ],
+    ("typed", "is_default"), [({}, True), ({"stall_timeout": 1800.0}, False), ({"stall_timeout": 300.0}, False)]
 )
 def test_rank_0_tells_whether_the_stall_timeout_of_a_script_was_typed(
-    task: Task, typed: dict[str, float], is_default: bool
+    typed: dict[str, float], is_default: bool
 ) -> None:
     """If it was not, the time-outs of the script's process groups count in its place."""
     spec = WorldSpec.from_environment(world_size=1, rank=0, **typed)
     rank_0 = RankInfo(rank=0, world_size=1, host="a", pid=1)
-    assert task.describe_run(spec, rank_0, "127.0.0.1", "").stall_timeout_is_default is is_default
+    of_script = Task(command="").describe_run(spec.of_script(), rank_0, "127.0.0.1", "")
+    assert of_script.stall_timeout_is_default is is_default
+    assert not Task(command="").describe_run(spec, rank_0, "127.0.0.1", "").stall_timeout_is_default
 
 
 def test_a_world_of_one_takes_any_free_port() -> None:

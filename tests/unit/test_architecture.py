@@ -66,7 +66,7 @@ MAY_IMPORT = {
 }
 # What only annotations name.
 MAY_NAME = {
-    "__init__": {"training", "worker"},
+    "__init__": {"launch", "training", "worker"},
     "launchers": {"messages"},
     "training": {"worker"},
 }

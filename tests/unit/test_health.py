@@ -326,8 +326,8 @@ def stall_after(beats: Sequence[Beat], **of_run: object) -> Stall:
     raise AssertionError("no stall")
 
 
-OF_SCRIPT = {"script": True, "stall_timeout": 1800.0, "stall_timeout_is_default": True}
-TYPED = {"script": True, "stall_timeout_is_default": False}
+OF_SCRIPT = {"stall_timeout": 1800.0, "stall_timeout_is_default": True}
+TYPED = {"stall_timeout_is_default": False}
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ TYPED = {"script": True, "stall_timeout_is_default": False}
         (10.0, {**TYPED, "stall_timeout": 5.0}, (5, 6), "--stall_timeout"),
         (14400.0, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
         (None, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
-        (1800.0, {"script": False, "stall_timeout": 300.0}, (300, 301), "--stall_timeout"),
+        (1800.0, {"stall_timeout": 300.0}, (300, 301), "--stall_timeout"),
     ],
 )
 def test_a_stall_is_judged_before_torchs_time_out_or_after_a_shorter_stall_timeout(

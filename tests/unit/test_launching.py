@@ -222,7 +222,7 @@ def test_a_signal_that_comes_before_an_agent_runs_ends_it() -> None:
     reading, writing = os.pipe()
     with subprocess.Popen(["sleep", "60"]) as process, theirs:
         worker = Worker(process.pid, ours, reading, process)
-        task = Task(command="", program=tasks.TRAINING, prepare="module:prepare", launched="launch")
+        task = Task(command="", program=tasks.TRAINING, launched="launch")
         errors: list[DdpManualError] = []
 
         async def run() -> Ended:

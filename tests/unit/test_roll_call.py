@@ -110,7 +110,7 @@ def ready_with(*gpus: str, **other: Any) -> Ready:
 
 def test_rank_0_on_loopback_is_to_be_started_again_with_an_address_of_its_network() -> None:
     mine = own_address()
-    runs = [run_info(address="127.0.0.1", script=script) for script in (False, True)]
+    runs = [run_info(address="127.0.0.1", command=command) for command in ("ddp-manual train", "WORLD_SIZE=2")]
     by_hand, script = (advice_for([[1, 1]], run, [str(mine)]) for run in runs)
     assert f"start rank 0 again with --master_addr {mine}" in by_hand[-1]
     assert f"start rank 0 again with master_addr={mine}" in script[-1]

@@ -80,11 +80,11 @@ def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_firs
 
 
 @pytest.mark.parametrize(
-    ("of_script", "said"),
-    [(True, "all 3 start again"), (False, "all 3 go on from the newest checkpoint, or from the beginning")],
+    ("resumes", "said"),
+    [(False, "all 3 start again"), (True, "all 3 go on from the newest checkpoint, or from the beginning")],
 )
-def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(of_script: bool, said: str) -> None:
-    seats, run = begun(), replace(KEEPS, script=of_script)
+def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(resumes: bool, said: str) -> None:
+    seats, run = begun(), replace(KEEPS, resumes=resumes)
     for lost_at, back_at, took, work in ((340.2, 348.1, "7.9 s", "340 s"), (352.5, 452.5, "100 s", "4 s")):
         seats.begin({2: GONE}, lost_at)
         gone_on = seats.complete(run, here(0, 1, 2), back_at)

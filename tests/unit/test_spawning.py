@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
 import signal
 import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from ddp_manual import TrainConfig, WorldSpec, identity, join, launchers, spawn
 from ddp_manual import train as train_here
 from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped, StopSignal
-from ddp_manual.messages import Place
-from ddp_manual.worker import spawn as spawning
 from ddp_manual.worker.main import as_ours
 from tests.conftest import Start
 
@@ -59,7 +56,7 @@ def local() -> Any:
 def test_spawn_refuses_what_it_cannot_call_before_it_starts_a_process(call: Any, named: str) -> None:
     with pytest.raises(BadOption, match=named):
         call()
-    assert multiprocessing.active_children() == []
+    assert psutil.Process().children() == []
 
 
 def test_a_function_typed_at_a_prompt_is_refused_with_advice_where_to_put_it(start: Start) -> None:
@@ -79,67 +76,23 @@ def test_an_error_keeps_its_text_and_exit_code_when_it_is_copied_to_another_proc
         assert (copied.render(), copied.exit_code, copied.args) == (error.render(), error.exit_code, error.args)
 
 
-def test_ranks_of_a_launcher_may_not_spawn_but_ranks_of_spawn_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_launcher_may_not_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in identity.TORCHRUN.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
-    monkeypatch.setattr(launchers, "_set_by_us", {})
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launchers.launched_as() is None
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
-    place = Place(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, nodes=1, host_leader=0)
-    with launchers.set_rank_variables(place, "127.0.0.1", 29500, {}):  # the launcher's ranks have joined
-        assert launchers.launched_as() == "RANK=1, WORLD_SIZE=2"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launchers.launched_as() is None
-    with launchers.set_rank_variables(place, "127.0.0.1", 29500, {}):  # a rank of spawn may spawn
-        assert launchers.launched_as() is None
 
 
-def test_only_a_training_that_a_signal_stopped_says_how_to_go_on() -> None:
+def test_after_a_signal_all_ranks_are_started_again_unless_a_training_says_how_to_go_on() -> None:
     stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
     assert as_ours(0, stopped) is stopped
     for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
         assert as_ours(0, error).next == "start all ranks again"
-        assert as_ours(0, error, spawning.START_AGAIN).next == "start the script again"
-    assert spawning._stop_in_order([], signal.SIGINT).next == "start the script again"
-
-
-class Unending:
-    """A rank that ends only when it is killed. Ctrl-C comes while its parent waits for it, and while it is ended."""
-
-    def __init__(self, *about: object) -> None:
-        self.code: int | None = None
-        self.presses = 0
-
-    def start(self) -> None: ...
-
-    def read(self, kind: str) -> None: ...
-
-    def press(self) -> None:
-        self.presses += 1
-        os.kill(os.getpid(), signal.SIGINT)
-
-    @property
-    def exitcode(self) -> int | None:
-        if not self.presses:
-            self.press()
-        return self.code
-
-    def send_signal(self, number: int, *, to_its_group: bool = False) -> None:
-        if to_its_group:
-            self.press()
-            self.code = -number
-
-
-def test_ctrl_c_while_spawn_ends_its_ranks_raises_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawning, "RankProcess", Unending)
-    monkeypatch.setattr(spawning, "STOP_WITHIN", 0.1)
-    with pytest.raises(Stopped) as stopped:
-        spawning.spawn(print, 1)
-    assert stopped.value.__context__ is None or isinstance(stopped.value.__context__, StopSignal)
-    assert stopped.value.__suppress_context__
 
 
 def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:

@@ -70,7 +70,7 @@ def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, digits: Path, 
     assert (folder / "mnist-train.png").read_bytes().startswith(b"\x89PNG")
     accuracy = re.search(r"mlp on mnist: (\S+)% test accuracy after 1 epoch on 1 rank \(none, ", serial)
     assert accuracy and float(accuracy[1]) > (95 if ALL_DIGITS else 70)
-    loss = re.search(r"^2 ranks, epoch 1: loss (\S+), saved in spawned.pt$", spawned, re.MULTILINE)
+    loss = re.search(r"^\[rank 0\] 2 ranks, epoch 1: loss (\S+), saved in spawned.pt$", spawned, re.MULTILINE)
     assert loss and float(loss[1]) < (1 if ALL_DIGITS else 2)
     assert set(torch.load(folder / "spawned.pt")) == {"1.weight", "1.bias", "3.weight", "3.bias"}
 

@@ -1,0 +1,73 @@
+"""The process that launches the ranks of ``spawn``: ``python .../ddp_manual/launch PARENT folder=FOLDER``."""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
+
+import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from ddp_manual import launchers, orphans, signals, unread
+from ddp_manual.agent.task import Task
+from ddp_manual.errors import DdpManualError, Stopped
+from ddp_manual.launch.engine import Launch, first_of
+from ddp_manual.launch.function import Call
+from ddp_manual.launch.job import Hosts, Job
+from ddp_manual.launch.spawn import START_AGAIN
+from ddp_manual.launch.this_host import Ranks
+from ddp_manual.run_folder import new_run_id
+from ddp_manual.terminal import RankOutput
+from ddp_manual.training.config import TrainConfig
+from ddp_manual.world_spec import WorldSpec
+
+# Seconds for a rank to stop in order, once the script is gone.
+WITHOUT_PARENT = 10.0
+
+
+class RanksOfFunction(Ranks):
+    """The ranks of this host that call a function; the script raises the error of the one that has failed first."""
+
+    def task(self, spec: WorldSpec, config: TrainConfig | None, restarts: int) -> Task:
+        again = "(spawn has started rank {rank} too: look at what it does)"
+        counts = restarts, self.job.max_restarts
+        return Task(program=self.job.program, command=again, launched=self.job.go_on, restarts=counts)
+
+    def print_error(self, rank: int, error: DdpManualError, output: RankOutput) -> None:
+        """Print nothing."""
+
+
+async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
+    """Launch the ranks, and leave why the first has failed."""
+    spec = call.spec
+    with launchers.reserved_port() as port:
+        job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
+        ranks = RanksOfFunction(job.at(master_port=port), Hosts(nproc=spec.world_size), writer)
+        started = Launch(job, [ranks])
+        with signals.handle_in_event_loop(started.take_signal), ranks.able_to_start():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
+            asyncio.get_running_loop().add_reader(0, _stop_without_parent, started)
+            await started.attempts()
+    failed = first_of(started.failed)
+    if failed is None and started.signalled:
+        failed = 0, Stopped(started.signalled, "spawn got the signal, and passed it on to all ranks", next=START_AGAIN)
+    if failed is not None:
+        call.fail(*failed)
+
+
+def _stop_without_parent(started: Launch) -> None:
+    """Stop the ranks in order, and soon at once: the script has closed the pipe, as its end does."""
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(0)
+    started.take_signal(signal.SIGTERM)
+    loop.call_later(WITHOUT_PARENT, partial(started.take_signal, signal.SIGTERM))
+
+
+if __name__ == "__main__":
+    orphans.adopt()
+    folder = Path(sys.argv[-1].removeprefix("folder="))
+    with ThreadPoolExecutor(1, "ddp_manual output") as writer, unread.never_block(unread.A_PERSON_READS_WITHIN):
+        asyncio.run(launch(Call(folder), writer))

@@ -1,0 +1,129 @@
+"""The program of each rank of ``spawn``: it imports the script that has called ``spawn``, joins the other ranks, and
+calls the function: ``python -m ddp_manual.launch.function FOLDER``. What is called is a file in that folder; why the
+ranks have failed becomes files beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import spawn
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+import ddp_manual
+from ddp_manual import signals
+from ddp_manual.errors import BadOption, DdpManualError
+from ddp_manual.messages import LastWords
+from ddp_manual.program import MODULE, Program
+from ddp_manual.training import own_code
+from ddp_manual.world_spec import WorldSpec
+
+
+class _Copier(ForkingPickler):
+    """Copies values. What multiprocessing shares with a child in other ways does not reach the child of a child."""
+
+    _extra_reducers: ClassVar[dict[type, Callable[[Any], Any]]] = {}
+
+
+class Call:
+    """What the ranks call, and how that has ended, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def word(self) -> str:
+        """What tells the launcher where they are."""
+        return f"folder={self.folder}"
+
+    @property
+    def program(self) -> Program:
+        prepare = f"{__name__}:prepare"
+        return Program(kind=MODULE, name=__name__, arguments=(str(self.folder),), prepare=prepare)
+
+    def write(self, train_fn: Callable[..., object], args: Sequence[Any], spec: WorldSpec) -> None:
+        """Write what is called.
+
+        Raises:
+            BadOption: something cannot be copied.
+        """
+        script = spawn.get_preparation_data(name_of(train_fn))
+        del script["authkey"]  # the ranks are no children of multiprocessing's
+        try:
+            copied = _Copier.dumps((train_fn, tuple(args)))
+        except Exception as error:  # whatever the copying of an argument raises
+            raise BadOption(
+                f"{name_of(train_fn)} and its args cannot be copied to the ranks",
+                why=f"{type(error).__name__}: {error}",
+                next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
+            ) from error
+        (self.folder / "spec").write_bytes(msgspec.json.encode([spec.values(), spec.sources]))
+        (self.folder / "call").write_bytes(_Copier.dumps((script, bytes(copied))))
+
+    @property
+    def spec(self) -> WorldSpec:
+        values, sources = msgspec.json.decode((self.folder / "spec").read_bytes())
+        return WorldSpec(**values, sources=sources)
+
+    def read(self) -> tuple[Callable[..., object], tuple[Any, ...]]:
+        """Import the script as a child of multiprocessing does, and return the function and its arguments."""
+        script, copied = _Copier.loads((self.folder / "call").read_bytes())
+        file = script.get("init_main_from_path") or script.get("init_main_from_name") or "the script"
+        with own_code.importing(
+            Path(file).name, "each rank imports the script, for the function that spawn is to call"
+        ):
+            spawn.prepare(script)
+        function, args = _Copier.loads(copied)
+        return function, args
+
+    def fail(self, rank: int, error: DdpManualError) -> None:
+        (self.folder / "failed").write_bytes(msgspec.json.encode((rank, LastWords.of(error))))
+
+    def failure(self) -> tuple[int, DdpManualError] | None:
+        """Return which rank failed first, and why; None if none did."""
+        if not (failed := self.folder / "failed").exists():
+            return None
+        rank, words = msgspec.json.decode(failed.read_bytes(), type=tuple[int, LastWords])
+        return rank, words.error()
+
+    def keep_cause(self, rank: int, cause: Exception) -> None:
+        with suppress(Exception):  # of the user's own class, when it is copied
+            (self.folder / f"cause{rank}").write_bytes(_Copier.dumps(cause))
+
+    def cause(self, rank: int) -> Exception | None:
+        """Return the exception that a rank has raised; None if there is none, or it cannot be rebuilt."""
+        with suppress(Exception):
+            cause: Exception = _Copier.loads((self.folder / f"cause{rank}").read_bytes())
+            return cause
+        return None
+
+
+def name_of(train_fn: Callable[..., object]) -> str:
+    return getattr(train_fn, "__qualname__", type(train_fn).__qualname__)
+
+
+def prepare(rank: int, arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Return what ranks must have in common: all of them have copies of one call."""
+    return {}
+
+
+def main() -> None:
+    """Call the function as one of the ranks."""
+    call = Call(Path(sys.argv[1]))
+    train_fn, args = call.read()
+    with signals.raise_on_stop(), signals.ignore_save(), ddp_manual.join() as world:
+        try:
+            train_fn(world, *args)
+        except Exception as error:
+            if not isinstance(error, DdpManualError):
+                call.keep_cause(world.spec.rank, error)
+            raise
+
+
+if __name__ == "__main__":
+    main()
