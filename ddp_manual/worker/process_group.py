@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from ddp_manual import launchers
+from ddp_manual import gpus, launchers
 from ddp_manual.errors import BackendUnavailable, BadOption, MasterLost
 from ddp_manual.worker.collective_errors import error_while_joining, first_line
 from ddp_manual.worker.device import for_all_devices
@@ -303,6 +303,8 @@ def collectives_unfinished() -> int | None:
 def gpus_without_cuda() -> list[str]:
     """Return the UUIDs of the GPUs that this process may use, by index, without beginning to use CUDA: a program that
     does so itself may fork before."""
+    if mig := gpus.mig_device(launchers.chosen_gpus()):  # torch would begin CUDA to count these
+        return [mig]
     if not (count := torch.cuda.device_count()):
         return []
     with suppress(AttributeError, OSError, RuntimeError, IndexError, TypeError):  # other drivers than NVIDIA's
