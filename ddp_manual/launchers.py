@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddp_manual import identity, mpirun, orphans, signals
+from ddp_manual import gpus, identity, mpirun, orphans, signals
 from ddp_manual.errors import BadOption
 
 if TYPE_CHECKING:
@@ -420,11 +420,11 @@ def ranks_per_host(text: str) -> int:
     with suppress(ValueError):
         if int(text) >= 1:
             return int(text)
-    gpus = _count_gpus()
-    if text == "cpu" or (text == "auto" and not gpus):
+    found = gpus.count(chosen_gpus()) if text in ("gpu", "auto") else 0
+    if text == "cpu" or (text == "auto" and not found):
         return usable_cores()
-    if text in ("gpu", "auto") and gpus:
-        return gpus
+    if found:
+        return found
     raise BadOption(
         f"--nproc {text} is not a number of ranks",
         why=f"{host_name()} shows no GPU" if text == "gpu" else "it is neither 1 or more, nor gpu, cpu or auto",
@@ -432,12 +432,9 @@ def ranks_per_host(text: str) -> int:
     )
 
 
-def _count_gpus() -> int:
-    """Return how many GPUs of NVIDIA's a process may use here, without loading torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    driver = Path("/proc/driver/nvidia/gpus")
-    here = len(list(driver.iterdir())) if driver.is_dir() else 0
-    return here if chosen is None else min(here, len([part for part in chosen.split(",") if part.strip()]))
+def chosen_gpus() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def worker_environment() -> dict[str, str]:
@@ -448,7 +445,7 @@ def worker_environment() -> dict[str, str]:
 
 def likely_backend(device: str, backend: str) -> str:
     """Guess what ``auto`` will become before torch is loaded, to know which backend's variables apply."""
-    gpu = device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
+    gpu = device == "cuda" or (device == "auto" and gpus.are_here())
     return backend if backend != "auto" else "nccl" if gpu else "gloo"
 
 

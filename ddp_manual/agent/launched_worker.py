@@ -28,22 +28,44 @@ from ddp_manual.program import Program
 from ddp_manual.terminal import RankOutput
 from ddp_manual.wire import LONGEST_LINE
 
+# Seconds between two states of a progress bar.
+STATE_EVERY = 1.0
+
 
 async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
-    """Copy what the worker writes to this pipe, line by line, until its end."""
+    """Copy what the worker writes to this pipe, line by line, until its end; of a progress bar, which rewrites its line
+    with a carriage return, the last state of each second."""
     reader = asyncio.StreamReader(limit=1 << 20)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
-    rest = b""
-    while piece := await reader.read(1 << 16):
-        # A progress bar rewrites its line with \r: each state of it counts as a line.
-        *lines, rest = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], b""
+    rest, shown, shown_at = b"", b"", -STATE_EVERY
+    while True:
+        is_new = b"\r" in rest and _last_state(rest) != shown
+        piece: bytes | None = None
+        with suppress(asyncio.TimeoutError):
+            within = shown_at + STATE_EVERY - loop.time() if is_new else None
+            piece = await asyncio.wait_for(reader.read(1 << 16), within)
+        if piece is None:
+            shown, shown_at = _last_state(rest), loop.time()
+            lines = [shown]
+        else:
+            *lines, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n")
+            if not piece or len(rest) > LONGEST_LINE:
+                lines, rest = [*lines, rest] if rest else lines, b""
+            lines = [_last_state(line) for line in lines]
+            if lines and shown:  # a state that was shown has become a line
+                lines, shown = lines[lines[0] == shown :], b""
+            if b"\r" in rest:  # a state that another one has replaced is not kept
+                rest = b"\r" + _last_state(rest) + b"\r" * rest.endswith(b"\r")
         if lines:
             await asyncio.wrap_future(output.write(b"\n".join(lines) + b"\n", sink))
-    if rest:
-        await asyncio.wrap_future(output.write(rest + b"\n", sink))
+        if piece == b"":
+            return
+
+
+def _last_state(line: bytes) -> bytes:
+    """Return what a terminal shows of a line that was rewritten with carriage returns."""
+    return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
 
 
 class Forker:

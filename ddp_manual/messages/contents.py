@@ -157,6 +157,9 @@ class Beat(Checked):
     shortest."""
     unfinished: int = 0
     """How many collectives of NCCL this rank has begun and its GPU has not completed."""
+    return_at_once: bool = False
+    """Whether collectives of this rank return at once, as NCCL's do, and the program waits for them on a line of its
+    own."""
     inside: bool = False
     """Whether the training thread is in a collective, or in a backward pass, which may contain one, or waits for a GPU
     that has collectives to complete."""

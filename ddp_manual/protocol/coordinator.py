@@ -473,7 +473,6 @@ class CoordinatorProtocol:
             self._watch.send_to_all(messages.Line(line))
             self._watch.newcomers = newcomers
         _, source = self.seats.newest(places)
-        self._watch.health.async_collectives = ready.backend == "nccl"
         self._watch.health.restart(now)
         for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
             self._watch.health.hear(rank, None, max(member.heard, self._goes_on_since))

@@ -123,8 +123,6 @@ class Health:
 
     def __init__(self, run: RunInfo, now: float) -> None:
         self._run = run
-        self.async_collectives = False
-        """Whether collectives return at once, as NCCL's do, and the program waits for them on a line of its own."""
         self._looked = now
         self._ranks = [_Rank(now, now) for _ in range(run.world_size)]
         self._at_work = set(range(run.world_size))
@@ -252,7 +250,8 @@ class Health:
         seconds = {rank: longer_than or one.seconds for rank, one in longest.items()}
         long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]
         waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > seconds[rank]]
-        if self.async_collectives and len(long) == len(active) and not waiting:
+        return_at_once = any(known.beat.return_at_once for known in active.values())
+        if return_at_once and len(long) == len(active) and not waiting:
             # No rank makes progress. A rank that has begun more collectives than another waits for it.
             waiting = [rank for rank in long if active[rank].began_other_than(fewest, int.__gt__)]
         if not waiting:

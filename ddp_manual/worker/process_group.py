@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from ddp_manual import launchers
+from ddp_manual import gpus, launchers
 from ddp_manual.errors import BackendUnavailable, BadOption, MasterLost
 from ddp_manual.worker.collective_errors import error_while_joining, first_line
 from ddp_manual.worker.device import for_all_devices
@@ -241,6 +241,19 @@ def collectives_begun() -> dict[str, int]:
     nor the list of process groups has a public name.
     """
     begun: dict[str, int] = {}
+    for name, number, _ in _begun_by_backends():
+        begun[name] = begun.get(name, 0) + number
+    return begun
+
+
+def collectives_return_at_once() -> bool:
+    """Return whether this rank has begun collectives of NCCL. On a host with GPUs a script may use gloo, also where
+    torch has opened its group with both."""
+    return any(number and backend.startswith("nccl") for _, number, backend in _begun_by_backends())
+
+
+def _begun_by_backends() -> Iterator[tuple[str, int, str]]:
+    """Yield process group, the collectives that this rank has begun in it, and the backend's name; for each backend."""
     for group, name in list(distributed_c10d._world.pg_names.items()):
         # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
         with suppress(AttributeError, RuntimeError):
@@ -248,8 +261,7 @@ def collectives_begun() -> dict[str, int]:
             for backend in {group._get_backend(device) for device in group._device_types}:
                 with suppress(RuntimeError):  # a backend without numbers
                     number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
-                    begun[str(name)] = begun.get(str(name), 0) + int(number)
-    return begun
+                    yield str(name), int(number), backend.name()
 
 
 def timeouts_of_groups() -> dict[str, float]:
@@ -291,6 +303,8 @@ def collectives_unfinished() -> int | None:
 def gpus_without_cuda() -> list[str]:
     """Return the UUIDs of the GPUs that this process may use, by index, without beginning to use CUDA: a program that
     does so itself may fork before."""
+    if mig := gpus.mig_device(launchers.chosen_gpus()):  # torch would begin CUDA to count these
+        return [mig]
     if not (count := torch.cuda.device_count()):
         return []
     with suppress(AttributeError, OSError, RuntimeError, IndexError, TypeError):  # other drivers than NVIDIA's

@@ -33,6 +33,7 @@ from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 from ddp_manual.worker.process_group import (
     collectives_begun,
+    collectives_return_at_once,
     collectives_unfinished,
     innermost_frame,
     innermost_frames,
@@ -135,6 +136,7 @@ class Reporter:
             begun,
             timeouts=timeouts_of_groups(),
             unfinished=unfinished or 0,
+            return_at_once=collectives_return_at_once(),
             inside=where.inside or (waits_for_gpu if unfinished is None else unfinished > 0),
             place=where.place,
             debugging=where.debugging,

@@ -37,6 +37,7 @@ BOTTOM_ROW = (
     "mpirun",
     "slurm",
     "identity",
+    "gpus",
     "launchers",
     "run_folder",
     "options",

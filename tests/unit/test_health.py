@@ -23,22 +23,28 @@ RUN = run_info()
 
 
 def training(
-    step: int, collectives: int, *, inside: bool = False, place: str = "train.py:1 in f", own: float = 0
+    step: int,
+    collectives: int,
+    *,
+    inside: bool = False,
+    place: str = "train.py:1 in f",
+    own: float = 0,
+    nccl: bool = False,
 ) -> Beat:
     return Beat(
         phase="training",
         epoch=1,
         step=step,
         collectives={"0": collectives},
+        return_at_once=nccl,
         inside=inside,
         place=place,
         step_seconds=own,
     )
 
 
-def health_of(*beats: Beat, async_collectives: bool = False) -> Health:
+def health_of(*beats: Beat) -> Health:
     health = Health(replace(RUN, world_size=len(beats)), now=0.0)
-    health.async_collectives = async_collectives
     for rank, beat in enumerate(beats):
         health.hear(rank, beat, 0.0)
     return health
@@ -137,18 +143,27 @@ def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_an
 
 
 def test_with_nccl_the_rank_on_another_line_than_the_others_is_behind() -> None:
-    waits, stuck = training(7, 9, place="train.py:9 in loss"), training(7, 8, place="train.py:3 in load")
-    health = health_of(waits, waits, stuck, async_collectives=True)
+    waits = training(7, 9, place="train.py:9 in loss", nccl=True)
+    stuck = training(7, 8, place="train.py:3 in load", nccl=True)
+    health = health_of(waits, waits, stuck)
     beat_until(health, 301, {0: waits, 1: waits, 2: stuck})
     stall = health.find_stall(301)
     assert stall is not None
     assert stall.behind == [2]
 
 
+def test_with_gloo_a_rank_that_computes_for_long_after_a_collective_begun_with_async_op_waits_for_nobody() -> None:
+    """Also on a host with GPUs, where torch's default is NCCL."""
+    ahead, evaluates = training(7, 9, place="train.py:9 in evaluate"), training(7, 8, place="train.py:3 in load")
+    health = health_of(ahead, evaluates)
+    beat_until(health, 301, {0: ahead, 1: evaluates})
+    assert health.find_stall(301) is None
+
+
 def test_with_nccl_ranks_whose_collective_is_not_completed_wait_although_all_began_the_same_number() -> None:
     """They sit in a copy to the host."""
-    waits = replace(training(7, 9, inside=True), unfinished=2)
-    health = health_of(waits, waits, async_collectives=True)
+    waits = replace(training(7, 9, inside=True, nccl=True), unfinished=2)
+    health = health_of(waits, waits)
     beat_until(health, 301, {0: waits, 1: waits})
     stall = health.find_stall(301)
     assert stall is not None
@@ -156,17 +171,17 @@ def test_with_nccl_ranks_whose_collective_is_not_completed_wait_although_all_beg
 
 
 def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_for_it() -> None:
-    health = health_of(training(7, 900), training(7, 900), async_collectives=True)
+    health = health_of(training(7, 900), training(7, 900))
     for second in range(1, 1000):
-        beat = replace(training(7, 900, inside=True), unfinished=1000 - second)
+        beat = replace(training(7, 900, inside=True, nccl=True), unfinished=1000 - second)
         for rank in range(2):
             health.hear(rank, beat, second)
         assert health.find_stall(second) is None
 
 
 def test_with_nccl_a_rank_that_waits_itself_is_not_to_blame_for_having_begun_fewer_collectives() -> None:
-    ahead, waits = training(8, 10, inside=True), training(7, 9, inside=True)
-    health = health_of(ahead, waits, async_collectives=True)
+    ahead, waits = training(8, 10, inside=True, nccl=True), training(7, 9, inside=True, nccl=True)
+    health = health_of(ahead, waits)
     beat_until(health, 301, {0: ahead, 1: waits})
     stall = health.find_stall(301)
     assert stall is not None

@@ -80,22 +80,30 @@ def test_after_a_failure_on_another_host_ranks_start_again_if_they_do_so_there(
         assert may_be_fixed(error_for(rank, verdict)) is again
 
 
-def test_a_progress_bar_is_shown_while_it_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def copied() -> None:
         reading, writing = os.pipe()
         with (tmp_path / "log").open("ab") as log, ThreadPoolExecutor(1) as writer:
             copying = asyncio.ensure_future(copy(reading, RankOutput(log, 1, writer), sys.stdout))
-            for piece in (b"10%\r", b"20%\r", b"30% "):
-                os.write(writing, piece)
-            while "20%" not in (tmp_path / "log").read_text():
+            os.write(writing, b"begun\r\n\r 1%")
+            for state in range(2, 40):  # as tqdm writes them
+                os.write(writing, b"\r%2d%%" % state)
+            while "39%" not in (tmp_path / "log").read_text():  # though nothing follows it
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(os.write, writing, b"done\n" + b"x" * (LONGEST_LINE + 1))
+            for piece in (b"\r40%", b"\r    \rsaved\n", b"\r41%", b"\r42% done\n"):
+                os.write(writing, piece)
+            await asyncio.to_thread(os.write, writing, b"\n" + b"x" * (LONGEST_LINE + 1))
             os.close(writing)
             await copying
             await asyncio.sleep(0.01)  # until the pipe is closed
 
     asyncio.run(copied())
-    assert capsys.readouterr().out.splitlines()[:3] == ["[rank 1] 10%", "[rank 1] 20%", "[rank 1] 30% done"]
+    lines = capsys.readouterr().out.splitlines()
+    end = lines.index("[rank 1] 39%") + 1
+    assert lines[0] == "[rank 1] begun" and end <= 3
+    assert lines[end : end + 3] == ["[rank 1] saved", "[rank 1] 42% done", "[rank 1] "]
     assert (tmp_path / "log").stat().st_size > LONGEST_LINE
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -45,6 +46,26 @@ def test_the_time_outs_of_process_groups_are_those_that_the_program_has_given_th
         assert process_group.timeouts_of_groups() == {default: 5.0, short: 10.0}
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("gloo", "nccl", "at_once"), [(7, 0, False), (7, 1, True), (0, 7, True)])
+def test_whether_collectives_return_at_once_follows_from_the_backend_that_has_begun_some(
+    monkeypatch: pytest.MonkeyPatch, gloo: int, nccl: int, at_once: bool
+) -> None:
+    """Of a group as torch opens it on a host with GPUs, for want of one: with both backends, of which each numbers its
+    own collectives."""
+
+    class Hashable(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    backends = {
+        device: Hashable(name=lambda name=name: name, _get_sequence_number_for_group=lambda begun=begun: begun)
+        for device, name, begun in (("cpu", "gloo", gloo), ("cuda", "nccl", nccl))
+    }
+    group = Hashable(_device_types=tuple(backends), _get_backend=backends.__getitem__)
+    monkeypatch.setattr(process_group.distributed_c10d, "_world", SimpleNamespace(pg_names={group: "0"}))
+    assert process_group.collectives_begun() == {"0": gloo + nccl}
+    assert process_group.collectives_return_at_once() is at_once
 
 
 def test_the_end_does_not_wait_for_threads_that_sleep_and_not_for_ever_for_one_that_never_does() -> None:
