@@ -284,6 +284,11 @@ class RunInfo(Checked):
         return self.command.replace("{rank}", str(rank), 1)  # a program may have an argument with such a word
 
     @property
+    def where_to_type(self) -> str:
+        """On which host a command of ``command_for`` may be typed."""
+        return f"on {self.host} (only it reaches {self.address})" if self.only_on_its_host else "on any host"
+
+    @property
     def only_on_its_host(self) -> bool:
         """Whether rank 0 listens on loopback, which no other host reaches."""
         return ip_address(self.address).is_loopback

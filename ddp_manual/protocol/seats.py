@@ -257,7 +257,7 @@ class Seats:
             return f"{whats}. It is started again; {state}"
         commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in seats))
         it = "it" if len(seats) == 1 else "them"
-        to_give_back = f"to give {it} back, on any host:\n{commands}"
+        to_give_back = f"to give {it} back, {run.where_to_type}:\n{commands}"
         if not missing:
             return f"{whats}. The others go on without {it}; {state}\n{to_give_back}"
         kept = "Its seat is kept" if len(seats) == 1 else "Their seats are kept"

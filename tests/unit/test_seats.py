@@ -58,6 +58,7 @@ def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_
     assert said is not None
     assert said.startswith("rank 2 (b, pid 7) is gone: SIGKILL. Its seat is kept; state of step 6 is held by rank 1\n")
     assert said.endswith("or go on without it: ddp-manual status --shrink")
+    assert "\nto give it back, on any host:\n" in said
     assert seats.kept(KEEPS, [0, 1], [2]) is None
 
 
@@ -223,6 +224,15 @@ def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a
     assert caplog.messages == [
         "this script calls hold() without held(): after a loss it begins again from its beginning"
     ]
+
+
+def test_a_seat_that_only_the_host_of_rank_0_reaches_is_given_back_on_that_host() -> None:
+    seats = begun()
+    seats.begin({2: GONE}, 10.0)
+    for rank in (0, 1):
+        seats.take_held(rank, (0, 5), 5)
+    said = seats.kept(replace(KEEPS, host="a", address="127.0.0.1"), [0, 1], [2])
+    assert said is not None and "\nto give it back, on a (only it reaches 127.0.0.1):\n" in said
 
 
 def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
