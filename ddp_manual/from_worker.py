@@ -51,6 +51,10 @@ class Progress:
         given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second}
         vars(self).update({name: value for name, value in given.items() if value is not None})
 
+    @property
+    def whole_step(self) -> int:
+        return int(_number(self.step))
+
     def beat(
         self,
         collectives: Mapping[str, int],
@@ -71,7 +75,7 @@ class Progress:
         return Beat(
             phase=printable(str(self.phase)),
             epoch=int(_number(self.epoch)),
-            step=int(_number(self.step)),
+            step=self.whole_step,
             samples_per_second=round(_number(self.samples_per_second), 1),
             step_seconds=round(_number(self.step_seconds), 6),
             collectives=collectives,

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from ddp_manual.memory_cgroup import memory_left
 
 # The steps that are done; then for each of the two slots: the number of its state, counted from 1, or 0 while it is not
-# whole; the generation and the step of its state; where the slot begins in the file, and its size; and the bytes of
+# whole; the moment of its state, in three numbers; where the slot begins in the file, and its size; and the bytes of
 # tensors and of text in it.
-SLOT = struct.Struct("<7q")
+SLOT = struct.Struct("<8q")
 NUMBER = struct.Struct("<q")
 PAGE = 4096
 # Of the memory that is left, for a slot: the training takes some too.
@@ -33,6 +33,13 @@ class Moment(NamedTuple):
 
     generation: int
     step: int
+    counts_calls: bool = False
+    """Whether ``step`` counts the calls of ``hold``, as in a program that does not say its own steps."""
+
+    @property
+    def named(self) -> str:
+        """Say it as in: go on ``after step 604``."""
+        return f"after call {self.step} of hold()" if self.counts_calls else f"after step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,10 @@ class HeldMemory:
         """Return the newest state that is whole; None if none is."""
         found = []
         for index in range(2):
-            number, generation, step, *rest = SLOT.unpack(os.pread(self.descriptor, SLOT.size, self._place(index)))
+            header = os.pread(self.descriptor, SLOT.size, self._place(index))
+            number, generation, step, counts_calls, *rest = SLOT.unpack(header)
             if number:
-                found.append(Slot(index, number, Moment(generation, step), *rest))
+                found.append(Slot(index, number, Moment(generation, step, bool(counts_calls)), *rest))
         return max(found, key=lambda slot: slot.number, default=None)
 
     @property
@@ -108,7 +116,7 @@ class HeldMemory:
         newest = self.newest()
         index, number = (1 - newest.index, newest.number + 1) if newest is not None else (0, 1)
         NUMBER.pack_into(self.mapped, self._place(index), 0)
-        _, _, _, begin, size, _, _ = SLOT.unpack_from(self.mapped, self._place(index))
+        _, _, _, _, begin, size, _, _ = SLOT.unpack_from(self.mapped, self._place(index))
         if tensors + text > size:
             # At the end of the file; what the slot had before is given back.
             with suppress(AttributeError, OSError):
@@ -121,7 +129,7 @@ class HeldMemory:
                 os.posix_fallocate(self.descriptor, begin, size)
             os.truncate(self.descriptor, begin + size)
             self._mapped = None
-            SLOT.pack_into(self.mapped, self._place(index), 0, 0, 0, begin, size, 0, 0)
+            SLOT.pack_into(self.mapped, self._place(index), 0, 0, 0, 0, begin, size, 0, 0)
         return Slot(index, number, Moment(0, 0), begin, size, tensors, text)
 
     def finish(self, slot: Slot, moment: Moment) -> None:

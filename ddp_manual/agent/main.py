@@ -270,7 +270,7 @@ class Agent:
     def _moment(self) -> Moment | None:
         """Return the moment of the newest state that is whole, if there is one."""
         newest = self.held.newest()
-        return (newest.moment.generation, newest.moment.step) if newest is not None else None
+        return newest.moment if newest is not None else None
 
     def search_again(self, lost_at: float) -> None:
         """Say hello again where rank 0 is expected, once the worker is replaced."""

@@ -36,7 +36,7 @@ class Task:
     command: str
     """The command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers."""
     for_rank_0: str = ""
-    """The options that rank 0's command has besides: where it listens, where the files are, what it resumes from."""
+    """The options that rank 0's command has besides: where it listens, and what it resumes from."""
     go_on: str | None = None
     """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
     restarts: tuple[int, int] = (0, 0)

@@ -28,7 +28,7 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 # Options that differ between ranks or runs; they are never copied from one rank's command line to another's.
-PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", "run_dir"}
+PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id"}
 # Options of which rank 0's value is used; where a run goes on, others take their place.
 OF_RANK_0 = ("run_dir", "resume")
 # Where rank 0 listens: an address of its own host, which another rank's command has no use for.
@@ -41,12 +41,20 @@ TRAINING_IMPORTS = ("ddp_manual.training.program",)
 
 
 def command_template(
-    spec: WorldSpec, config: TrainConfig | None = None, program: Program | None = None, may_differ: Sequence[str] = ()
+    spec: WorldSpec,
+    config: TrainConfig | None = None,
+    program: Program | None = None,
+    *,
+    run_dir: str | None = None,
+    may_differ: Sequence[str] = (),
 ) -> str:
     """Return the command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` in it; where a
     launcher starts all ranks together, the command that does so; in a pod, the command that shows why a pod is missing.
 
     Of ranks that ``launch`` has started on this host a single one on another host may be started by hand too.
+
+    Args:
+        run_dir: the folder that was typed: a rank that lacks it would leave nothing there, and find nothing.
     """
     typed, arguments = launchers.typed_command()
     if spec.started_by:
@@ -66,7 +74,7 @@ def command_template(
     given = {**spec.given_options(), **(config.given_options() if config else {})}
     left_out = {*PER_RANK_OPTIONS, *OF_RANK_0, LISTENING}
     rest = as_flags({name: value for name, value in given.items() if name not in left_out})
-    names = as_flags({"may_differ": ",".join(may_differ) or None})
+    names = as_flags({"run_dir": run_dir, "may_differ": ",".join(may_differ) or None})
     return " ".join(filter(None, [*words, rest, names, program.typed if program else ""]))
 
 
@@ -107,8 +115,8 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
         options={**config.shared_options(), "command": ("train", "command")},
         run_dir=config.run_dir or run_folder.default_run_dir("{run_id}"),
         chose_folder=config.run_dir is not None,
-        command=command_template(spec, config),
-        for_rank_0=as_flags({LISTENING: spec.listen_addr, **{name: getattr(config, name) for name in OF_RANK_0}}),
+        command=command_template(spec, config, run_dir=config.run_dir),
+        for_rank_0=as_flags({LISTENING: spec.listen_addr, "resume": config.resume}),
         go_on=typed_again() if launched is None and not spec.from_variables else None,
         launched=launched,
     )
@@ -133,7 +141,7 @@ def program_task(
     return Task(
         options={"command": ("run", "command")},
         run_dir=run_dir,
-        command=command_template(spec, program=program, may_differ=may_differ),
+        command=command_template(spec, program=program, run_dir=run_dir, may_differ=may_differ),
         launched=launched,
         program=program,
         source=program,

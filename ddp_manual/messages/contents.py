@@ -45,7 +45,7 @@ TimeOut = Annotated[float, Meta(gt=0, le=_LARGEST)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Option = tuple[Any, str]
 """The value of an option that ranks must agree on, and where it comes from, such as a file."""
-Moment = tuple[Count, Count]
+Moment = tuple[Count, Count, bool]
 """The generation and the step of a state that is held: see ``held_memory``."""
 
 
@@ -285,6 +285,11 @@ class RunInfo(Checked):
 
     def command_for(self, rank: int) -> str:
         return self.command.replace("{rank}", str(rank), 1)  # a program may have an argument with such a word
+
+    @property
+    def where_to_type(self) -> str:
+        """On which host a command of ``command_for`` may be typed."""
+        return f"on {self.host} (only it reaches {self.address})" if self.only_on_its_host else "on any host"
 
     @property
     def only_on_its_host(self) -> bool:

@@ -300,8 +300,8 @@ class CoordinatorProtocol:
                 peer.rank = None
                 look = lost[rank].verdict.next.removesuffix(f"\nthen {self.run.start_again}")
                 others = "go on without it until then" if self.roll_call.is_left_out(rank) else "wait for it"
-                seat = f"then give this rank back, on any host: the others {others}\n{self.run.command_for(rank)}"
-                next = "\n".join(filter(None, (look, seat)))
+                seat = f"then give this rank back, {self.run.where_to_type}: the others {others}"
+                next = "\n".join(filter(None, (look, seat, self.run.command_for(rank))))
                 peer.connection.send(messages.RunEnds(replace(lost[rank].verdict, next=next)))
 
     @staticmethod

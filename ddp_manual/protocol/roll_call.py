@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.errors import DdpManualError, RankMissing, RankTaken
+from ddp_manual.errors import DdpManualError, RankMissing, RankTaken, WorldSizeMismatch
 from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
@@ -176,6 +176,8 @@ class RollCall:
             if not frozen and holder.heard <= since:
                 return False
             refusal = self._taken(info, holder.info, frozen=frozen)
+        if isinstance(refusal, WorldSizeMismatch) and (missing := self.missing) and info.rank not in missing:
+            refusal.next = self.run.command_for(missing[0])
         if refusal is not None:
             self.refuse(info.who, refusal, now)
             return refusal

@@ -116,7 +116,7 @@ class Seats:
         self.count += len(lost)
         self._tries.clear()
 
-    def take_held(self, rank: int, held: tuple[int, int] | None, steps_done: int) -> None:
+    def take_held(self, rank: int, held: tuple[int, int] | tuple[int, int, bool] | None, steps_done: int) -> None:
         """Take which state a rank holds, and how many steps it has done."""
         self.held[rank] = Moment(*held) if held is not None else None
         if self._pause is not None:
@@ -183,7 +183,7 @@ class Seats:
             else:
                 too_often = rank in restarted and before >= MOST_WITHOUT_A_STEP
             if too_often:
-                after = f"after step {moment.step}" if moment else "before the first step"
+                after = moment.named if moment else "before the first step"
                 how = f"lost {counted(before + 1, 'time')} {after}: no step was done in between"
                 if not before:
                     how = f"ranks were lost by their own code more than {counted(self._max_restarts, 'time')}"
@@ -201,10 +201,11 @@ class Seats:
         seconds = now - pause.since
         self.seconds += seconds
         moment, source = self.newest(here)
-        step = "from the newest checkpoint, or from the beginning" if moment is None else f"after step {moment.step}"
+        step = "from the newest checkpoint, or from the beginning" if moment is None else moment.named
         go = "start again" if moment is None and not run.resumes else f"go on {step}"
         gone_on = max(0, pause.steps_done - moment.step) if moment is not None else 0
-        repeat = counted(gone_on, "step") if gone_on else "no step"
+        unit = "call" if moment is not None and moment.counts_calls else "step"
+        repeat = counted(gone_on, unit) if gone_on else f"no {unit}"
         if moment is None:  # of the time before it took over, another process was rank 0
             work = "the" if went_on is None else f"about {max(1, round(pause.since - went_on))} s of"
             repeat = f"{work} work, unless a checkpoint has it"
@@ -261,7 +262,7 @@ class Seats:
             return f"{whats}. It is started again; {state}"
         commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in seats))
         it = "it" if len(seats) == 1 else "them"
-        to_give_back = f"to give {it} back, on any host:\n{commands}"
+        to_give_back = f"to give {it} back, {run.where_to_type}:\n{commands}"
         if not missing:
             return f"{whats}. The others go on without {it}; {state}\n{to_give_back}"
         kept = "Its seat is kept" if len(seats) == 1 else "Their seats are kept"

@@ -74,9 +74,13 @@ class Holder:
         self._has_memory = True
         self._views: dict[int, tuple[int, list[Tensor]]] = {}
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to hold the state after this step; if not, note that the step is done."""
-        due = self._has_memory and step % self.every == 0
+    def is_due(self, step: int, count: int | None = None) -> bool:
+        """Return whether to hold the state after this step; if not, note that the step is done.
+
+        Args:
+            count: what each ``every``-th is held of, if that is not the step.
+        """
+        due = self._has_memory and (step if count is None else count) % self.every == 0
         if not due:
             self._memory.steps_done = step
         return due
@@ -87,8 +91,11 @@ class Holder:
             self.every = max(1, math.ceil(seconds / (SHARE * seconds_per_step)))
 
     @torch.no_grad()
-    def hold(self, step: int, state: Any) -> bool:
+    def hold(self, step: int, state: Any, *, counts_calls: bool = False) -> bool:
         """Hold a state, a tree, after this step.
+
+        Args:
+            counts_calls: see ``Moment``.
 
         Returns:
             False, after a line that says so, if the machine has not so much memory: then none is due any more, and none
@@ -112,7 +119,7 @@ class Holder:
             view.copy_(tensor)
         at = slot.begin + slot.tensors
         self._memory.mapped[at : at + len(content)] = content
-        self._memory.finish(slot, Moment(self._generation, step))
+        self._memory.finish(slot, Moment(self._generation, step, counts_calls))
         return True
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_manual.from_worker import FromWorker, Holds
+from ddp_manual.from_worker import FromWorker, Holds, Progress
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import Placed
 from ddp_manual.training import held_state
@@ -27,14 +27,15 @@ class Holding:
     Args:
         placed: what rank 0 has said when all ranks had joined.
         tell: sends a message to the agent.
+        progress: what the script says of its steps.
     """
 
-    def __init__(self, memory: HeldMemory, placed: Placed, tell: Tell) -> None:
-        self._memory, self._tell = memory, tell
+    def __init__(self, memory: HeldMemory, placed: Placed, tell: Tell, progress: Progress) -> None:
+        self._memory, self._tell, self._progress = memory, tell, progress
         self._source = placed.state_from
         self._is_quiet = placed.place.rank != 0  # ranks may share a terminal
         self._holder = Holder(memory, placed.generation, every=1)
-        self._calls = 0
+        self._calls, self._step, self._counts_calls = 0, 0, True
         self._has_asked = False
         """Whether the script has called ``held``, without which it begins again whatever is held."""
 
@@ -42,16 +43,23 @@ class Holding:
         if not (self._has_asked or self._calls or self._is_quiet):
             logger.warning("this script calls hold() without held(): after a loss it begins again from its beginning")
         self._calls += 1
+        self._step = max(self._step + 1, self._progress.whole_step)  # a later state must have a larger number
+        self._counts_calls &= not self._progress.whole_step
         self._holder.every = every
-        if not self._holder.is_due(self._calls):
+        if not self._holder.is_due(self._step, self._calls):
             return
         state = {
             "calls": self._calls,
+            "step": self._step,
+            "counts_calls": self._counts_calls,
             "model": _without_ddp(model).state_dict(),
             "optimizer": optimizer.state_dict() if optimizer is not None else None,
             "extra": extra,
         }
-        self._holder.hold(self._calls, state)
+        self._hold(state)
+
+    def _hold(self, state: Any) -> None:
+        self._holder.hold(self._step, state, counts_calls=self._counts_calls)
 
     def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
         self._has_asked = True
@@ -59,22 +67,22 @@ class Holding:
         if self._source is None:
             return None
         state = held_state.share(self._memory, self._source, next(model.parameters()).device)
-        self._calls = state["calls"]
+        self._calls, self._step, self._counts_calls = state["calls"], state["step"], state["counts_calls"]
         _without_ddp(model).load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
         # The rank that has held it may be lost before the next step.
-        self._holder.hold(self._calls, state)
+        self._hold(state)
         return state["extra"]
 
 
 _here: Holding | None = None
 
 
-def begin(memory: HeldMemory | None, placed: Placed, tell: Tell) -> None:
+def begin(memory: HeldMemory | None, placed: Placed, tell: Tell, progress: Progress) -> None:
     """Hold in this memory from now on, if the run keeps the seats of lost ranks."""
     global _here
-    _here = Holding(memory, placed, tell) if memory is not None and placed.holds else None
+    _here = Holding(memory, placed, tell, progress) if memory is not None and placed.holds else None
 
 
 def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, every: int = 1) -> None:

@@ -65,7 +65,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         rank.get_ready(_prepare(rank, start.path, program) if program.prepare else None)
         told = rank.take_place()
         launchers.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
-        holding.begin(rank.held, told.placed, reporter.send)
+        holding.begin(rank.held, told.placed, reporter.send, reporter.progress)
         torch.set_num_threads(launchers.cpu_threads(told.placed.place.local_world_size))
         reporter.progress.phase = RUNNING
         reporter.send_beat()

@@ -406,7 +406,7 @@ def test_a_run_is_resumed_with_what_was_typed_except_for_what_it_resumed_from_be
     type_at_the_script(monkeypatch, "--seed", "3", "--resume", "old.pt", "--run-dir=a b", "--data_dir", "d")
     task = training_task(WorldSpec(world_size=2, rank=1), TrainConfig(seed=3, resume="old.pt", run_dir="a b"))
     assert task.go_on == "python run_multi_gpu_train.py --seed 3 --data_dir d"
-    assert task.for_rank_0 == "--run_dir 'a b' --resume old.pt"
+    assert task.for_rank_0 == "--resume old.pt"
 
 
 def test_where_rank_0_listens_is_in_no_other_ranks_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ddp_manual import cli
 from ddp_manual.agent.tasks import command_template
 from ddp_manual.errors import BadOption
+from ddp_manual.program import SCRIPT, Program
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
@@ -101,6 +102,10 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
         "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr node0 --master_port {master_port} "
         "--device cpu --seed 3"
     )
+    script = Program(kind=SCRIPT, name="train.py", arguments=("5",))
+    assert command_template(WorldSpec(world_size=2), program=script, run_dir="runs/own", may_differ=["seed"]) == (
+        "python run_multi_gpu_train.py --world_size 2 --rank {rank} --run_dir runs/own --may_differ seed train.py 5"
+    ), "what was typed and a rank that is given back needs"
 
 
 def test_a_run_that_is_resumed_has_the_options_in_its_folder_unless_others_are_given(tmp_path: Path) -> None:

@@ -231,6 +231,14 @@ def test_a_different_world_size_is_reported_with_its_source() -> None:
     assert "world_size 4 (flag)" in error.why
 
 
+def test_who_expects_another_number_of_ranks_is_told_the_command_of_a_rank_that_is_missing() -> None:
+    roll_call = roll_call_of(info(0, "a"), info(1, "a"))
+    for rank, world_size in ((1, 2), (2, 4), (3, 4)):
+        error = roll_call.admit(info(rank, "b", world_size=world_size), 1.0, 1.0, 0.0)
+        assert isinstance(error, WorldSizeMismatch)
+        assert error.next == "train --rank 2 --data '{x}'"
+
+
 def test_a_different_torch_is_reported_with_the_command_that_fixes_it_and_can_be_allowed() -> None:
     other = info(1, "b", versions={"torch": "2.11.0", "python": "3.11"})
     error = refused(other, info(0, "a"))

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ddp_manual import held_memory
 from ddp_manual.errors import BadOption
+from ddp_manual.from_worker import Progress
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Place, Placed, RankInfo, RunSoFar, Verdict
@@ -57,6 +58,7 @@ def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_
     assert said is not None
     assert said.startswith("rank 2 (b, pid 7) is gone: SIGKILL. Its seat is kept; state of step 6 is held by rank 1\n")
     assert said.endswith("or go on without it: ddp-manual status --shrink")
+    assert "\nto give it back, on any host:\n" in said
     assert seats.kept(KEEPS, [0, 1], [2]) is None
 
 
@@ -194,7 +196,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
     said: list[Any] = []
     log_to_root(monkeypatch)
-    holding.begin(memory, placed(0), said.append)
+    holding.begin(memory, placed(0), said.append, Progress())
     try:
         assert holding.held(model) is None
         holding.hold(model)
@@ -207,7 +209,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
             "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
         ]
     finally:
-        holding.begin(None, placed(0), said.append)
+        holding.begin(None, placed(0), said.append, Progress())
 
 
 def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a_loss_will_cost(
@@ -215,10 +217,41 @@ def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a
 ) -> None:
     log_to_root(monkeypatch)
     for rank in (0, 1):
-        holding.begin(HeldMemory.create(), placed(rank), lambda message: None)
+        holding.begin(HeldMemory.create(), placed(rank), lambda message: None, Progress())
         for _ in range(3):
             holding.hold(torch.nn.Linear(2, 1))
-    holding.begin(None, placed(0), lambda message: None)
+    holding.begin(None, placed(0), lambda message: None, Progress())
     assert caplog.messages == [
         "this script calls hold() without held(): after a loss it begins again from its beginning"
     ]
+
+
+def test_a_seat_that_only_the_host_of_rank_0_reaches_is_given_back_on_that_host() -> None:
+    seats = begun()
+    seats.begin({2: GONE}, 10.0)
+    for rank in (0, 1):
+        seats.take_held(rank, (0, 5), 5)
+    said = seats.kept(replace(KEEPS, host="a", address="127.0.0.1"), [0, 1], [2])
+    assert said is not None and "\nto give it back, on a (only it reaches 127.0.0.1):\n" in said
+
+
+def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
+    numbers = []
+    for told in ([], [601, 602, 603, 604]):
+        memory, progress = HeldMemory.create(), Progress()
+        holding.begin(memory, placed(0), lambda message: None, progress)
+        for call in range(4):
+            if told:
+                progress(step=told[call])
+            holding.hold(torch.nn.Linear(2, 1), every=2)
+        newest = memory.newest()
+        assert newest is not None
+        seats = begun()
+        seats.begin({2: GONE}, 10.0)
+        seats.take_held(0, newest.moment, newest.moment.step + bool(told))
+        line, _ = seats.complete(replace(KEEPS, script=True), here(0, 1, 2), 11.0) or ("", {})
+        numbers.append((newest.moment.named, line))
+    holding.begin(None, placed(0), lambda message: None, Progress())
+    assert [named for named, _ in numbers] == ["after call 4 of hold()", "after step 604"]
+    assert "all 3 go on after call 4 of hold(); the break took 1.0 s, and the ranks repeat no call" in numbers[0][1]
+    assert "all 3 go on after step 604; the break took 1.0 s, and the ranks repeat 1 step" in numbers[1][1]

@@ -74,7 +74,7 @@ def test_a_script_that_holds_its_state_goes_on_from_the_step_it_was_at(starts: S
     assert undisturbed.wait() == 0, undisturbed.err
     ranks = begin_lost(starts, ())
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
-    assert "all 2 go on after step 2; " in ranks[0].err
+    assert "all 2 go on after call 2 of hold(); " in ranks[0].err
     assert "rank 0 begins at step 2\n" in ranks[0].out and "rank 1 begins at step 2\n" in ranks[1].out
     assert all(f"] {rank.out.splitlines()[-1]}\n" in undisturbed.out for rank in ranks)
 
