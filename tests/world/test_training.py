@@ -152,19 +152,19 @@ def test_a_network_that_has_seen_only_synthetic_digits_reads_real_ones(unpacked_
     assert accuracy >= 0.9
 
 
-def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_2_and_4_ranks(
+def test_the_same_seed_and_global_batch_end_in_the_same_parameters_at_1_and_4_ranks(
     start: Start, digits: Path, tmp_path: Path
 ) -> None:
     models = []
-    for world_size in (1, 2, 4):
+    for world_size in (1, 4):
         run = tmp_path / f"run{world_size}"
         options = ["--model", "mlp", "--global_batch_size", 200, "--epochs", 1, "--data_dir", digits]
         launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", world_size, "--run_dir", run, "--"]
         assert start(*launch, *options).wait() == 0
         models.append(torch.load(run / "model.pt", weights_only=True))
-    for other in models[1:]:
-        for name, parameter in models[0].items():
-            torch.testing.assert_close(other[name], parameter, rtol=1e-5, atol=2e-6)
+    alone, four = models
+    for name, parameter in alone.items():
+        torch.testing.assert_close(four[name], parameter, rtol=1e-5, atol=2e-6)
 
 
 def test_no_ddp_needs_no_process_group_and_learns_the_same_parameters_bit_for_bit(
