@@ -331,6 +331,7 @@ def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_progr
         {"timeouts": {"": float("inf")}},
         {"timeouts": {"": 0}},
         {"timeouts": {"": True}},
+        *({"calls": calls} for calls in ({"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000})),
     ],
 )
 def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:
