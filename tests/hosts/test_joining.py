@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests.conftest import DRAWN, REPOSITORY, RankProcess, last_error, source, wait_until
 from tests.hosts.conftest import Hosts
-from tests.hosts.hosts import start_ranks
 
 SCRIPT = """
 import datetime, os, pathlib, sys, time
@@ -53,13 +52,6 @@ def test_ranks_join_on_hosts_whose_own_name_is_a_loopback_address_where_bare_tor
     ranks = start()
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
     assert max(float(rank.out) for rank in ranks) < 5
-
-
-def test_hosts_that_have_ipv6_addresses_only_train(hosts: Hosts) -> None:
-    two = hosts(2, ipv4=False, ipv6=True)
-    assert two[0].address.startswith("fd00:77:")
-    ranks = start_ranks(two)
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
 
 
 def test_nccl_is_told_its_interface_only_where_it_would_listen_on_a_wrong_one(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ALL_DIGITS, REPOSITORY, RankProcess
+from tests.conftest import ALL_DIGITS, REPOSITORY
 from tests.hosts.conftest import Hosts
 from tests.hosts.pods import Cluster, why_not
 
@@ -72,37 +72,6 @@ def test_the_manifests_job_trains_the_real_mnist_and_pod_0_is_ready_meanwhile(
     summary = json.loads((tmp_path / "mnist" / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
-
-
-@pytest.mark.soak(only=True)
-def test_a_run_goes_on_in_new_pods_after_a_pod_was_terminated_and_after_another_was_killed(
-    cluster: Callable[[int], Cluster], small_data: Path, tmp_path: Path
-) -> None:
-    nodes = cluster(6)
-
-    def start_pods() -> list[RankProcess]:
-        """New pods, with new addresses, for both ranks."""
-        pods = [nodes.create_pod(index) for index in range(2)]
-        nodes.serve_names(*pods)
-        return [pod.start(*pod.arguments(*training, runs=tmp_path, data=small_data)) for pod in reversed(pods)][::-1]
-
-    training = ["--dataset=synthetic", "--model=mlp", "--epochs=1", "--batch_size=5", "--checkpoint_steps=50"]
-    ranks = start_pods()
-    ranks[0].wait_for("step 100/600")
-    ranks[1].process.send_signal(signal.SIGTERM)
-    assert [rank.wait(30) for rank in ranks] == [TERMINATED, TERMINATED], ranks[0].err
-    assert f"rank 0 has saved a checkpoint in {tmp_path}/mnist/checkpoints" in ranks[1].err
-    ranks = start_pods()
-    ranks[0].wait_for("going on after step")
-    ranks[0].wait_for("saved ")
-    ranks[1].kill()
-    assert ranks[0].wait(30) == 14
-    assert "error[peer-lost]: rank 1 (mnist-1, pid " in ranks[0].err
-    ranks = start_pods()
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
-    assert "going on after step" in ranks[0].err
-    metrics = (tmp_path / "mnist" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == [100, 200, 300, 400, 500, 600]
 
 
 def test_an_agent_that_is_its_pods_first_process_hands_sigterm_on_to_the_program(

@@ -3,20 +3,16 @@ connection here, so the ranks can only notice the silence; they name the hosts o
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONGER, RankProcess, last_error, wait_until
+from tests.conftest import RankProcess, last_error, wait_until
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host
 from tests.hosts.test_names import codes, start_ranks
 
-CUTS = int(os.environ.get("DDP_MANUAL_SOAK_CUTS", "1"))
 PEER_TIMEOUT = 3
 # Seconds until all have left, where torch itself waits for 30 minutes.
 WITHIN = PEER_TIMEOUT + 20
@@ -50,14 +46,9 @@ def test_a_rank_whose_packets_to_rank_0_are_dropped_or_rejected_says_which(
     assert codes(rank_0, two[1].start_program(1, 2)) == [0, 0], rank_0.err
 
 
-@pytest.mark.parametrize(
-    ("closes", "answer"), [("drop_from", "no answer within 3 s: dropped"), ("reject_from", "connection refused")]
-)
-def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_named(
-    hosts: Hosts, closes: str, answer: str
-) -> None:
+def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_named(hosts: Hosts) -> None:
     three = hosts(3)
-    getattr(three[2], closes)(three[1])
+    three[2].reject_from(three[1])
     ranks = start_ranks(three)
     assert codes(*ranks) == [18, 18, 18]
     _, second, third = (host.address for host in three)
@@ -65,7 +56,7 @@ def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_name
         error = last_error(rank.err)
         what = "error[peer-unreachable]: 1 of the connections between hosts cannot be made: hostB -> hostC\n"
         assert error.startswith(what)
-        why = rf"  why:  from {second} \(rank 1 on hostB\) to {third}:\d+ \(rank 2 on hostC\): {answer}\n"
+        why = rf"  why:  from {second} \(rank 1 on hostB\) to {third}:\d+ \(rank 2 on hostC\): connection refused\n"
         next = re.escape(f"  next: open all TCP ports from {second} to {third}, such as on hostC: ")
         assert re.search(why + next, error), error
 
@@ -106,31 +97,17 @@ def silent(ranks: list[RankProcess], number: int) -> str:
     return rf"error\[{'peer' if number else 'master'}-lost\]: {who} has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n"
 
 
-def both_sides(ranks: list[RankProcess], alone: int) -> dict[int, str]:
-    """What each rank has to say where one host is cut off from the two others."""
-    if alone == 0:
-        return {0: f"({silent(ranks, 1)}|{silent(ranks, 2)})", 1: silent(ranks, 0), 2: silent(ranks, 0)}
-    return dict.fromkeys(range(3), silent(ranks, alone)) | {alone: silent(ranks, 0)}
-
-
-def held_to(ranks: list[RankProcess], alone: int) -> float:
-    """Assert that both sides of a cut end in time and name the other; return the seconds that took."""
-    since = time.monotonic()
-    assert codes(*ranks) == [14, 14, 14], ranks[0].err
-    seconds = time.monotonic() - since
-    for number, pattern in both_sides(ranks, alone).items():
-        assert re.match(pattern, last_error(ranks[number].err)), ranks[number].err
-    assert seconds < WITHIN
-    return seconds
-
-
 def test_where_an_interface_goes_down_both_sides_end_and_name_the_other(hosts: Hosts) -> None:
     three = hosts(3)
     options = ("--peer_timeout", PEER_TIMEOUT)
     ranks = [host.start_program(rank, 3, *options, program=WORKS) for rank, host in enumerate(three)]
     all_started(ranks)
     three[2].interface_down()
-    held_to(ranks, 2)
+    since = time.monotonic()
+    assert codes(*ranks) == [14, 14, 14], ranks[0].err
+    assert time.monotonic() - since < WITHIN
+    for number, rank in enumerate(ranks):
+        assert re.match(silent(ranks, 0 if number == 2 else 2), last_error(rank.err)), rank.err
 
 
 def start_kept(on: Host, rank: int, *options: object) -> RankProcess:
@@ -175,21 +152,3 @@ def test_rank_0_is_found_at_the_standby_address_when_its_host_is_gone(hosts: Hos
     newcomer = start_kept(three[1], 0, "--master_addr", three[1].address)
     ranks[1].wait_for("rank 0 is back, on hostB: all 3 start again; ")
     assert codes(newcomer, *ranks[1:]) == [0, 0, 0]
-
-
-@pytest.mark.soak(only=True)
-@pytest.mark.timeout(60 + 40 * CUTS)
-def test_cuts_at_random_moments(hosts: Hosts, tmp_path: Path) -> None:
-    """The number of a cut is its seed, so every cut can be repeated."""
-    for number in range(CUTS):
-        order = random.Random(number)
-        three = hosts(3)
-        alone, pause = order.randrange(3), order.uniform(0, 3)
-        way = order.choice(("interface_down", "disconnect", "cut_from"))
-        options = (*LONGER, 500, "--peer_timeout", PEER_TIMEOUT, "--run_dir", tmp_path / f"run{number}")
-        ranks = [host.start_rank(rank, 3, *options) for rank, host in enumerate(three)]
-        ranks[0].wait_for("[rank 0] step 100/")
-        time.sleep(pause)
-        getattr(three[alone], way)(*([host for host in three if host is not three[alone]] if way == "cut_from" else []))
-        seconds = held_to(ranks, alone)
-        print(f"cut {number}: {way} of rank {alone} {pause:.2f} s after step 100: {seconds:.1f} s", flush=True)

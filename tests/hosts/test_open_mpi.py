@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALL_DIGITS, Start
+from tests.conftest import Start
 from tests.hosts.conftest import SshInto
 from tests.hosts.hosts import Host, run
 from tests.hosts.sshd import SshHosts
@@ -68,17 +67,6 @@ def wait_until_gone(words: str, timeout: float = 10) -> None:
         if time.monotonic() > deadline:
             pytest.fail(f"still there after {timeout} s: {left}")
         time.sleep(0.1)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_mpirun_trains_the_real_mnist_without_a_flag_for_the_ranks(start: Start, digits: Path, tmp_path: Path) -> None:
-    training = ["--epochs", 1, "--data_dir", digits, "--run_dir", tmp_path / "run"]
-    job = start(*MPIRUN, "-n", 2, sys.executable, "run_multi_gpu_train.py", *training)
-    assert job.wait(500) == 0, job.err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
 
 
 def test_two_mpiruns_on_one_host_do_not_meet_each_other_and_end_their_ranks_also_when_they_are_killed(

@@ -10,7 +10,8 @@ from ddp_manual.errors import PeerLost, TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.signals import ONCE_WITHIN
 from tests.simulation.plan import FOR_EVER, RECOVERABLE, Fault
-from tests.simulation.run import Rank, Run
+from tests.simulation.rank import Rank
+from tests.simulation.run import Run
 from tests.simulation.worker import LEFT
 
 # Faults for which a rank has nothing to answer: the run goes on.

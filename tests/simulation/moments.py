@@ -23,7 +23,8 @@ from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 
 if TYPE_CHECKING:
-    from tests.simulation.run import Rank, Run
+    from tests.simulation.rank import Rank
+    from tests.simulation.run import Run
 
 # Seconds until rank 0 has looked around, TCP has tried again after a cut, and somebody has looked here.
 SLACK = 2.5
@@ -283,7 +284,7 @@ def watched(run: Run) -> Iterator[None]:
 
     def enter_watched(agent: AgentProtocol, state: states.State) -> None:
         enter(agent, state)
-        run.comes_to_another_state(agent)
+        run.faults.comes_to_another_state(agent)
 
     def _sender(peer: Peer) -> Rank | None:
         transport: Any = peer.connection._transport

@@ -123,7 +123,7 @@ FAULTS = (
     ),
     Planted(
         "what is held is thrown away",
-        "elif not self.run.resumes:\n            self._refuse_all(never",
+        "elif self.run.script:\n            self._refuse_all(never",
         "elif True:\n            self._refuse_all(never",
     ),
     Planted(

@@ -21,7 +21,8 @@ from ddp_manual.wire import encode_local
 from tests.simulation.network import EMPTY
 
 if TYPE_CHECKING:
-    from tests.simulation.run import Rank, Run
+    from tests.simulation.rank import Rank
+    from tests.simulation.run import Run
 
 LOADING, WAITING, AT_WORK, LEFT = "loading", "waiting", "at work", "left"
 

@@ -221,15 +221,6 @@ def test_of_two_addresses_the_wrong_one_is_named_with_its_option(
     assert f"IP address as --{option}" in caught.value.next
 
 
-def test_another_rank_waits_for_a_name_without_an_address_until_the_time_is_up() -> None:
-    said: list[str] = []
-    started = time.monotonic()
-    with pytest.raises(MasterUnresolvable, match=r"no\.such\.host\.invalid"):
-        find_address("no.such.host.invalid", said, seconds=2, again=True)
-    assert 2 <= time.monotonic() - started < 5
-    assert said[0].startswith("rank 0's address 'no.such.host.invalid' has no IP address yet (looking it up on ")
-
-
 def test_a_name_server_that_does_not_answer_is_named_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(name_lookup, "ANSWERED_WITHIN", 1.5)

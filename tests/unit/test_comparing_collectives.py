@@ -13,7 +13,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from msgspec.structs import asdict, replace
 from torch.testing._internal.distributed import fake_pg
 
 from ddp_manual import collectives, from_worker, messages
-from ddp_manual.agent.records import MOST_GROUPS_READ, Records
+from ddp_manual.agent.records import Records
 from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.messages import Beat, RankInfo, Verdict
 from ddp_manual.protocol.collectives import (
@@ -29,7 +28,6 @@ from ddp_manual.protocol.collectives import (
     LOOK_AGAIN_AFTER,
     LOOK_AGAIN_WITHIN,
     MOST_CHAINS,
-    MOST_GROUPS_KEPT,
     Comparison,
     Difference,
     Seen,
@@ -231,12 +229,6 @@ def test_an_observer_is_shown_the_stacks_that_are_here_when_the_time_is_over_or_
     assert shown[2:] == [{}]
 
 
-@pytest.mark.parametrize("calls", [{"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000}])
-def test_a_heartbeat_whose_chains_are_not_pairs_of_numbers_is_refused(calls: Any) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"calls": calls}, Beat)
-
-
 def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:
     comparison = Comparison()
     for rank in range(1024):
@@ -250,14 +242,6 @@ def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_l
     for rank in set(range(1024)) - {7}:
         comparison.hear(rank, {"g": [900, 5]}, 600.0)
     assert comparison.lagging(620.0) == (0, 7) and comparison.lagging(620.0 + LOOK_AGAIN_AFTER) == (0, 7)
-
-
-def test_groups_that_nobody_uses_any_more_are_forgotten_and_a_known_one_is_still_compared() -> None:
-    comparison = Comparison()
-    for number in range(1, 2 * MOST_GROUPS_KEPT):
-        assert not comparison.hear(0, {"g": [number, number], f"g{number}": [1, 5]}, 0.0)
-    assert len(comparison._groups) == MOST_GROUPS_KEPT
-    assert comparison.hear(1, {"g": [number, 0]}, 0.0)
 
 
 @pytest.fixture
@@ -275,23 +259,6 @@ def records() -> Iterator[tuple[Records, Callable[[int, int, int], None]]]:
 
     yield read, write
     os.close(descriptor)
-
-
-def test_an_agent_forgets_the_groups_that_its_worker_used_least_recently_and_reads_on(
-    records: tuple[Records, Callable[[int, int, int], None]],
-) -> None:
-    read, write = records
-    groups = MOST_GROUPS_READ + 50
-    for identity in range(1, groups + 1):
-        read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
-        write(identity, 1, identity)
-        read.read()
-    write(groups + 1, 2, 1)  # a group that is forgotten
-    write(groups + 2, 2, groups)
-    assert len(read._groups) == MOST_GROUPS_READ
-    assert read.for_beat()[f"g{groups}"] == [2, 5, 1, 5]
-    answer = read.answer(messages.AskRecords(1, MOST_CHAINS)).groups
-    assert len(answer) == MOST_GROUPS_READ and answer[f"g{groups}"].chains == [(2, 5), (1, 5)]
 
 
 def test_groups_share_the_numbers_that_an_agent_replies_with(

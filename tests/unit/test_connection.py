@@ -105,17 +105,6 @@ def test_messages_that_came_before_handle_are_handled_in_order_and_then_the_end(
     with_ends(test)
 
 
-def test_messages_that_came_before_the_end_are_received_before_the_end() -> None:
-    async def test(connection: Connection[Any], other: socket.socket) -> None:
-        other.sendall(b'{"failed": "words"}\n')
-        other.close()
-        assert await receive(connection) == {"failed": "words"}
-        assert await receive(connection) is None
-        assert connection.ended == "closed by the other side"
-
-    with_ends(test)
-
-
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\n", b"\xff\n", b"[" * 20_000 + b"\n", b"x" * LONGEST_LINE * 2])
 def test_bytes_that_are_not_a_message_end_the_connection(content: bytes) -> None:
     async def test(connection: Connection[Any], other: socket.socket) -> None:

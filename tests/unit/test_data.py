@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import os
 import resource
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from ddp_manual.errors import DataCorrupt, DataMissing
-from ddp_manual.training import data, datasets
+from ddp_manual.training import datasets
 from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split, warn_of_untrained
 from tests.conftest import source
 
@@ -181,23 +180,6 @@ def test_a_whole_cache_that_a_rank_has_no_memory_for_stays(
     assert "cannot be read: " in caplog.text
     assert "damaged" not in caplog.text
     assert {path: path.stat().st_ino for path in caches(tiny_mnist)} == before
-
-
-def test_a_damaged_cache_that_nobody_can_remove_or_replace_is_not_used(
-    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert pixels(tiny_mnist) == list(range(12))
-    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
-    path.write_bytes(other_images(path.read_bytes()))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    monkeypatch.setattr(data, "_write", refuse)
-    assert pixels(tiny_mnist) == list(range(12))
-    # So does a rank that has not prepared the data itself.
-    assert source("mnist", tiny_mnist).load("test").images.flatten().tolist() == list(range(12))
 
 
 def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(

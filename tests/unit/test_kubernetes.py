@@ -82,13 +82,6 @@ def test_manifests_are_valid_for_the_oldest_kubernetes_they_name_and_the_newest_
             jsonschema.validate(of_kubeflow[kind], schema)
 
 
-def test_a_schema_notices_a_field_that_does_not_exist(indexed: dict[str, Any]) -> None:
-    job = json.loads(json.dumps(indexed["Job"]))
-    job["spec"]["podFailurePolicies"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, OLDEST, strict=True)
-
-
 def test_only_exit_codes_that_would_come_again_fail_the_job(
     indexed: dict[str, Any], of_kubeflow: dict[str, Any]
 ) -> None:

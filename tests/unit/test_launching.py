@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +14,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
-from ddp_manual.agent import tasks
-from ddp_manual.agent.ending import Ended
+from ddp_manual import TrainConfig, WorldSpec, cli, errors
 from ddp_manual.agent.launched_worker import copy
-from ddp_manual.agent.main import Agent
-from ddp_manual.agent.task import Task
-from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
@@ -203,15 +196,6 @@ def test_what_can_be_known_before_ranks_are_started_is_said_once_and_leaves_noth
     assert not run.exists()
 
 
-def test_an_option_that_train_does_not_have_leads_to_the_help_of_train(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = ["launch", "--nproc", "2", "--", "--epoch", "1"]
-    monkeypatch.setattr(launchers, "typed_command", lambda: (["ddp-manual"], typed))
-    assert cli.run(typed) == 2
-    assert "next: ddp-manual train --help\n" in capsys.readouterr().err
-
-
 def test_launch_opens_nothing_in_a_folder_that_a_run_trains_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,23 +206,3 @@ def test_launch_opens_nothing_in_a_folder_that_a_run_trains_into(
         assert cli.run(["launch", "--nproc", "2", "--run_dir", str(run.run_dir), "--", *options]) == 2
     assert f"error[bad-option]: --run_dir {run.run_dir} is in use\n" in capsys.readouterr().err
     assert [path.name for path in run.run_dir.iterdir()] == [run.lock.name]
-
-
-def test_a_signal_that_comes_before_an_agent_runs_ends_it() -> None:
-    """``launch`` makes the agents of all ranks in one turn of the loop, and each runs in a later one."""
-    ours, theirs = socket.socketpair()
-    reading, writing = os.pipe()
-    with subprocess.Popen(["sleep", "60"]) as process, theirs:
-        worker = Worker(process.pid, ours, reading, process)
-        task = Task(command="", program=tasks.TRAINING, launched="launch")
-        errors: list[DdpManualError] = []
-
-        async def run() -> Ended:
-            spec = WorldSpec(world_size=1, rank=0)
-            agent = Agent(spec, task, start_worker=lambda held: worker, log=print, print_error=errors.append)
-            agent.take_signal(signal.SIGINT)
-            return await asyncio.wait_for(agent.run(), 10)
-
-        ended = asyncio.run(run())
-    os.close(writing)
-    assert [ended.error] == errors and ended.exit_code == 130

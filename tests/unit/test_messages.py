@@ -66,7 +66,7 @@ def test_a_greeting_may_say_more_and_other_messages_may_not() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        from_worker.Attach(1, {"lr": 0.1}, {"lr": "from donn\udce9es"}, "\udcff/run", None, ["a\n"], None, "0.0"),
+        from_worker.Attach(1, {"lr": 0.1}, {"lr": "from donn\udce9es"}, "\udcff/run", ["a\n"], None, "0.0"),
         from_worker.Result({"loss": math.nan, "largest": math.inf, "name": "\x1b[2J\udcff"}),
         from_worker.Doing(messages.Beat(phase="training", step=7, collectives={"0": 7}), blocked=True),
         from_agent.Start(

@@ -127,19 +127,6 @@ def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -
     )
 
 
-def test_a_process_that_adopts_nothing_ends_nothing() -> None:
-    runs(
-        """
-        process, pids = worker("sleep 100 & echo $!")
-        children = orphans.Children()
-        children.look(process.pid)
-        process.kill(), process.wait()
-        asyncio.run(children.end())
-        assert children.ended == [] and live(pids)
-        """
-    )
-
-
 def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_would() -> None:
     runs(
         """

@@ -24,7 +24,7 @@ from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
 from ddp_manual.worker import holding
 from tests.conftest import log_to_root
-from tests.unit.test_roll_call import RUN, info
+from tests.runs import RUN, info
 
 KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
 GONE = Verdict("peer-lost", "rank 2 (b, pid 7) is gone: SIGKILL", "why", "next", 14, rank=2, host="b", pid=7)
@@ -46,39 +46,6 @@ def begun() -> Seats:
     seats = Seats(max_restarts=2, shrink="ddp-manual status --shrink")
     assert seats.complete(KEEPS, here(0, 1, 2), 0.0) is None
     return seats
-
-
-def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_said_once() -> None:
-    seats = begun()
-    seats.begin({2: GONE}, 10.0)
-    seats.take_held(0, (0, 5), 5)
-    assert seats.kept(KEEPS, [0, 1], [2]) is None
-    seats.take_held(1, (0, 6), 6)
-    said = seats.kept(KEEPS, [0, 1], [2])
-    assert said is not None
-    assert said.startswith("rank 2 (b, pid 7) is gone: SIGKILL. Its seat is kept; state of step 6 is held by rank 1\n")
-    assert said.endswith("or go on without it: ddp-manual status --shrink")
-    assert "\nto give it back, on any host:\n" in said
-    assert seats.kept(KEEPS, [0, 1], [2]) is None
-
-
-def test_all_go_on_from_the_newest_state_and_of_equal_ones_from_that_of_the_first_rank() -> None:
-    seats = begun()
-    seats.begin({2: GONE}, 10.0)
-    for rank, moment in enumerate(((0, 6), (0, 6), None)):
-        seats.take_held(rank, moment, 8)
-    assert seats.newest([0, 1, 2]) == (Moment(0, 6), 0)
-    gone_on = seats.complete(KEEPS, here(0, 1, 2), 24.0)
-    assert gone_on is not None
-    line, record = gone_on
-    assert line == "rank 2 is back, on a: all 3 go on after step 6; the break took 14 s, and the ranks repeat 2 steps"
-    assert (record["generation"], record["after_step"], record["state_from_rank"], record["seconds"]) == (1, 6, 0, 14.0)
-    seats.begin({1: replace(GONE, rank=1)}, 30.0)
-    for rank, moment in enumerate(((0, 9), (1, 7), (1, 7))):
-        seats.take_held(rank, moment, 9)
-    assert seats.newest([0, 1, 2]) == (Moment(1, 7), 1), (
-        "a state that all have gone on from counts more than a later step"
-    )
 
 
 @pytest.mark.parametrize(
@@ -126,20 +93,6 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
         refused.append(seats.refusal([2], [0]) is not None)
         seats.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
-
-
-def test_a_new_rank_0_goes_on_with_the_run_of_the_others() -> None:
-    seats = Seats(max_restarts=2, shrink="")
-    so_far = RunSoFar(**SO_FAR | {"generation": 4, "losses": 3, "lost_seconds": 9.0, "lost": "gone", "seconds": 2.0})
-    seats.adopt(so_far, 50.0)
-    seats.take_held(1, (4, 70), 70)
-    gone_on = seats.complete(KEEPS, here(0, 1, 2), 51.0)
-    assert (
-        gone_on is not None
-        and gone_on[0]
-        == "rank 0 is back, on a: all 3 go on after step 70; the break took 3.0 s, and the ranks repeat no step"
-    )
-    assert (seats.generation, seats.count, seats.seconds) == (5, 4, 12.0)
 
 
 @pytest.mark.parametrize("wrong", [{"generation": -1}, {"held": [1]}, {"held": ["a", 1]}, {"lost_seconds": "x"}])
@@ -249,7 +202,7 @@ def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_co
         seats = begun()
         seats.begin({2: GONE}, 10.0)
         seats.take_held(0, newest.moment, newest.moment.step + bool(told))
-        line, _ = seats.complete(replace(KEEPS, script=True), here(0, 1, 2), 11.0) or ("", {})
+        line, _ = seats.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
         numbers.append((newest.moment.named, line))
     holding.begin(None, placed(0), lambda message: None, Progress())
     assert [named for named, _ in numbers] == ["after call 4 of hold()", "after step 604"]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
+from unittest import mock
 
 import pytest
 
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.from_worker import FromWorker, StepsDone
+from ddp_manual.protocol import states
+from ddp_manual.protocol.agent import AgentProtocol
+from ddp_manual.protocol.stop_signals import Handling, StopSignals
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.worker.stopping import Stops
+from ddp_manual.world_spec import WorldSpec
 from tests.alone import alone
 
 
@@ -101,3 +107,23 @@ def test_a_program_that_has_left_gets_its_signals_again() -> None:
         world.leave()
         assert said == [from_worker.TakesStops(), from_worker.TakesNoStops()]
     assert said[2:] == [from_worker.TakesSignals()]
+
+
+def test_a_second_signal_counts_whoever_sees_it_but_what_a_program_sees_late_is_the_first_one_again() -> None:
+    for first, second, ends in (("script", "agent", True), ("agent", "script", False)):
+        ignored = lambda *_: None  # noqa: E731
+        signals = StopSignals(WorldSpec(world_size=2, rank=1), ignored, ignored, ignored)
+        signals.worker_handles(Handling.WITH_ALL)
+        for seen_by, now in ((first, 5.0), (second, 9.0)):
+            error = signals.take(signal.SIGTERM, seen_by, 2, "again", now, goes_on=False)
+        assert (error is not None) is ends
+
+
+def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> None:
+    shell = mock.MagicMock()
+    agent = AgentProtocol(WorldSpec(world_size=2, rank=1), shell, 0.0, name="train.py", chose_folder=True)
+    agent.enter(states.Alone())
+    agent.take_from_worker(from_worker.TakesStops(), 4.0)
+    agent.take_signal(signal.SIGTERM, 6.0)
+    asked = [from_agent.AskStep(), from_agent.StopAfter(0, signal.SIGTERM, [1])]
+    assert [call.args[0] for call in shell.worker.send.call_args_list] == asked

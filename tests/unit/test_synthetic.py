@@ -39,22 +39,3 @@ def test_every_digit_is_drawn_about_equally_often_and_in_mixed_order(digits: tup
     # 2,100 draws: five standard deviations of a tenth are 0.033.
     assert (labels.bincount(minlength=10) / len(labels) - 0.1).abs().max() < 0.033
     assert 0.05 < (labels[1:] == labels[:-1]).float().mean() < 0.15
-
-
-def test_ink_is_like_that_of_mnist(digits: tuple[Tensor, Tensor]) -> None:
-    """Whose training images have mean 33.3 and standard deviation 78.6, and are centred by their mass."""
-    ink, pixel = digits[0].double(), torch.arange(IMAGE_SIZE, dtype=torch.float64)
-    assert (ink.amin(dim=(1, 2)) == 0).all() and (ink.amax(dim=(1, 2)) > 150).all()
-    assert 30 < ink.mean() < 40 and 72 < ink.std() < 86
-    assert 1 - ink[:, 2:-2, 2:-2].sum() / ink.sum() < 0.01
-    for along in (1, 2):
-        centre = ink.sum(dim=along) @ pixel / ink.sum(dim=(1, 2))
-        assert abs(centre.mean() - 13.5) < 1.5 and ((centre - 13.5).abs() < 3).all()
-
-
-def test_shapes_of_one_digit_are_more_alike_than_shapes_of_two(digits: tuple[Tensor, Tensor]) -> None:
-    pixels, labels = digits[0].flatten(1).float(), digits[1]
-    means = torch.stack([pixels[labels == digit].mean(dim=0) for digit in range(10)])
-    nearest = torch.cdist(pixels, means).argmin(dim=1)
-    # Chance is 0.1; nearest means read about 0.8 of MNIST's digits.
-    assert (nearest == labels).float().mean() > 0.6

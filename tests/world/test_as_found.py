@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -182,15 +181,6 @@ def test_ranks_join_twice_below_torchrun_and_below_torchs_own_spawn(start: Start
         assert process.wait(60) == 0, process.err
         assert sorted(process.out.splitlines()) == ["0 2.0"] * 2 + ["1 2.0"] * 2
         assert "error[" not in process.err
-
-
-def test_a_script_that_waits_for_others_is_ended_by_ctrl_c(start: Start, tmp_path: Path, port: int) -> None:
-    script = start(sys.executable, _written(tmp_path, WAITING), RANK="0", WORLD_SIZE="2", MASTER_PORT=str(port))
-    script.wait_for("waiting for rank 1")
-    signalled = time.monotonic()
-    script.process.send_signal(signal.SIGINT)
-    assert script.wait(30) in (-signal.SIGINT, 130)
-    assert time.monotonic() - signalled < 10
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_status_shows_who_waits_who_is_missing_and_who_was_refused_and_watches_u
     assert watching.out.count("error[") == 0
 
 
-# A signal, to a worker or to launch -> how launch and status end.
-ENDS = {signal.SIGKILL: (137, 14), signal.SIGINT: (130, 0), None: (0, 0)}
+# A signal to a worker -> how launch and status end.
+ENDS = {signal.SIGKILL: (137, 14), None: (0, 0)}
 
 
 @pytest.mark.parametrize("number", ENDS)
@@ -131,8 +131,6 @@ def test_status_follows_the_training_until_the_run_ends_and_says_how(
     (workers,) = workers_of(launcher)
     if number == signal.SIGKILL:
         os.kill(workers[-1], number)
-    elif number:
-        launcher.process.send_signal(number)
     of_launch, of_status = ENDS[number]
     assert launcher.wait() == of_launch, launcher.err
     assert watching.wait(30) == of_status, watching.err

@@ -85,16 +85,6 @@ def test_two_ranks_on_a_machine_with_one_gpu_train_on_the_cpu_and_say_why(
         assert " has 2 ranks and 1 GPU; to use GPUs, start at most a rank per GPU" in rank.err
 
 
-def test_two_ranks_that_were_told_to_use_one_gpu_are_refused(start: Start, port: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(ONE_GPU).format(options='device="cuda"'))
-    ranks = [start(sys.executable, script, WORLD_SIZE="2", RANK=rank, MASTER_PORT=str(port)) for rank in "01"]
-    assert [rank.wait() for rank in ranks] == [1, 1]
-    for rank in ranks:
-        assert "DeviceMissing: rank 1 (" in rank.err and "wants cuda:1, which does not exist" in rank.err
-        assert "train on the CPU" not in rank.err
-
-
 SAVES = """
 import signal, sys, time, ddp_manual
 
@@ -158,10 +148,8 @@ def test_a_script_on_a_gpu_reduces_tensors_of_the_gpu_and_of_the_cpu(start: Star
     assert process.out == "nccl cuda 1.0\nnccl cpu 1.0\n"
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_raises_is_named_by_all_others_with_its_traceback(
-    start: Start, port: int, tmp_path: Path, failing: int
-) -> None:
+def test_a_rank_that_raises_is_named_by_all_others_with_its_traceback(start: Start, port: int, tmp_path: Path) -> None:
+    failing = 0
     ranks = start_world(start, port, tmp_path, failing, 'raise ValueError("no such thing")')
     assert ranks[failing].wait() == 1
     ended = time.monotonic()
@@ -178,13 +166,13 @@ def test_a_rank_that_raises_is_named_by_all_others_with_its_traceback(
         assert failure["identifier"] == "peer-failed"
 
 
-def test_a_rank_that_is_killed_ends_the_others(start: Start, port: int, tmp_path: Path) -> None:
-    failure = 'print("at step 50", file=sys.stderr, flush=True); time.sleep(1000)'
-    ranks = start_world(start, port, tmp_path, 1, failure)
-    ranks[1].wait_for("at step 50")
-    ranks[1].process.send_signal(signal.SIGKILL)
+def test_a_process_that_ends_within_join_without_a_word_ends_the_others(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    """Also with exit code 0."""
+    ranks = start_world(start, port, tmp_path, 1, "import os; os._exit(0)")
     for number in (0, 2):
-        assert ranks[number].wait(10) != 0
+        assert ranks[number].wait(30) != 0
         written = json.loads((tmp_path / "run" / f"failure-rank{number}.json").read_text())
         assert written["identifier"] in ("peer-lost", "peer-failed")
 
@@ -282,27 +270,6 @@ def test_ranks_that_work_on_tensors_of_the_cpu_for_longer_than_stall_timeout_wai
     assert [rank.wait(30) for rank in ranks] == [0, 0], ranks[0].err
 
 
-def test_a_rank_that_finishes_early_is_named_by_those_who_are_still_in_a_collective(
-    start: Start, port: int, tmp_path: Path
-) -> None:
-    ranks = start_world(start, port, tmp_path, 1, "break")
-    assert [rank.wait(30) for rank in ranks] == [1, 0, 1]
-    for rank in (ranks[0], ranks[2]):
-        assert "rank 1 had finished while rank" in rank.err
-    assert re.search(r"this one was on script.py:\d+ in <module>\n", ranks[0].err)
-
-
-def test_a_wrong_call_where_other_ranks_call_something_else_is_named_with_both_sides(
-    start: Start, port: int, tmp_path: Path
-) -> None:
-    wrong = "dist.all_gather([torch.zeros(1)] * 3, torch.zeros(2))"
-    ranks = start_world(start, port, tmp_path, 1, wrong)
-    assert ranks[1].wait(30) == 1
-    written = json.loads((tmp_path / "run" / "failure-rank1.json").read_text())
-    assert written["identifier"] == "collective-mismatch"
-    assert "rank 1 called all_gather float32[1]" in written["what"] and "called all_reduce" in written["what"]
-
-
 def test_a_process_joins_twice_one_run_after_the_other(start: Start, port: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -331,37 +298,31 @@ def test_a_process_joins_twice_one_run_after_the_other(start: Start, port: int, 
     assert list(tmp_path.glob("**/failure-*")) == []
 
 
-def test_the_world_puts_its_identity_where_other_libraries_look(start: Start, port: int, tmp_path: Path) -> None:
+def test_a_script_that_joins_has_its_identity_where_libraries_look_and_the_time_limits_of_any_script(
+    start: Start, port: int, tmp_path: Path
+) -> None:
+    """The stall limit is that of ``run``, and torch's default store waits for as long as after init_process_group."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
-            f"""
+            """
             import os
             import ddp_manual
             import torch.distributed as dist
-            with ddp_manual.join(world_size=1, master_port={port}) as world:
+            with ddp_manual.join(device="cpu") as world:
                 store, _, _ = next(dist.rendezvous("env://"))
                 names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR GLOO_SOCKET_IFNAME"
                 print(*(os.environ[name] for name in names.split()), store.num_keys() > 0)
+                print(world.spec.stall_limit, dist.distributed_c10d._get_default_store().timeout.total_seconds())
             """
         )
     )
-    rank = start(sys.executable, script)
-    assert rank.wait() == 0, rank.err
-    assert rank.out.split() == ["0", "1", "0", "127.0.0.1", "lo", "True"]
-
-
-def test_a_script_that_joins_has_the_time_limits_of_any_script(start: Start, port: int, tmp_path: Path) -> None:
-    """The stall limit is that of ``run``, and torch's default store waits for as long as after init_process_group."""
-    script = tmp_path / "script.py"
-    store = "torch.distributed.distributed_c10d._get_default_store().timeout.total_seconds()"
-    text = "import torch, ddp_manual\nwith ddp_manual.join(device='cpu') as world:\n"
-    script.write_text(f"{text}    print(world.spec.stall_limit, {store})\n")
     rank = start(sys.executable, script, MASTER_PORT=str(port))
     assert rank.wait() == 0, rank.err
-    stall, waits = map(float, rank.out.split())
-    assert stall == 1800
-    assert waits >= 1800
+    identity, limits = rank.out.splitlines()
+    assert identity.split() == ["0", "1", "0", "127.0.0.1", "lo", "True"]
+    stall, waits = map(float, limits.split())
+    assert stall == 1800 and waits >= 1800
 
 
 def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, port: int, tmp_path: Path) -> None:
@@ -396,34 +357,6 @@ def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, p
     assert [rank.out for rank in ranks] == ["donedonedone\n"] * 3
     for rank in ranks[1:]:
         assert "waiting for rank 0 on " in rank.err
-
-
-SLOW_TO_LEAVE = """
-    import time
-    import ddp_manual
-
-    with ddp_manual.join() as world:
-        if world.rank == 1:
-            time.sleep(3)  # without a collective: the others are done, and rank 0 keeps the store
-"""
-
-
-def test_a_process_that_was_turned_away_is_not_taken_for_the_rank_that_has_left(
-    start: Start, port: int, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SLOW_TO_LEAVE))
-
-    def start_one(rank: int) -> RankProcess:
-        return start(sys.executable, script, RANK=str(rank), WORLD_SIZE="3", MASTER_PORT=str(port))
-
-    ranks = [start_one(0), start_one(1)]
-    ranks[0].wait_for("waiting for rank 2; 2 of 3 here")
-    second = start_one(1)
-    assert second.wait(30) == 1
-    assert "rank 1 is taken by " in second.err
-    ranks.append(start_one(2))
-    assert [rank.wait(60) for rank in ranks] == [0, 0, 0], ranks[1].err
 
 
 def test_a_script_that_is_stopped_or_gives_up_while_it_waits_ends_as_python_does(

@@ -78,8 +78,16 @@ def left(tmp_path: Path) -> Iterator[Callable[[int], list[int]]]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("ends", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("sleep 100", 143)])
-@pytest.mark.parametrize("command", ["run", "launch"])
+@pytest.mark.parametrize(
+    ("command", "ends", "code"),
+    [
+        ("run", "exit 0", 0),
+        ("run", "exit 3", 3),
+        ("run", "kill -9 $$", 137),
+        ("launch", "exit 0", 0),
+        ("launch", "sleep 100", 143),
+    ],
+)
 def test_nothing_outlives_a_rank_that_ends(
     start: Start, left: Callable[[int], list[int]], tmp_path: Path, command: str, ends: str, code: int
 ) -> None:

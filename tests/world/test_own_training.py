@@ -21,10 +21,10 @@ Train = Callable[[int, str], RankProcess]
 
 @pytest.fixture
 def train(start: Start, tmp_path: Path, port: int) -> Train:
-    """Start one rank of the example, each step of which takes 20 ms, with this folder."""
+    """Start one rank of the example, each step of which takes 10 ms, with this folder."""
     slow = tmp_path / "slow.py"
     text = (REPOSITORY / "examples" / "own_training.py").read_text()
-    slow.write_text(text.replace("        step += 1\n", "        step += 1\n        __import__('time').sleep(0.02)\n"))
+    slow.write_text(text.replace("        step += 1\n", "        step += 1\n        __import__('time').sleep(0.01)\n"))
     fast = tmp_path / "fast.py"
     fast.write_text(text)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual.training import checkpoint_files
-from tests.conftest import RankProcess, Start, age_of, gone, wait_until
+from tests.conftest import RankProcess, Start, gone
 
 SCRIPT = """
     import json, os, signal, sys, time
@@ -108,19 +107,6 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(spawn: Start) -> None:
     script = spawn("die", 1)
     assert script.wait() == 128 + signal.SIGKILL
     assert re.search(r"^error\[master-lost\]: rank 0 \(.*\) is gone: SIGKILL$", script.err, re.MULTILINE)
-
-
-def test_a_checkpoint_that_is_being_written_when_a_peer_dies_is_finished(spawn: Start, tmp_path: Path) -> None:
-    script = spawn("train_and_save_slowly", 2, epochs=200, batch_size=100, checkpoint_steps=20)
-    wait_until((tmp_path / "saving").exists)
-    (launcher,) = psutil.Process(script.process.pid).children()
-    ranks = [rank for forker in launcher.children() for rank in forker.children()]
-    max(ranks, key=age_of).kill()
-    assert script.wait(20) == 128 + signal.SIGKILL
-    assert "error[peer-lost]: rank 1 (" in script.err
-    (written,) = checkpoint_files.find(tmp_path / "run" / "checkpoints")
-    assert written.step == 20
-    assert gone(ranks, 0.5)
 
 
 def test_a_signal_to_the_parent_stops_its_ranks_in_order_and_none_is_left(spawn: Start, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ rank 0, or answers in its place, disturbs nobody and clears nobody's terminal.""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -11,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,30 +21,21 @@ import psutil
 import pytest
 from msgspec.structs import asdict, replace
 
-from ddp_manual.agent.probe import look_at, probe
 from ddp_manual.messages import (
     PROTOCOL,
-    Claim,
     Greeting,
-    Hello,
     Message,
     News,
-    RankInfo,
     RunEnds,
     Seen,
     Verdict,
     Welcome,
 )
-from ddp_manual.protocol.roll_call import MOST_REFUSALS, REFUSALS_WITHIN
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.wire import encode
-from tests.conftest import LONGER, RankProcess, Start, last_error
+from tests.conftest import RankProcess, Start, last_error
 from tests.runs import run_info
-from tests.strangers import Stranger
 
-# As many as come in an hour at one each second, in a minute.
-STRANGERS = int(os.environ.get("DDP_MANUAL_SOAK_STRANGERS", "480"))
-STRANGERS_A_SECOND = 60
 RUN = (sys.executable, "-m", "ddp_manual", "run")
 WORKS = ("--no_python", "sleep", 15)
 RANDOM_BYTES = random.Random(0).randbytes(10_000_000)
@@ -109,28 +98,6 @@ CLEAR = "\x1b[2J\r\x9b"
 ESCAPED = "\\x1b[2J\\r\\x9b"
 
 
-def test_control_characters_of_a_stranger_are_escaped_in_the_terminals_of_all_ranks_and_in_status(
-    start: Start, port: int
-) -> None:
-    run = [*RUN, "--world_size", 3, "--master_port", port]
-    ranks = [start(*run, "--rank", rank, *WORKS) for rank in (0, 1)]
-    ranks[1].wait_for("waiting for rank 2; 2 of 3 here")
-    with Stranger(port) as stranger:
-        stranger.say(Seal(None).close(Hello, "", {"nonce": "", "info": {"rank": 2, "host": f"a\n{CLEAR}"}}))
-        assert stranger.hears("refused")["identifier"] == "version-mismatch"
-    with Stranger(port) as stranger:
-        hello = RankInfo(rank=2, world_size=7, host=f"b{CLEAR}", pid=1, address="127.0.0.1")
-        stranger.say(Seal(None).close(Hello, "", Claim(hello, "")))
-        assert stranger.hears("refused")["identifier"] == "world-size-mismatch"
-    for rank in ranks:
-        rank.wait_for(f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch")
-        rank.wait_for("a process that says it is rank 2 on 'a")
-    seen = [start(*RUN[:3], "status", "--master_port", port, *as_json) for as_json in ([], ["--json"])]
-    assert [status.wait() for status in seen] == [0, 0]
-    assert f"rank 2 (b{ESCAPED}, pid 1) was refused: world-size-mismatch" in seen[0].out
-    assert not any(letter in process.out + process.err for process in (*ranks, *seen) for letter in "\x1b\r\x9b")
-
-
 def test_control_characters_of_a_false_rank_0_are_escaped_and_its_folder_is_not_made(
     start: Start, rank_command: Callable[..., list[object]], tmp_path: Path
 ) -> None:
@@ -173,72 +140,6 @@ def say_as_rank_0(listener: socket.socket, *messages: Message) -> Iterator[None]
         connection.makefile().readline()
         connection.sendall(b"".join(map(encode, messages)))
         yield
-
-
-@pytest.mark.soak(only=True)
-@pytest.mark.alone
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("token", ["", "of the soak"])
-def test_an_hours_worth_of_strangers_in_a_minute_changes_neither_heartbeats_nor_memory(
-    start: Start, rank_command: Callable[..., list[object]], port: int, token: str
-) -> None:
-    """They send without pause, for as long as they are let: random bytes, a line without an end, only newlines, empty
-    messages, hellos, damaged hellos, looks. Without a token they come once all ranks are here, since one of their
-    hellos would make a rank. With a token, rank 1 comes while they do."""
-    command = [rank_command(rank, 2, *LONGER, 1000, "--join_timeout", 300) for rank in range(2)]
-    env = {"DDP_MANUAL_TOKEN": token}
-    ranks = [start(*command[0], **env)]
-    listener = socket.create_server(("127.0.0.1", 0))
-    hello = hello_of(start(*command[1], "--master_port", listener.getsockname()[1], **env), listener, token)
-    if not token:
-        ranks.append(start(*command[1], **env))
-    ranks[0].wait_for("waiting for rank 1; 1 of 2 here" if token else "step 100/")
-    agent = psutil.Process(ranks[0].process.pid)
-    before = agent.memory_full_info().uss
-    seconds = STRANGERS / STRANGERS_A_SECOND
-    strangers = start(sys.executable, "-m", "tests.strangers", port, STRANGERS, seconds, random.randrange(10**6), hello)
-    if token:
-        ranks.append(start(*command[1], **env))
-    looks = asyncio.run(look_while(strangers, port, token))
-    grown = agent.memory_full_info().uss - before
-    ranks[0].wait_for("step 200/")
-    assert [rank.process.poll() for rank in ranks] == [None, None], ranks[0].err
-    for rank in ranks:
-        rank.process.terminate()
-    assert [rank.wait() for rank in ranks] == [143, 143]
-    slowest, silent = max(took for took, _ in looks), max(silent for _, silent in looks)
-    print(
-        f"{strangers.out.strip()}: the slowest of {len(looks)} looks took {slowest:.2f} s, a rank was silent for "
-        f"{silent} s at most, rank 0's agent has grown by {grown / 1e6:.1f} MB"
-    )
-    assert slowest < 2 and silent < 2 and grown < 10e6
-    said = "".join(rank.err for rank in ranks)
-    assert "silent" not in said and "Traceback" not in said and "is gone" not in said
-    assert said.count(" was refused: ") <= 2 * MOST_REFUSALS * (1 + seconds // REFUSALS_WITHIN)
-
-
-def hello_of(rank: RankProcess, listener: socket.socket, token: str) -> str:
-    """The hello of a rank whose rank 0 is this listener, and which then ends."""
-    with listener, listener.accept()[0] as connection:
-        connection.sendall(encode(Greeting(PROTOCOL, "-", "-", 1, token=bool(token))))
-        hello = connection.makefile().readline()
-    rank.kill()
-    return hello.strip()
-
-
-async def look_while(strangers: RankProcess, port: int, token: str) -> list[tuple[float, float]]:
-    """Look at the run until the strangers have come; return how long each look took, and for how long a rank had been
-    silent then, in seconds."""
-    there, found = await probe("127.0.0.1", port), []
-    assert there.connection is not None
-    while strangers.process.poll() is None:
-        began = time.monotonic()
-        seen = await look_at(there, "rank 0", token.encode() or None)
-        silent = max((rank["silent_seconds"] for rank in seen["progress"] or ()), default=0.0)
-        found.append((time.monotonic() - began, silent))
-        await asyncio.sleep(0.1)
-    there.connection.close()
-    return found
 
 
 def come_as_strangers(start: Start, port: int, held: ExitStack) -> None:

@@ -24,8 +24,6 @@ from tests.conftest import LONGER, REPOSITORY, SHORT, Start, clean_environment
 
 BAR = re.compile(r"^[━╸╺]{10} +\d+/\d+ \d:\d\d:\d\d epoch 1/\d+ loss \d.\d{4} accuracy ")
 PROMPT = "$ "
-# More than a pipe and a process of ours keep.
-LINES_UNREAD = 50_000
 
 
 class Terminal:
@@ -192,35 +190,3 @@ def test_a_terminal_that_is_not_read_neither_ends_the_run_nor_its_own_rank(
     assert other.wait() == 0, other.err
     terminal.type("\x11")
     assert "error[" not in "".join(terminal.wait())
-
-
-def test_launch_goes_on_while_nobody_reads_its_terminal_and_so_do_its_logs(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --no_python --run_dir {tmp_path / 'run'}"
-    process = subprocess.Popen(
-        [*command.split(), "sh", "-c", f"yes {'words ' * 20} | head -n {LINES_UNREAD}"],
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        stdout=writing,
-        stderr=writing,
-        start_new_session=True,
-    )
-    os.close(writing)
-    said = b""
-    try:
-        deadline = time.monotonic() + 60
-        while [log.read_bytes().count(b"words\n") for log in (tmp_path / "run").glob("log-rank*.txt")] != [
-            LINES_UNREAD
-        ] * 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        with suppress(subprocess.TimeoutExpired):  # the run is over, and its last lines wait for somebody
-            process.wait(5)
-        while piece := os.read(reading, 1 << 16):
-            said += piece
-        assert process.wait(10) == 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        os.close(reading)
-    assert b" lines left out: this terminal was not read for " in said

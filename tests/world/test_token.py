@@ -145,9 +145,8 @@ def turned_away(port: int, recorded: bytes) -> None:
         assert b"refused" in answer and b"signature" in answer
 
 
-@pytest.mark.parametrize("forged", [False, True])
 def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
-    start_program: Start, eavesdropper: Eavesdropper, forged: bool
+    start_program: Start, eavesdropper: Eavesdropper
 ) -> None:
     true = start_program(0, 3)
     true.wait_for("waiting for ranks 1-2; 1 of 3 here")
@@ -156,9 +155,6 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
     greeting, welcome = (eavesdropper.line_from_rank_0(kind) for kind in ("greeting", "welcome"))
     overheard.kill()
     true.kill()
-    if forged:
-        unsigned = {name: value for name, value in json.loads(welcome).items() if name != "signature"}
-        welcome = json.dumps(unsigned).encode() + b"\n"
     with socket.create_server(("127.0.0.1", 0)) as false:
         false_port = false.getsockname()[1]
         rank = start_program(1, 3, "--master_port", false_port)
@@ -172,7 +168,7 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
     assert error.startswith(
         f"error[token-mismatch]: rank 0 at 127.0.0.1:{false_port} does not have this rank's token\n"
     )
-    assert ("it is not signed with a token" if forged else "or was recorded elsewhere") in error
+    assert "or was recorded elsewhere" in error
 
 
 def test_a_rank_and_status_need_the_token(start: Start, start_program: Start, port: int, token_file: Path) -> None:

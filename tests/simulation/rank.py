@@ -1,0 +1,75 @@
+"""A rank as somebody has typed it, or as a launch has started it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ddp_manual.agent import main
+from ddp_manual.errors import DdpManualError
+from ddp_manual.protocol import states
+from tests.simulation.network import Host
+from tests.simulation.virtual_time import Process
+from tests.simulation.worker import HeldState, Program, SimulatedWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.run import Run
+
+
+@dataclass(eq=False)
+class Rank:
+    """A rank as somebody has typed it: one agent, with its workers."""
+
+    number: int
+    host: Host
+    process: Process
+    run: Run
+    world_size: int
+    typed: float
+    agent: main.Agent | None = None
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    errors: list[DdpManualError] = field(default_factory=list)
+    ended: float | None = None
+    exit_code: int | None = None
+    generation: int = -1
+    """The last one in which a worker of it was placed."""
+    killed: bool = False
+    """Whether it has ended without a word, with its host or by a signal that nobody handles."""
+    belongs: bool = True
+    """Whether it is one of the ranks that the plan types, or one of those typed again; not a second or a wrong one."""
+    detail: str = ""
+    held: HeldState | None = None
+    workers: list[SimulatedWorker] = field(default_factory=list)
+    signals: list[tuple[float, int]] = field(default_factory=list)
+    """When its agent has got a signal, and how far the run was."""
+    insists: bool = False
+    """Whether a second one has come while it still worked."""
+
+    @property
+    def is_script(self) -> bool:
+        return self.run.plan.script
+
+    @property
+    def has_token(self) -> bool:
+        return "token" not in self.detail if self.run.plan.token else True
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.number} on {self.host.name}"
+
+    @property
+    def host_is_frozen(self) -> bool:
+        return self.host.number in self.run.frozen_hosts
+
+    @property
+    def program(self) -> Program | None:
+        return self.workers[-1]._program if self.workers else None
+
+    @property
+    def runs(self) -> bool:
+        return self.ended is None and not self.killed
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its agent has its result or its error."""
+        return self.agent is not None and isinstance(self.agent.protocol.state, states.Ended)
