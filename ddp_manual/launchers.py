@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getopt
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ LONGEST_TOKEN = 4096
 # NCCL's key for TLS, which every rank must have, and nobody is shown.
 SECRET_VARIABLES = {"NCCL_PSK"}
 LONGEST_SHEBANG = 4096
+# Of ``python``, as getopt has them.
+PYTHON_OPTIONS = "bBc:dEhiIm:OPqRsSuvVW:xX:?"
 # Holds the variables that a rank has set for gloo and NCCL, such as GLOO_SOCKET_IFNAME=lo. A process that the rank
 # starts may be of another run, and would take them for its user's choice.
 INTERFACES_VARIABLE = "DDP_MANUAL_INTERFACES"
@@ -514,16 +517,44 @@ def as_typed(program: str) -> str:
 
 
 def start_python(
-    program: Path, descriptors: Sequence[int], who: Sequence[str] = (), **options: Any
+    program: Path, descriptors: Sequence[int], who: Sequence[str] = (), *, is_worker: bool = True, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start a program of this package, which inherits ``descriptors``. Its arguments are their numbers, our pid and
     ``who``.
 
     It starts with signals blocked until it can handle them.
+
+    Args:
+        is_worker: whether the user's program will run in it, as this process was told to run Python, and with what it
+            has inherited.
     """
-    command = [sys.executable, str(program), *map(str, descriptors), str(os.getpid()), *who]
+    flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
+    command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
     with signals.block_in_children():
-        return subprocess.Popen(command, pass_fds=descriptors, env=worker_environment(), **options)
+        return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=worker_environment(), **options)
+
+
+def python_flags() -> list[str]:
+    """Return the flags of this Python that a program of the user's is to have too: -O, -W, -X and -u."""
+    flags: list[str] = []
+    with suppress(getopt.GetoptError):
+        for flag, value in getopt.getopt(sys.orig_argv[1:], PYTHON_OPTIONS)[0]:
+            if flag in ("-c", "-m"):  # what follows is the program's
+                break
+            flags += [f"{flag}{value}"] if flag in ("-O", "-W", "-X", "-u") else []
+    return flags
+
+
+def _inherited_descriptors() -> list[int]:
+    """Return what this process was given open besides its three streams, as a shell does for ``<(command)``: Python
+    leaves no descriptor of its own to children."""
+    found = []
+    with suppress(OSError):
+        for number in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):  # that of the listing
+                if number > 2 and os.get_inheritable(number):
+                    found.append(number)
+    return found
 
 
 def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:
@@ -537,4 +568,6 @@ def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable
     who = [word for word in sys.argv[1:] if "=" in word]
     with signals.block_in_children():
         signals.handle_as_any_program(ignored)
-        os.execv(sys.executable, [sys.executable, sys.argv[0], *map(str, descriptors), str(parent), *who])
+        os.execv(
+            sys.executable, [sys.executable, *python_flags(), sys.argv[0], *map(str, descriptors), str(parent), *who]
+        )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from ddp_manual import launchers, orphans
 from ddp_manual.agent.worker_process import (
@@ -87,7 +87,7 @@ class Forker:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        own = {} if self._in_terminal else {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        own: dict[str, Any] = {} if self._in_terminal else {"stdin": subprocess.DEVNULL, "start_new_session": True}
         with theirs, nullcontext() if self._in_terminal else launchers.clean_variables(self._nproc):
             self._process = start_python(PROGRAM, [theirs.fileno()], self._words, **own)
             orphans.is_own(self._process)

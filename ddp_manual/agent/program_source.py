@@ -246,7 +246,12 @@ class _Finder:
             folders = package.submodule_search_locations if package is not None else None
             # The whole name of a package without an __init__.py would be looked up among the modules loaded here.
             return PathFinder.find_spec(last, list(folders)) if folders else None
-        return PathFinder.find_spec(name, [*self._local, *self._others])
+        found = PathFinder.find_spec(name, [*self._local, *self._others])
+        # What pip install --editable has put in Python's way, unless a .pth file has its folder in sys.path.
+        for finder in sys.meta_path if found is None else ():
+            if str(getattr(finder, "__module__", "")).startswith("__editable__"):
+                found = found or finder.find_spec(name, None)
+        return found
 
     def follow(self, main: _Module) -> tuple[dict[str, str], dict[str, Path]]:
         """Return the digest of each local file that the program's imports lead to, and the file of each package that

@@ -79,13 +79,13 @@ def _from_launcher(spec: WorldSpec) -> bool:
 
 
 def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Make ``cuda:local_rank`` the current device, or use this rank's share of the cores.
+    """Use this rank's share of the cores, and make ``cuda:local_rank`` the current device.
 
     Raises:
         DeviceMissing: this host has fewer GPUs than ranks.
     """
+    torch.set_num_threads(launchers.cpu_threads(local_world_size))
     if device == "cpu":
-        torch.set_num_threads(launchers.cpu_threads(local_world_size))
         return torch.device("cpu")
     _check_gpu(rank, local_rank, torch.cuda.device_count())
     torch.cuda.set_device(local_rank)

@@ -147,7 +147,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Repor
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
-        agent = launchers.start_python(AGENT, [theirs.fileno(), reading], stdin=subprocess.DEVNULL)
+        agent = launchers.start_python(AGENT, [theirs.fileno(), reading], is_worker=False, stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
     undo.callback(signals.write_no_stacks, was_enabled=faulthandler.is_enabled())

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddp_manual import gpus, launchers
 from ddp_manual.errors import BadOption
-from ddp_manual.worker import process_group
+from ddp_manual.worker import device, process_group
 
 Host = Callable[..., None]
 UUIDS = [f"GPU-{number}6cb44c-6756-fd30-cd4a-1e6da3caf9b0" for number in range(4)]
@@ -107,3 +108,15 @@ def test_a_rank_uses_one_part_of_a_divided_gpu_which_is_its_only_gpu(
 def test_where_not_all_gpus_are_divided_the_whole_ones_count(host: Host) -> None:
     host(*driver_of(2), MIG_FILES[0], listed=DIVIDED.rpartition("  MIG")[0])
     assert gpus.mig_device(None) is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_ranks_of_a_host_share_out_its_cores_with_gpus_too(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launchers, "usable_cores", lambda: 96)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    assert device.pin(3, kind, 3, 8).type == kind
+    assert chosen == [12]

@@ -6,6 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,26 @@ def test_a_usual_script_is_read_within_50_ms(tmp_path: Path) -> None:
 
 
 # -- packages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_package_that_was_installed_in_development_mode_is_a_part_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``pip install --editable`` with setuptools does it: a hook knows where the package is, and no path does."""
+    folder = write(tmp_path, {"train.py": "import mine\nfrom mine import part\n", "src/mine/__init__.py": ""})
+    write(tmp_path, {"src/mine/part.py": ""})
+
+    class Hook:
+        __module__ = "__editable___mine_1_0_finder"
+
+        @classmethod
+        def find_spec(cls, name: str, path: object = None) -> ModuleSpec | None:
+            file = folder / "src" / "mine" / "__init__.py"
+            return spec_from_file_location(name, file) if name == "mine" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    assert files_of(folder / "train.py") == ["mine/__init__.py", "mine/part.py", "train.py"]
+    assert packages_of(folder / "train.py") == {}
 
 
 def test_packages_that_are_imported_at_the_top_count_with_their_distribution(

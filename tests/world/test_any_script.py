@@ -98,6 +98,28 @@ def test_a_program_finds_itself_as_plain_python_would_start_it(tmp_path: Path, s
     assert started_by(*DDP_MANUAL, "run") == started_by(sys.executable)
 
 
+HOW_PYTHON_RUNS = """
+    import json, sys
+    rules = [rule for rule in sys.warnoptions if "Resource" in rule]
+    print(json.dumps([sys.flags.optimize, rules, sys._xoptions, sys.stdout.write_through, open(sys.argv[1]).read()]))
+"""
+
+
+@pytest.mark.parametrize("started", ["", "run", "launch --nproc 1"])
+def test_a_program_has_the_flags_of_python_and_the_descriptors_that_it_was_started_with(
+    tmp_path: Path, started: str
+) -> None:
+    script = write(tmp_path, "script.py", HOW_PYTHON_RUNS)
+    python = f"{sys.executable} -O -W ignore::ResourceWarning -X name=1 -X other -u"
+    through = f"-m ddp_manual {started}" if started else ""
+    environment = clean_environment(PYTHONPATH=str(REPOSITORY))
+    words = ["bash", "-c", f"{python} {through} {script} <(echo hi)"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True)
+    *seen, unbuffered, read = json.loads(ended.stdout.splitlines()[-1].removeprefix("[rank 0] "))
+    assert seen == [1, ["ignore::ResourceWarning"], {"name": "1", "other": True}] and read == "hi\n"
+    assert unbuffered or "launch" in started  # where a pipe is read line by line
+
+
 VARIABLES = """
     import json, os, sys
     import torch, torch.distributed as dist
