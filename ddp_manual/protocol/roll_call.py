@@ -176,7 +176,7 @@ class RollCall:
             if not frozen and holder.heard <= since:
                 return False
             refusal = self._taken(info, holder.info, frozen=frozen)
-        if isinstance(refusal, WorldSizeMismatch) and (missing := self.missing) and info.rank not in missing:
+        if isinstance(refusal, WorldSizeMismatch) and info.rank not in (missing := self.missing or [info.rank]):
             refusal.next = self.run.command_for(missing[0])
         if refusal is not None:
             self.refuse(info.who, refusal, now)
