@@ -403,3 +403,21 @@ def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "stdout", screen)
     assert cli.run(["compare", str(tmp_path / "one"), str(tmp_path / "데이터")]) == 0
     assert "\\ub370\\uc774\\ud130" in screen.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", [["run", "script.py"], ["train"]], ids=" ".join)
+def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_others_are(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    monkeypatch.setattr("ddp_manual.agent.tasks.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
+    monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
+    monkeypatch.setattr(terminal.LOGGER, "propagate", True)
+    monkeypatch.setattr(terminal, "log_to_stderr", lambda rank, over_bar=False: None)
+    monkeypatch.setattr(terminal, "log", terminal.LOGGER.warning)
+    said = "no --rank was given: this is rank 0 of 3; the others have --rank 1 to 2"
+    for options, lines in ((["--rank", "0"], []), ([], [said])):
+        caplog.clear()
+        assert cli.run([command[0], "--world_size", "3", *options, *command[1:]]) == 0
+        assert [line for line in caplog.messages if line.startswith("no --rank")] == lines
