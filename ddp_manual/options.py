@@ -175,7 +175,9 @@ def help_text(field: dataclasses.Field[Any], kind: type, default: object = None)
         text += f" [{'|'.join([*field.metadata['choices'], *field.metadata['forms']])}]"
     if default is not None:
         return re.sub(r" \(default: [^)]*\)", "", text) + f" (default: {default})"
-    return text if field.default is None or kind is bool else f"{text} (default: {field.default})"
+    if field.default is None or kind is bool:
+        return text
+    return f"{text} (default: {f'{field.default:g}' if kind is float else field.default})"
 
 
 def as_flags(options: Mapping[str, Any]) -> str:

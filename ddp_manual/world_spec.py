@@ -59,9 +59,7 @@ class WorldSpec(Options):
         "Where rank 0 listens, if --master_addr is forwarded to it (default: at --master_addr; 0.0.0.0: everywhere).",
     )
     run_id: str | None = rendezvous(None, "Name of the run; rank 0's counts (default: eight random digits).")
-    join_timeout: float = rendezvous(
-        1800.0, "Seconds to wait for rank 0, and then for all ranks to join (check: 30).", above=0
-    )
+    join_timeout: float = rendezvous(1800.0, "Seconds to wait for rank 0, and then for all ranks to join.", above=0)
     peer_timeout: float = rendezvous(
         60.0,
         "Seconds of silence after which a rank counts as lost (it is named after 10); rank 0's counts for all.",

@@ -165,6 +165,7 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
             name = program.name
             terminal.log(f"{behind} comes after {name} and goes to it; if it is meant for run, put it before {name}")
         terminal.log("no --world_size was given: this is the only rank (of two, one has --world_size 2 --rank 0)")
+    _say_rank_0_by_default(spec)
     restarts = launchers.torchrun_restarts() if spec.agent_store else (0, 0)
     task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
     return in_this_terminal(spec, task)
@@ -191,7 +192,15 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
         spec = dataclasses.replace(spec, master_port=0)
     if spec.source("world_size") == "default" and not config.no_ddp:
         terminal.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
+    _say_rank_0_by_default(spec)
     return in_this_terminal(spec, task)
+
+
+def _say_rank_0_by_default(spec: WorldSpec) -> None:
+    """Say which rank this is where nobody has said it; the commands of the others come once rank 0 waits for them."""
+    if spec.world_size > 1 and spec.source("rank") == "default":
+        others = "--rank 1" if spec.world_size == 2 else f"--rank 1 to {spec.world_size - 1}"
+        terminal.log(f"no --rank was given: this is rank 0 of {spec.world_size}; the others have {others}")
 
 
 def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:

@@ -7,6 +7,7 @@ about a flag answer at once.
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,16 +27,44 @@ CONTEXT = {
     "max_content_width": 100,
 }
 
+IN_THE_USUAL_ORDER = (
+    *(list_commands, check, run_program, train, launch, hosted, status),
+    *(list_runs, compare_runs, list_checkpoints, evaluate, show_data),
+)
 
-@click.group(context_settings=CONTEXT)
+
+class OrderedGroup(click.Group):
+    """The commands in the order in which they are typed."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = [command for command in IN_THE_USUAL_ORDER if not command.hidden]
+        with formatter.section("Commands, in the usual order"):
+            formatter.write_dl([(str(command.name), command.short_help or "") for command in shown])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands and (args[0].endswith(".py") or os.path.isfile(args[0])):
+            raise errors.BadOption(
+                f"{args[0]} is a script, and no command of ddp-manual",
+                why="the command run starts one rank of a script",
+                next=f"ddp-manual run {shlex.join(args)}",
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=OrderedGroup, context_settings=CONTEXT)
 @click.version_option(package_name="ddp_manual", prog_name="ddp-manual")
 def ddp_manual() -> None:
-    """Start DistributedDataParallel training one rank at a time, by hand."""
+    """Start distributed PyTorch by hand, each rank in a terminal of its own:
+
+    \b
+      ddp-manual run --world_size 2 --rank 0 train.py
+      ddp-manual run --world_size 2 --rank 1 train.py
+    """
 
 
-for command in (train, run_program, check, launch, hosted, list_commands):
-    ddp_manual.add_command(command)
-for command in (status, list_checkpoints, list_runs, compare_runs, evaluate, show_data):
+for command in IN_THE_USUAL_ORDER:
     ddp_manual.add_command(command)
 
 
@@ -94,5 +123,8 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
             name = error.option_name
             next += f"\nor put {name} after the script, if it is one of the script's"
             next += "\nor after a --, if it is one of the built-in training"
+        form = {"run": "SCRIPT", "train": "-- OPTIONS"}.get(str(context.info_name if context is not None else ""))
+        if form is not None and any(error.option_name in option.opts for option in launch.params):
+            next = f"to start all ranks at once: ddp-manual launch {error.option_name} ... {form}\n{next}"
     why = why or (context.get_usage() if context is not None else "the command line cannot be read so")
     return errors.BadOption(error.format_message().rstrip("."), why=why, next=next)

@@ -28,7 +28,11 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 
-@click.command(cls=GroupedCommand, context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=GroupedCommand,
+    context_settings={"allow_interspersed_args": False},
+    short_help="Start all ranks of this machine, or of many, at once.",
+)
 @click.option(
     "--nproc",
     "--nproc_per_node",
@@ -39,13 +43,19 @@ from ddp_manual.world_spec import WorldSpec
 )
 @click.option("--num_processes", type=click.IntRange(min=1), hidden=True, help="On all machines together.")
 @click.option(
-    "--nnodes", "--num_machines", "nnodes", type=click.IntRange(min=1), help="How many machines (default: 1)."
+    "--nnodes",
+    "--num_machines",
+    "nnodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many machines (default: 1).",
 )
 @click.option(
     "--node_rank",
     "--machine_rank",
     "node_rank",
     type=click.IntRange(min=0),
+    metavar="K",
     help="Which of them this is: 0 to nnodes - 1. Start the same command once on each (default: 0).",
 )
 @click.option(
@@ -68,7 +78,7 @@ from ddp_manual.world_spec import WorldSpec
 @click.option("--dry_run", is_flag=True, help="Print what would be run on each host, and run nothing.")
 @click.option("--standalone", is_flag=True, help="Does nothing: torchrun needs it to start all ranks on one machine.")
 @refuse_options_of_torchrun
-@launched_program(defaults={"max_restarts": 0})
+@launched_program(defaults={"max_restarts": 0, "master_port": f"a free one; with --nnodes {WorldSpec.master_port}"})
 @click.pass_context
 def launch(
     context: click.Context,
@@ -95,6 +105,8 @@ def launch(
 ) -> int:
     """Start N ranks on this machine and end them together: of your own SCRIPT, unmodified, as torchrun would start it,
     or of our own training, each with the TRAIN_OPTIONS after --.
+
+    Example: ddp-manual launch --nproc 4 train.py --epochs 3
 
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
@@ -209,7 +221,12 @@ def hosted() -> int:
     return hosted.serve()
 
 
-@click.command("commands", cls=GroupedCommand, context_settings={"allow_interspersed_args": False})
+@click.command(
+    "commands",
+    cls=GroupedCommand,
+    context_settings={"allow_interspersed_args": False},
+    short_help="Print what to type in each terminal of each host.",
+)
 @hosts_options("The hosts, each with its number of ranks; rank 0 is on the first.")
 @click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
 @json_option

@@ -20,7 +20,7 @@ from ddp_manual.world_spec import WorldSpec
 OF_THE_RUN = ("model", "normalization", "dataset", "image_size", "classes", "data_dir")
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, short_help="Look at a run: who is here, missing, and does what.")
 @click.option(
     "--watch", is_flag=True, help="Wait for rank 0, and look again every second until the run ends or Ctrl-C."
 )
@@ -52,7 +52,7 @@ def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any)
     return 0
 
 
-@click.command("checkpoints")
+@click.command("checkpoints", short_help="List the checkpoints of a run, and what is damaged.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of text.")
 @click.argument("folder", metavar="DIR", type=PATH)
 def list_checkpoints(as_json: bool, folder: Path) -> None:
@@ -66,7 +66,7 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
     print_result(json.dumps(found, indent=2) if as_json else checkpoints.text(found))
 
 
-@click.command("runs")
+@click.command("runs", short_help="List runs: how, when and why each has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of text.")
 @click.argument("folder", metavar="[DIR]", type=PATH, default=Path("runs"))
 def list_runs(as_json: bool, folder: Path) -> None:
@@ -77,7 +77,7 @@ def list_runs(as_json: bool, folder: Path) -> None:
     print_result(json.dumps(found, indent=2) if as_json else runs.text(found) if found else f"no runs in {folder}")
 
 
-@click.command("compare")
+@click.command("compare", short_help="Put runs side by side: speed, accuracy, options.")
 @json_option
 @click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=PATH)
 def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:
@@ -93,7 +93,7 @@ def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:
     print_result(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, short_help="Test a trained model again, in one process.")
 @click.option(
     "--checkpoint",
     metavar="PATH",
@@ -121,7 +121,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
     print_result(json.dumps(report, indent=2) if as_json else evaluate.text(report))
 
 
-@click.command("show-data", cls=GroupedCommand)
+@click.command("show-data", cls=GroupedCommand, short_help="Draw some images of a data set, and count its classes.")
 @click.option("--part", type=click.Choice(["train", "test"]), default="train", help="Which part (default: train).")
 @click.option("--count", type=click.IntRange(1, 1000), default=40, help="How many images to draw (default: 40).")
 @click.option("--out", metavar="FILE", type=PATH, help="The PNG file to write (default: <dataset>-<part>.png).")

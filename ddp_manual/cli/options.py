@@ -17,19 +17,74 @@ from ddp_manual.world_spec import WorldSpec
 PATH: Any = click.Path(path_type=Path)
 
 # The headings of a command's help, and the options below them.
-GROUPS = ("identity", "rendezvous", "lost ranks", "training", "data", "output", "checkpoints", "other")
-GROUP_OF = {field.name: field.metadata["group"] for kind in (WorldSpec, TrainConfig) for field in option_fields(kind)}
+GROUPS = (
+    *("ranks", "hosts", "identity", "script", "rendezvous", "lost ranks", "training", "data", "output", "checkpoints"),
+    "other",
+)
+GROUP_OF = {
+    **{field.name: field.metadata["group"] for kind in (WorldSpec, TrainConfig) for field in option_fields(kind)},
+    **dict.fromkeys(("nproc", "nnodes", "node_rank"), "ranks"),
+    **dict.fromkeys(("hosts", "hostfile", "ssh_command", "remote_dir", "remote_python", "export", "dry_run"), "hosts"),
+    **dict.fromkeys(("as_module", "no_python", "may_differ", "start"), "script"),
+}
+# Options that most people never need.
+RARE = {
+    *("local_rank", "listen_addr", "run_id", "collectives", "allow_mismatch", "standby_addr", "on_loss_of_own_code"),
+    *("rejoin_timeout", "shrink_after", "start", "ssh_command", "remote_dir", "remote_python", "export", "standalone"),
+    *("lr_scaling", "lr_schedule", "warmup_epochs", "momentum", "weight_decay", "clip_grad_norm", "shift", "flip"),
+    *(
+        "normalization",
+        "sync_bn",
+        "no_ddp",
+        "image_size",
+        "classes",
+        "check_replicas",
+        "checkpoint_steps",
+        "hold_every",
+    ),
+}
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options below headings."""
+    """A command whose help lists its options below headings; those that most people never need with --help-all only."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        *others, help = super().get_params(ctx)
+        is_long = any(option.name in RARE for option in others)
+        return [*others, help, _help_all] if is_long else [*others, help]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group in GROUPS:
-            options = [option for option in self.get_params(ctx) if GROUP_OF.get(option.name or "", "other") == group]
+            options = [
+                option
+                for option in self.get_params(ctx)
+                if isinstance(option, click.Option) and GROUP_OF.get(option.name or "", "other") == group
+                if ctx.meta.get(SHOWS_ALL) or option.name not in RARE
+            ]
             if records := [*filter(None, (option.get_help_record(ctx) for option in options))]:
                 with formatter.section(group.capitalize()):
                     formatter.write_dl(records)
+
+
+# In the ``meta`` of a context: whether its help shows the options in RARE too.
+SHOWS_ALL = "ddp_manual.shows_all"
+
+
+def _show_all(context: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        context.meta[SHOWS_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+_help_all = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all options, also those that most people never need.",
+)
 
 
 # A program chooses its devices itself; launch chooses the place of each rank.

@@ -25,10 +25,11 @@ from ddp_manual.world_spec import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldS
 FOUND_A_PROBLEM = 3
 # What the help calls the default.
 OF_OURS = {"stall_timeout": round(STALL_TIMEOUT)}
+OF_CHECK = {**OF_OURS, "join_timeout": 30}
 OF_SCRIPTS = {"stall_timeout": round(STALL_TIMEOUT_OF_SCRIPT)}
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, short_help="Run ONE rank of the built-in training.")
 @click.option(
     "--config",
     "config_file",
@@ -39,6 +40,8 @@ OF_SCRIPTS = {"stall_timeout": round(STALL_TIMEOUT_OF_SCRIPT)}
 @options_of(WorldSpec, defaults=OF_OURS)
 def train(config_file: str | None, **flags: Any) -> int:
     """Run ONE rank: wait for the others, then train together with them.
+
+    Example: ddp-manual train --world_size 2 --rank 0
 
     A value comes from its flag; otherwise from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR, MASTER_PORT) or from the file that --config names; otherwise it is the default.
@@ -62,7 +65,12 @@ def train(config_file: str | None, **flags: Any) -> int:
     return ended.exit_code
 
 
-@click.command("run", cls=GroupedCommand, context_settings={"allow_interspersed_args": False})
+@click.command(
+    "run",
+    cls=GroupedCommand,
+    context_settings={"allow_interspersed_args": False},
+    short_help="Run ONE rank of your own script, unmodified.",
+)
 @program_options
 @click.option(
     "--run_dir", metavar="DIR", help="Where a rank that fails leaves why, as failure-rank<k>.json (default: nowhere)."
@@ -73,6 +81,8 @@ def run_program(
     script: tuple[str, ...], as_module: bool, no_python: bool, may_differ: str | None, run_dir: str | None, **flags: Any
 ) -> int:
     """Run ONE rank of your own SCRIPT, unmodified: wait for the others, then start it as torchrun would.
+
+    Example: ddp-manual run --world_size 2 --rank 0 train.py --epochs 3
 
     A value comes from its flag; otherwise from the variable torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR, MASTER_PORT); otherwise it is the default. The exit code is the script's own, or that of the error
@@ -88,13 +98,13 @@ def run_program(
         return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, short_help="Meet the other ranks, probe and measure; do not train.")
 @json_option
-@options_of(WorldSpec, defaults=OF_OURS)
+@options_of(WorldSpec, defaults=OF_CHECK)
 def check(as_json: bool, **flags: Any) -> int:
     """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
 
-    Waits 30 s for the others unless --join_timeout says otherwise. Rank 0 prints the whole table, each other rank its
+    Rank 0 prints the whole table, each other rank its
     own line. The exit code is 0, or 3 with the findings first.
     """
     from ddp_manual.tools import check

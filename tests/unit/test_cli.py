@@ -112,7 +112,7 @@ def test_the_help_of_each_command_shows_how_long_its_ranks_may_stall(
 
 
 def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--help"]) == 0
+    assert cli.run(["train", "--help-all"]) == 0
     found: dict[str, list[str]] = {}
     heading = ""
     for line in capsys.readouterr().out.splitlines():
@@ -123,8 +123,66 @@ def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.Captur
     assert found == FLAGS
 
 
+def test_the_help_of_all_commands_fits_on_a_screen_and_has_an_example_and_the_usual_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80 and "..." not in shown.replace("[ARGS]...", "")
+    assert "    ddp-manual run --world_size 2 --rank 1 train.py\n" in shown
+    for command in cli.ddp_manual.commands.values():
+        assert command.hidden or f"{command.name} " in shown.partition("in the usual order:")[2]
+
+
+def test_help_leaves_out_what_most_people_never_need_and_launch_begins_with_the_number_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = {}
+    for words in ("launch --help", "launch --help-all", "status --help"):
+        assert cli.run(words.split()) == 0
+        shown[words] = capsys.readouterr().out
+    for name in ("--standby_addr", "--listen_addr", "--shrink_after", "--start", "--export"):
+        assert name not in shown["launch --help"] and f"  {name} " in shown["launch --help-all"]
+    assert shown["launch --help"].partition("\nRanks:\n")[2].startswith("  --nproc,")
+    assert "--help-all" in shown["launch --help"] and "--help-all" not in shown["status --help"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("launch --help", "says which. (default: a free one; with --nnodes 29500)"),
+        ("launch --help", "Rank 0's value is used. (default: 0)"),
+        ("train --help", "for all ranks to join. (default: 1800)"),
+        ("check --help", "for all ranks to join. (default: 30)"),
+    ],
+)
+def test_a_default_is_that_of_the_command(typed: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(typed.split()) == 0
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_script_in_place_of_a_command_is_told_what_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fit").touch()
+    for script in ("train.py", "fit"):
+        assert cli.run([script, "--lr", "a b"]) == 2
+        assert f"next: ddp-manual run {script} --lr 'a b'\n" in capsys.readouterr().err
+    assert cli.run(["statsu"]) == 2
+    assert "next: ddp-manual run" not in capsys.readouterr().err
+
+
+def test_one_ranks_command_leads_to_launch_where_its_options_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, hint in (("run --nproc 2 a.py", "--nproc ... SCRIPT"), ("train --hosts a,b", "--hosts ... -- OPTIONS")):
+        assert cli.run(typed.split()) == 2
+        assert f"next: to start all ranks at once: ddp-manual launch {hint}\n" in capsys.readouterr().err
+
+
 def test_each_switch_has_an_opposite(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--help"]) == 0
+    assert cli.run(["train", "--help-all"]) == 0
     pairs = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " / " in line]
     assert pairs == [
         ["--allow_mismatch", "/", "--no_allow_mismatch"],
@@ -345,3 +403,21 @@ def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "stdout", screen)
     assert cli.run(["compare", str(tmp_path / "one"), str(tmp_path / "데이터")]) == 0
     assert "\\ub370\\uc774\\ud130" in screen.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", [["run", "script.py"], ["train"]], ids=" ".join)
+def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_others_are(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    monkeypatch.setattr("ddp_manual.agent.tasks.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
+    monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
+    monkeypatch.setattr(terminal.LOGGER, "propagate", True)
+    monkeypatch.setattr(terminal, "log_to_stderr", lambda rank, over_bar=False: None)
+    monkeypatch.setattr(terminal, "log", terminal.LOGGER.warning)
+    said = "no --rank was given: this is rank 0 of 3; the others have --rank 1 to 2"
+    for options, lines in ((["--rank", "0"], []), ([], [said])):
+        caplog.clear()
+        assert cli.run([command[0], "--world_size", "3", *options, *command[1:]]) == 0
+        assert [line for line in caplog.messages if line.startswith("no --rank")] == lines
