@@ -154,6 +154,12 @@ def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join
         dist.destroy_process_group()
 
 
+def test_a_script_that_joins_by_itself_cannot_wait_for_lost_ranks() -> None:
+    with pytest.raises(BadOption, match="--on_loss wait cannot work in a script that calls join") as caught:
+        join(on_loss="wait").__enter__()
+    assert "start the script with ddp-manual run --on_loss wait" in caught.value.next
+
+
 def test_train_is_refused_after_the_rank_has_left() -> None:
     with join(world_size=1, rank=0, device="cpu") as world:
         world.check_open("train")

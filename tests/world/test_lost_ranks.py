@@ -166,7 +166,9 @@ def lose_worker(launch: RankProcess) -> None:
     os.kill([worker.pid for forker in agents.children() for worker in forker.children()][-1], signal.SIGKILL)
 
 
-def test_survivors_are_training_again_soon_and_nothing_grows(start_kept: StartKept) -> None:
+def test_survivors_are_training_again_soon_nothing_grows_and_a_newcomer_without_the_data_costs_only_itself(
+    start_kept: StartKept, tmp_path: Path
+) -> None:
     """Rank 0's worker is started again by its agent, so that what it takes is the survivors' own part."""
     kept = start_kept(2, epochs=20)
     kept.until_trained()
@@ -184,4 +186,11 @@ def test_survivors_are_training_again_soon_and_nothing_grows(start_kept: StartKe
         grown.append((agent.num_fds(), agent.num_threads(), len(agent.children(recursive=True))))
     assert statistics.median(took) < 5
     assert len(set(grown)) == 1, grown
+    before = kept.returns(0)
+    lose(kept, 1, "both")
+    elsewhere = kept.type(1, "--data_dir", tmp_path / "nowhere")
+    assert elsewhere.wait(60) == 16 and "error[data-missing]" in elsewhere.err
+    assert "then give this rank back, on any host: the others wait for it" in elsewhere.err
+    kept.type_again(1)
+    kept.wait_for_return(0, before=before + 1)
     print(f"survivors train again after {', '.join(f'{seconds:.2f}' for seconds in took)} s")
