@@ -336,6 +336,7 @@ def test_what_is_not_finite_stops_every_rank_at_that_step_and_is_not_saved(
     launcher = start(*launch, *training)
     assert launcher.wait() == 1
     assert f"error[training-failed]: {what} not finite at step" in launcher.err
+    assert launcher.err.count("  why:  ") == 1  # the other rank says that it is the same
     for rank in range(2):
         assert read(tmp_path / "run" / f"failure-rank{rank}.json")["identifier"] == "training-failed"
     assert not (tmp_path / "run" / "model.pt").exists()
