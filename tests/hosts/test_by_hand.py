@@ -5,7 +5,6 @@ What is printed may differ from the page in process ids, digests, seconds, perce
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -13,9 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import ALL_DIGITS, REPOSITORY, RankProcess
+from tests.conftest import REPOSITORY, RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host
 
@@ -163,22 +160,3 @@ def free_ports(host: Host) -> tuple[int, int]:
     low, high = host.run("cat", "/proc/sys/net/ipv4/ip_local_port_range").stdout.split()
     assert f"({low} to {high})" in SECTION and f"29500, {low}-{high} " in SECTION
     return int(low), int(high) + 1
-
-
-@pytest.mark.soak(only=True)
-@pytest.mark.timeout(600)
-def test_three_hosts_that_share_no_disk_train_mnist_as_the_page_says(
-    hosts: Hosts, digits: Path, tmp_path: Path
-) -> None:
-    three = hosts(3)
-    for folder in folders(three, tmp_path):
-        (folder / "data").symlink_to(digits)
-    raise_fence(three, tmp_path)
-    ranks = [start(host, "ddp-manual train", tmp_path) for host in three]
-    assert [rank.wait(500) for rank in ranks] == [0, 0, 0], ranks[0].err
-    assert_shown(ranks[0], three[0], "ddp-manual train")
-    summary = json.loads((tmp_path / "hostA" / "runs" / "mine" / "summary.json").read_text())
-    assert [entry["host"] for entry in summary["roster"]] == ["hostA", "hostB", "hostC"]
-    assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
-    for host in three[1:]:
-        assert {path.name for path in (tmp_path / host.name).iterdir()} == {"data", "fence.nft"}

@@ -113,13 +113,13 @@ FAULTS = (
     ),
     Planted(
         "the first Ctrl-C ends the rank",
-        "elif now - self._first.get(seen_by, now) > ONCE_WITHIN:",
-        "elif True:",
+        "if now - self._first.get(seen_by, now) > ONCE_WITHIN:",
+        "if True:",
     ),
     Planted(
         "the second Ctrl-C does nothing",
-        "elif now - self._first.get(seen_by, now) > ONCE_WITHIN:",
-        "elif False:",
+        "if now - self._first.get(seen_by, now) > ONCE_WITHIN:",
+        "if False:",
     ),
     Planted(
         "what is held is thrown away",
@@ -204,10 +204,16 @@ def found_by(planted: Planted, runs: int) -> Finding:
 
 def plant(planted: Planted, copy: Path) -> None:
     """Change the place of a fault in a copy of the package."""
-    sources = {path: path.read_text(encoding="utf-8") for path in (copy / "ddp_manual").glob("*/*.py")}
-    there = [path for path, source in sources.items() for _ in range(source.count(planted.old))]
+    file = place_of(planted, copy)
+    file.write_text(file.read_text(encoding="utf-8").replace(planted.old, planted.new), encoding="utf-8")
+
+
+def place_of(planted: Planted, repository: Path) -> Path:
+    """Return the only file that has the place of a fault, which is there once."""
+    files = [*(repository / "ddp_manual").glob("*/*.py")]
+    there = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(planted.old))]
     assert len(there) == 1, f"{planted.name}: its place is {len(there)} times there"
-    there[0].write_text(sources[there[0]].replace(planted.old, planted.new), encoding="utf-8")
+    return there[0]
 
 
 @click.command(help=__doc__, context_settings={"show_default": True})

@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation.__main__ import first_failure, simulate
 from tests.simulation.plan import Plan, draw
-from tests.simulation.planted import FAULTS, Planted, found_by
+from tests.simulation.planted import FAULTS, REPOSITORY, Planted, found_by, place_of
 
 RUNS = int(os.environ.get("DDP_MANUAL_SOAK_RUNS", "1500"))
 FIRST = secrets.randbelow(1 << 40) if RUNS > 1500 else 0
@@ -39,6 +39,11 @@ def test_simulated_runs_break_no_invariant(block: int) -> None:
 def test_simulated_runs_find_a_planted_fault(planted: Planted) -> None:
     finding = found_by(planted, RUNS_TO_FIND)
     assert finding.runs is not None, finding.said
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name.replace(" ", "-"))
+def test_a_fault_can_still_be_planted(planted: Planted) -> None:
+    assert place_of(planted, REPOSITORY)
 
 
 def test_a_plan_is_read_as_it_was_put_into_words() -> None:

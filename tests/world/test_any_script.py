@@ -473,5 +473,4 @@ def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start
     launch = start(*DDP_MANUAL, "launch", "--nproc_per_node=2", "--standalone", script, "exit", cwd=folder)
     assert launch.wait(60) == 3, launch.err
     assert "rank 1 failed first, with exit code 3: error[training-failed]" in launch.err
-    assert launch.err.count("  why:  ") == 1  # the other rank says that it is the same
     assert [*folder.iterdir()] == []
