@@ -113,17 +113,17 @@ FAULTS = (
     ),
     Planted(
         "the first Ctrl-C ends the rank",
-        "if now - self._first.get(seen_by, now) > ONCE_WITHIN:",
+        "if now - first_at > ONCE_WITHIN:",
         "if True:",
     ),
     Planted(
         "the second Ctrl-C does nothing",
-        "if now - self._first.get(seen_by, now) > ONCE_WITHIN:",
+        "if now - first_at > ONCE_WITHIN:",
         "if False:",
     ),
     Planted(
         "what is held is thrown away",
-        "elif self.run.script:\n            self._refuse_all(never",
+        "elif not self.run.resumes:\n            self._refuse_all(never",
         "elif True:\n            self._refuse_all(never",
     ),
     Planted(
