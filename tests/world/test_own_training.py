@@ -21,10 +21,11 @@ Train = Callable[[int, str], RankProcess]
 
 @pytest.fixture
 def train(start: Start, tmp_path: Path, port: int) -> Train:
-    """Start one rank of the example, each step of which takes 10 ms, with this folder."""
+    """Start one rank of the example, each step of which takes 10 ms and is said, with this folder."""
     slow = tmp_path / "slow.py"
     text = (REPOSITORY / "examples" / "own_training.py").read_text()
-    slow.write_text(text.replace("        step += 1\n", "        step += 1\n        __import__('time').sleep(0.01)\n"))
+    after = "        print('did step', step, file=sys.stderr)\n        __import__('time').sleep(0.01)\n"
+    slow.write_text(text.replace("        step += 1\n", f"        step += 1\n{after}"))
     fast = tmp_path / "fast.py"
     fast.write_text(text)
 
@@ -49,7 +50,9 @@ def wait_for_checkpoint(folder: Path, rank: RankProcess) -> None:
         time.sleep(0.05)
 
 
-def test_it_ends_bit_for_bit_as_undisturbed_after_ctrl_c_and_after_a_killed_rank(train: Train, tmp_path: Path) -> None:
+def test_it_ends_bit_for_bit_as_undisturbed_after_ctrl_c_the_end_of_a_host_and_a_killed_rank(
+    train: Train, tmp_path: Path
+) -> None:
     undisturbed = [train(rank, "undisturbed", fast=True) for rank in (0, 1)]  # type: ignore[call-arg]
     assert [rank.wait() for rank in undisturbed] == [0, 0], undisturbed[0].err
     expected = torch.load(tmp_path / "undisturbed" / "checkpoint.pt", weights_only=True)
@@ -62,6 +65,12 @@ def test_it_ends_bit_for_bit_as_undisturbed_after_ctrl_c_and_after_a_killed_rank
         assert "stopped by Ctrl-C (SIGINT) on rank 1 after the same step as all ranks" in rank.err
     step = int(torch.load(tmp_path / "stopped" / "checkpoint.pt", weights_only=True)["step"])
     assert 200 < step < STEPS and f"after step {step} the losses are" in stopped[0].out
+    ended = [train(rank, "stopped") for rank in (0, 1)]
+    ended[0].wait_for("did step")
+    for process in (worker_of(ended[1]), ended[1].process):  # as a host that shuts down does
+        process.send_signal(signal.SIGTERM)
+    assert [rank.wait(30) for rank in ended] == [143, 143], ended[0].err
+    assert "stopped by SIGTERM on rank 1 after the same step as all ranks" in ended[0].err
     again = [train(rank, "stopped") for rank in (0, 1)]
     again[0].wait_for("process group ready")
     worker_of(again[0]).kill()  # its agent starts another one
