@@ -155,8 +155,23 @@ def read(memory: HeldMemory) -> Tensor:
 
 def rebuild(content: Tensor) -> Any:
     """Return the tree that ``read`` has returned as bytes."""
-    length = int(content[:8].view(torch.int64))
-    tensors, text = content[8 : 8 + length].clone(), content[8 + length :].numpy().tobytes().decode()
+    end = 8 + int(content[:8].view(torch.int64))
+    return _build(json.loads(content[end:].numpy().tobytes()), content[8:end])
+
+
+def read_first(memory: HeldMemory, key: str) -> Any:
+    """Return what this rank's own newest state, a dictionary, has as its first entry; None if it holds none, or if that
+    has another key. The rest is not read."""
+    slot = memory.newest()
+    if slot is None:
+        return None
+    content = torch.frombuffer(memory.mapped, dtype=torch.uint8)[slot.begin : slot.begin + slot.tensors + slot.text]
+    (first, value), *_ = json.loads(content[slot.tensors :].numpy().tobytes())["dict"]
+    return _build(value, content) if first == key else None
+
+
+def _build(described: Any, tensors: Tensor) -> Any:
+    """Return the tree that ``describe`` has described, whose tensors are these bytes."""
     place = 0
 
     def build(found: Any) -> Any:
@@ -170,14 +185,15 @@ def rebuild(content: Tensor) -> Any:
             name, shape = inner
             dtype = getattr(torch, name)
             assert isinstance(dtype, torch.dtype), name
-            one = _view(tensors[place:], dtype, shape)
-            place += -(-one.numel() * one.element_size() // ALIGNMENT) * ALIGNMENT
+            size = math.prod(shape) * dtype.itemsize
+            one = _view(tensors[place : place + size].clone(), dtype, shape)  # which is aligned
+            place += -(-size // ALIGNMENT) * ALIGNMENT
             return one
         if kind == "dict":
             return {build(key): build(value) for key, value in inner}
         return tuple(build(one) for one in inner)
 
-    return build(json.loads(text))
+    return build(described)
 
 
 def share(memory: HeldMemory, source: int, device: torch.device) -> Any:

@@ -20,6 +20,7 @@ from ddp_manual.messages import Losses, Place, Placed, RankInfo, RunSoFar, Verdi
 from ddp_manual.on_loss import WAIT
 from ddp_manual.protocol.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.run_folder import holds_another_run
+from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
 from ddp_manual.worker import holding
 from tests.conftest import log_to_root
@@ -186,6 +187,37 @@ def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends
     assert left is not None and left > 0
     with pytest.raises(OSError, match="Cannot allocate memory"):
         HeldMemory.create().begin(tensors=left, text=10)
+
+
+def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_it_began_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What rank 0 holds reaches the others through a process group; here each reads rank 0's memory itself."""
+    memories, model = [HeldMemory.create() for _ in range(3)], torch.nn.Linear(2, 1)
+    drawn, back = {}, {}
+
+    def begin(rank: int, source: int | None) -> None:
+        holding.begin(memories[rank], replace(placed(rank), state_from=source), lambda message: None)
+        torch.manual_seed(rank)
+
+    monkeypatch.setattr(held_state, "share", lambda memory, source, device: rebuild(read(memories[source])))
+    try:
+        for rank in (0, 1):
+            begin(rank, None)
+            assert holding.held(model, per_rank=torch.set_rng_state) is None
+            for step in range(3):
+                torch.rand(7)
+                holding.hold(model, None, {"step": step}, per_rank=torch.get_rng_state())
+            drawn[rank] = torch.rand(7).tolist()
+        drawn[2] = torch.rand(7, generator=torch.Generator().manual_seed(2)).tolist()
+        for _ in range(2):  # a second loss, before another step, costs nothing more
+            for rank in range(3):
+                begin(rank, 0)
+                assert holding.held(model, per_rank=torch.set_rng_state) == {"step": 2}
+                back[rank] = torch.rand(7).tolist()
+            assert back == drawn
+    finally:
+        holding.begin(None, placed(0), lambda message: None)
 
 
 def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says_so_once(
