@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment, Slot
+from ddp_manual.messages import Place
 from ddp_manual.training import ddp
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,16 @@ class Holder:
     Args:
         generation: of the world that this rank belongs to.
         every: steps between two states; 0: as few as take a hundredth of the time.
+        place: of this rank. Any rank's state serves all, so where a host has no memory for what its ranks would hold,
+            the first of them alone holds it.
     """
 
-    def __init__(self, memory: HeldMemory, generation: int, every: int) -> None:
+    def __init__(self, memory: HeldMemory, generation: int, every: int, place: Place) -> None:
         self._memory, self._generation = memory, generation
         self._chosen = every
         self.every = every or 1
         self._has_memory = True
+        self._place = place
         self._views: dict[int, tuple[int, list[Tensor]]] = {}
 
     def is_due(self, step: int) -> bool:
@@ -99,12 +103,17 @@ class Holder:
         """
         tensors: list[Tensor] = []
         content = json.dumps(describe(state, tensors)).encode()
-        places = _places(tensors)
+        places, place = _places(tensors), self._place
         self._memory.steps_done = step
         try:
-            slot = self._memory.begin(places[-1], len(content))
+            ranks = 1 if place.rank == place.host_leader else place.local_world_size
+            slot = self._memory.begin(places[-1], len(content), ranks)
         except OSError as error:
-            logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            if place.rank == place.host_leader:
+                logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            elif place.rank == place.host_leader + 1:  # once for the host
+                what = "there is no memory for the state of each of the %d ranks of this host: rank %d's counts for all"
+                logger.warning(what, place.local_world_size, place.host_leader)
             self._memory.forget()
             self._has_memory = False
             return False

@@ -35,7 +35,7 @@ class Holding:
         self._memory, self._tell = memory, tell
         self._source = placed.state_from
         self._is_quiet = placed.place.rank != 0  # ranks may share a terminal
-        self._holder = Holder(memory, placed.generation, every=1)
+        self._holder = Holder(memory, placed.generation, 1, placed.place)
         self._calls = 0
         self._has_asked = False
         """Whether the script has called ``held``, without which it begins again whatever is held."""

@@ -150,7 +150,7 @@ def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
 
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
     memory = HeldMemory.create()
-    holder = Holder(memory, 0, 1)
+    holder = Holder(memory, 0, 1, placed(0).place)
     state: dict[Any, Any] = {
         "a": torch.arange(5.0),
         3: (1, 2.5, None, True, "x", [float("inf")]),
@@ -220,6 +220,27 @@ def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_i
         holding.begin(None, placed(0), lambda message: None)
 
 
+@pytest.mark.parametrize(("fit", "hold"), [(1, []), (2, [0]), (5, [0]), (6, [0, 1, 2]), (100, [0, 1, 2])])
+def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fit: int, hold: list[int]
+) -> None:
+    """Each rank takes two slots, at once, and looks at what is left before any other has taken one."""
+    log_to_root(monkeypatch)
+    memories = [HeldMemory.create() for _ in range(3)]
+    monkeypatch.setattr(held_memory, "memory_left", lambda: 1.01 * fit * held_memory.PAGE / held_memory.SHARE)
+    for rank, memory in enumerate(memories):
+        holder = Holder(memory, 0, 1, placed(rank).place)
+        for step in (1, 2, 3):
+            if holder.is_due(step):
+                holder.hold(step, {"step": step})
+    moments = [newest.moment if (newest := memory.newest()) else None for memory in memories]
+    assert moments == [Moment(0, 3) if rank in hold else None for rank in range(3)]
+    assert [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories] == [
+        3 if rank in hold else 1 for rank in range(3)
+    ]
+    assert len(caplog.messages) == (1 if len(hold) == 1 else 2 * (not hold))
+
+
 def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,7 +254,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
         assert memory.newest() is not None
         monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
         for _ in range(3):
-            holding.hold(model)
+            holding.hold(model, extra=torch.zeros(10_000))  # more than before
         assert memory.newest() is None
         assert caplog.messages == [
             "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
