@@ -24,7 +24,7 @@ from ddp_manual.memory_cgroup import memory_left
 SLOT = struct.Struct("<8q")
 NUMBER = struct.Struct("<q")
 PAGE = 4096
-# Of the memory that is left, for a slot: the training takes some too.
+# Of the memory that is left, for what all ranks of a host hold: the training takes some too.
 SHARE = 0.8
 
 
@@ -107,11 +107,14 @@ class HeldMemory:
             self._mapped = mmap.mmap(self.descriptor, 0)
         return self._mapped
 
-    def begin(self, tensors: int, text: int) -> Slot:
+    def begin(self, tensors: int, text: int, ranks: int = 1) -> Slot:
         """Return the slot to write a state of so many bytes to: not the newest one. It is not whole from now on.
 
+        Args:
+            ranks: those of this host that are about to take as much.
+
         Raises:
-            OSError: the machine has not so much memory.
+            OSError: the machine has not so much memory for all of them.
         """
         newest = self.newest()
         index, number = (1 - newest.index, newest.number + 1) if newest is not None else (0, 1)
@@ -123,13 +126,17 @@ class HeldMemory:
                 if size:
                     self.mapped.madvise(mmap.MADV_REMOVE, begin, size)
             begin, size = os.fstat(self.descriptor).st_size, (tensors + 4 * text) // PAGE * PAGE + PAGE
-            if size > SHARE * memory_left():  # in a cgroup nothing fails: the kernel ends a process
+            # The first time both at once: other ranks see what is left by then.
+            slots = [index] if newest is not None else [0, 1]
+            whole = len(slots) * size
+            if ranks * whole > SHARE * memory_left():  # in a cgroup nothing fails: the kernel ends a process
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             if hasattr(os, "posix_fallocate"):  # otherwise a machine without memory ends the worker with SIGBUS
-                os.posix_fallocate(self.descriptor, begin, size)
-            os.truncate(self.descriptor, begin + size)
+                os.posix_fallocate(self.descriptor, begin, whole)
+            os.truncate(self.descriptor, begin + whole)
             self._mapped = None
-            SLOT.pack_into(self.mapped, self._place(index), 0, 0, 0, 0, begin, size, 0, 0)
+            for place, slot in enumerate(slots):
+                SLOT.pack_into(self.mapped, self._place(slot), 0, 0, 0, 0, begin + place * size, size, 0, 0)
         return Slot(index, number, Moment(0, 0), begin, size, tensors, text)
 
     def finish(self, slot: Slot, moment: Moment) -> None:

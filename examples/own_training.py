@@ -39,7 +39,8 @@ with ddp_manual.join() as world:
                 torch.save(state, checkpoint.with_suffix(".new"))
                 checkpoint.with_suffix(".new").replace(checkpoint)
 
-    step = ddp_manual.held(model, optimizer)  # where a rank was lost
+    torch.manual_seed(world.rank)  # such as for dropout: each rank gets its own stream back
+    step = ddp_manual.held(model, optimizer, per_rank=torch.set_rng_state)  # where a rank was lost
     if step is None and checkpoint.exists():
         saved = torch.load(checkpoint, map_location=world.device, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -55,7 +56,7 @@ with ddp_manual.join() as world:
         optimizer.step()
         step += 1
         world.progress(step=step)
-        ddp_manual.hold(model, optimizer, step)
+        ddp_manual.hold(model, optimizer, step, per_rank=torch.get_rng_state())
         stops = world.stop_after_this_step()
         if stops or step == steps or step % 200 == 0:
             ddp_manual.check_replicas(model, optimizer, step=step)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_manual.errors import BadOption
 from ddp_manual.held_memory import HeldMemory, Moment, Slot
+from ddp_manual.messages import Place
 from ddp_manual.training import ddp
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,16 @@ class Holder:
     Args:
         generation: of the world that this rank belongs to.
         every: steps between two states; 0: as few as take a hundredth of the time.
+        place: of this rank. Any rank's state serves all, so where a host has no memory for what its ranks would hold,
+            the first of them alone holds it.
     """
 
-    def __init__(self, memory: HeldMemory, generation: int, every: int) -> None:
+    def __init__(self, memory: HeldMemory, generation: int, every: int, place: Place) -> None:
         self._memory, self._generation = memory, generation
         self._chosen = every
         self.every = every or 1
         self._has_memory = True
+        self._place = place
         self._views: dict[int, tuple[int, list[Tensor]]] = {}
 
     def is_due(self, step: int, count: int | None = None) -> bool:
@@ -106,12 +110,17 @@ class Holder:
         """
         tensors: list[Tensor] = []
         content = json.dumps(describe(state, tensors)).encode()
-        places = _places(tensors)
+        places, place = _places(tensors), self._place
         self._memory.steps_done = step
         try:
-            slot = self._memory.begin(places[-1], len(content))
+            ranks = 1 if place.rank == place.host_leader else place.local_world_size
+            slot = self._memory.begin(places[-1], len(content), ranks)
         except OSError as error:
-            logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            if place.rank == place.host_leader:
+                logger.warning("the state is not held any more, since there is no memory for it: %s", error)
+            elif place.rank == place.host_leader + 1:  # once for the host
+                what = "there is no memory for the state of each of the %d ranks of this host: rank %d's counts for all"
+                logger.warning(what, place.local_world_size, place.host_leader)
             self._memory.forget()
             self._has_memory = False
             return False
@@ -162,8 +171,23 @@ def read(memory: HeldMemory) -> Tensor:
 
 def rebuild(content: Tensor) -> Any:
     """Return the tree that ``read`` has returned as bytes."""
-    length = int(content[:8].view(torch.int64))
-    tensors, text = content[8 : 8 + length].clone(), content[8 + length :].numpy().tobytes().decode()
+    end = 8 + int(content[:8].view(torch.int64))
+    return _build(json.loads(content[end:].numpy().tobytes()), content[8:end])
+
+
+def read_first(memory: HeldMemory, key: str) -> Any:
+    """Return what this rank's own newest state, a dictionary, has as its first entry; None if it holds none, or if that
+    has another key. The rest is not read."""
+    slot = memory.newest()
+    if slot is None:
+        return None
+    content = torch.frombuffer(memory.mapped, dtype=torch.uint8)[slot.begin : slot.begin + slot.tensors + slot.text]
+    (first, value), *_ = json.loads(content[slot.tensors :].numpy().tobytes())["dict"]
+    return _build(value, content) if first == key else None
+
+
+def _build(described: Any, tensors: Tensor) -> Any:
+    """Return the tree that ``describe`` has described, whose tensors are these bytes."""
     place = 0
 
     def build(found: Any) -> Any:
@@ -177,14 +201,15 @@ def rebuild(content: Tensor) -> Any:
             name, shape = inner
             dtype = getattr(torch, name)
             assert isinstance(dtype, torch.dtype), name
-            one = _view(tensors[place:], dtype, shape)
-            place += -(-one.numel() * one.element_size() // ALIGNMENT) * ALIGNMENT
+            size = math.prod(shape) * dtype.itemsize
+            one = _view(tensors[place : place + size].clone(), dtype, shape)  # which is aligned
+            place += -(-size // ALIGNMENT) * ALIGNMENT
             return one
         if kind == "dict":
             return {build(key): build(value) for key, value in inner}
         return tuple(build(one) for one in inner)
 
-    return build(json.loads(text))
+    return build(described)
 
 
 def share(memory: HeldMemory, source: int, device: torch.device) -> Any:

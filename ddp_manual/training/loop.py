@@ -100,7 +100,8 @@ class Trainer:
         self._world, self._progress = world, world.progress
         self.is_stopped = False
         """Whether a signal stops all ranks after the step that was done last."""
-        self._holder = Holder(world.held, world.generation, config.hold_every) if world.held is not None else None
+        held, every = world.held, config.hold_every
+        self._holder = Holder(held, world.generation, every, world) if held is not None else None
         self.resume(Position(), History())
 
     def resume(self, position: Position, history: History) -> None:

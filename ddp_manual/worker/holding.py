@@ -19,6 +19,8 @@ from ddp_manual.training.held_state import Holder
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[FromWorker], None]
+# The first entry of a state: what belongs to this rank alone.
+OWN = "per_rank"
 
 
 class Holding:
@@ -34,12 +36,12 @@ class Holding:
         self._memory, self._tell, self._progress = memory, tell, progress
         self._source = placed.state_from
         self._is_quiet = placed.place.rank != 0  # ranks may share a terminal
-        self._holder = Holder(memory, placed.generation, every=1)
+        self._holder = Holder(memory, placed.generation, 1, placed.place)
         self._calls, self._step, self._counts_calls = 0, 0, True
         self._has_asked = False
         """Whether the script has called ``held``, without which it begins again whatever is held."""
 
-    def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, every: int) -> None:
+    def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, per_rank: Any, every: int) -> None:
         if not (self._has_asked or self._calls or self._is_quiet):
             logger.warning("this script calls hold() without held(): after a loss it begins again from its beginning")
         self._calls += 1
@@ -49,6 +51,7 @@ class Holding:
         if not self._holder.is_due(self._step, self._calls):
             return
         state = {
+            OWN: per_rank,
             "calls": self._calls,
             "step": self._step,
             "counts_calls": self._counts_calls,
@@ -61,16 +64,19 @@ class Holding:
     def _hold(self, state: Any) -> None:
         self._holder.hold(self._step, state, counts_calls=self._counts_calls)
 
-    def held(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
+    def held(self, model: nn.Module, optimizer: Optimizer | None, per_rank: Callable[[Any], object] | None) -> Any:
         self._has_asked = True
         self._tell(Holds())  # though the first step may still be to come
         if self._source is None:
             return None
-        state = held_state.share(self._memory, self._source, next(model.parameters()).device)
+        own = held_state.read_first(self._memory, OWN)
+        state = held_state.share(self._memory, self._source, next(model.parameters()).device) | {OWN: own}
         self._calls, self._step, self._counts_calls = state["calls"], state["step"], state["counts_calls"]
         _without_ddp(model).load_state_dict(state["model"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
+        if per_rank is not None and own is not None:
+            per_rank(own)
         # The rank that has held it may be lost before the next step.
         self._hold(state)
         return state["extra"]
@@ -85,7 +91,9 @@ def begin(memory: HeldMemory | None, placed: Placed, tell: Tell, progress: Progr
     _here = Holding(memory, placed, tell, progress) if memory is not None and placed.holds else None
 
 
-def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, every: int = 1) -> None:
+def hold(
+    model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, per_rank: Any = None, every: int = 1
+) -> None:
     """Hold the state of a training after a step, in memory that outlives this process; all ranks call it alike.
 
     Outside of ``ddp-manual run --on_loss wait`` (or ``shrink``) it does nothing; nor does it once the machine has not
@@ -94,25 +102,34 @@ def hold(model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None
     Args:
         model: with or without its DDP wrapper.
         extra: what else the loop needs to go on, such as ``{"epoch": 1, "step": 20}`` or a scheduler's state_dict():
-            numbers, texts, tensors, and lists, tuples and dictionaries of them.
+            numbers, texts, tensors, and lists, tuples and dictionaries of them. After a loss all ranks have that of
+            one rank.
+        per_rank: the same of what is this rank's own, such as ``torch.get_rng_state()``.
         every: hold at each n-th call only, where the model is large.
 
     Raises:
         BadOption: something cannot be held.
     """
     if _here is not None:
-        _here.hold(model, optimizer, extra, every)
+        _here.hold(model, optimizer, extra, per_rank, every)
 
 
-def held(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+def held(
+    model: nn.Module, optimizer: Optimizer | None = None, *, per_rank: Callable[[Any], object] | None = None
+) -> Any:
     """Give model and optimizer the newest state that any rank of the run holds, and return its ``extra``.
 
     It is a collective of the default process group: all ranks call it, after ``init_process_group``.
 
+    Args:
+        per_rank: called with what this rank itself has held last as its own, such as ``torch.set_rng_state``; it may be
+            of one step less. A rank that has held nothing, such as a newcomer to a lost rank's seat whose agent was
+            lost too, keeps what it began with.
+
     Returns:
         None if there is no such state: the training begins.
     """
-    return _here.held(model, optimizer) if _here is not None else None
+    return _here.held(model, optimizer, per_rank) if _here is not None else None
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

@@ -14,7 +14,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    state = ddp_manual.held(model, optimizer) or {"step": 0}
+    torch.manual_seed(rank)
+    state = ddp_manual.held(model, optimizer, per_rank=torch.set_rng_state) or {"step": 0}
     print(f"rank {rank} begins at step {state['step']}", flush=True)
     for step in range(state["step"], 40):
         inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -22,7 +23,9 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        ddp_manual.hold(model, optimizer, {"step": step + 1})
+        drawn = torch.rand(1).item()
+        ddp_manual.hold(model, optimizer, {"step": step + 1}, per_rank=torch.get_rng_state())
+    print(f"rank {rank} drew {drawn} in the last step", flush=True)
     weights = " ".join(weight.hex() for weight in model.module.weight.double().flatten().tolist())
     print(f"rank {rank} of {dist.get_world_size()}: weights {weights}", flush=True)
     dist.destroy_process_group()

@@ -21,6 +21,7 @@ from ddp_manual.messages import Losses, Place, Placed, RankInfo, RunSoFar, Verdi
 from ddp_manual.on_loss import WAIT
 from ddp_manual.protocol.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.run_folder import holds_another_run
+from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
 from ddp_manual.worker import holding
 from tests.conftest import log_to_root
@@ -104,7 +105,7 @@ def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
 
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
     memory = HeldMemory.create()
-    holder = Holder(memory, 0, 1)
+    holder = Holder(memory, 0, 1, placed(0).place)
     state: dict[Any, Any] = {
         "a": torch.arange(5.0),
         3: (1, 2.5, None, True, "x", [float("inf")]),
@@ -143,6 +144,58 @@ def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends
         HeldMemory.create().begin(tensors=left, text=10)
 
 
+def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_it_began_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What rank 0 holds reaches the others through a process group; here each reads rank 0's memory itself."""
+    memories, model = [HeldMemory.create() for _ in range(3)], torch.nn.Linear(2, 1)
+    drawn, back = {}, {}
+
+    def begin(rank: int, source: int | None) -> None:
+        holding.begin(memories[rank], replace(placed(rank), state_from=source), lambda message: None)
+        torch.manual_seed(rank)
+
+    monkeypatch.setattr(held_state, "share", lambda memory, source, device: rebuild(read(memories[source])))
+    try:
+        for rank in (0, 1):
+            begin(rank, None)
+            assert holding.held(model, per_rank=torch.set_rng_state) is None
+            for step in range(3):
+                torch.rand(7)
+                holding.hold(model, None, {"step": step}, per_rank=torch.get_rng_state())
+            drawn[rank] = torch.rand(7).tolist()
+        drawn[2] = torch.rand(7, generator=torch.Generator().manual_seed(2)).tolist()
+        for _ in range(2):  # a second loss, before another step, costs nothing more
+            for rank in range(3):
+                begin(rank, 0)
+                assert holding.held(model, per_rank=torch.set_rng_state) == {"step": 2}
+                back[rank] = torch.rand(7).tolist()
+            assert back == drawn
+    finally:
+        holding.begin(None, placed(0), lambda message: None)
+
+
+@pytest.mark.parametrize(("fit", "hold"), [(1, []), (2, [0]), (5, [0]), (6, [0, 1, 2]), (100, [0, 1, 2])])
+def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fit: int, hold: list[int]
+) -> None:
+    """Each rank takes two slots, at once, and looks at what is left before any other has taken one."""
+    log_to_root(monkeypatch)
+    memories = [HeldMemory.create() for _ in range(3)]
+    monkeypatch.setattr(held_memory, "memory_left", lambda: 1.01 * fit * held_memory.PAGE / held_memory.SHARE)
+    for rank, memory in enumerate(memories):
+        holder = Holder(memory, 0, 1, placed(rank).place)
+        for step in (1, 2, 3):
+            if holder.is_due(step):
+                holder.hold(step, {"step": step})
+    moments = [newest.moment if (newest := memory.newest()) else None for memory in memories]
+    assert moments == [Moment(0, 3) if rank in hold else None for rank in range(3)]
+    assert [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories] == [
+        3 if rank in hold else 1 for rank in range(3)
+    ]
+    assert len(caplog.messages) == (1 if len(hold) == 1 else 2 * (not hold))
+
+
 def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,7 +209,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
         assert memory.newest() is not None
         monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
         for _ in range(3):
-            holding.hold(model)
+            holding.hold(model, extra=torch.zeros(10_000))  # more than before
         assert memory.newest() is None
         assert caplog.messages == [
             "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"

@@ -77,6 +77,8 @@ def test_a_script_that_holds_its_state_goes_on_from_the_step_it_was_at(starts: S
     assert "all 2 go on after call 2 of hold(); " in ranks[0].err
     assert "rank 0 begins at step 2\n" in ranks[0].out and "rank 1 begins at step 2\n" in ranks[1].out
     assert all(f"] {rank.out.splitlines()[-1]}\n" in undisturbed.out for rank in ranks)
+    *_, drew, _ = ranks[0].out.splitlines()  # of random numbers of its own; rank 1 lost them with its agent
+    assert drew.startswith("rank 0 drew ") and f"] {drew}\n" in undisturbed.out
 
 
 # Fault -> identifier, patterns of the first line and of what is below, the codes by hand, seconds until all have left.
