@@ -109,7 +109,7 @@ class PredictionPaths:
 
     folder: Path
     table = _Named("predictions.csv")
-    picture = _Named("predictions.png")
+    picture = _Named("mistakes.png")
     confusion_table = _Named("confusion.csv")
     confusion_picture = _Named("confusion.png")
 

@@ -124,7 +124,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
 @click.command("show-data", cls=GroupedCommand, short_help="Draw some images of a data set, and count its classes.")
 @click.option("--part", type=click.Choice(["train", "test"]), default="train", help="Which part (default: train).")
 @click.option("--count", type=click.IntRange(1, 1000), default=40, help="How many images to draw (default: 40).")
-@click.option("--out", metavar="FILE", type=PATH, help="The PNG file to write (default: <dataset>-<part>.png).")
+@click.option("--out", metavar="FILE", type=PATH, help="The PNG file to write, or its folder (default: in --data_dir).")
 @options_of(TrainConfig, only=("dataset", "image_size", "classes", "data_dir"))
 def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     """Look at a data set before training on it: some labelled images as a PNG file, and how many each class has.

@@ -227,11 +227,12 @@ class Comparison:
 
     @property
     def base(self) -> str | None:
-        """The run that efficiency is relative to: the one with the fewest ranks of those that have a match."""
+        """The run that efficiency is relative to: of those that have a match one with the fewest ranks, the fastest."""
         measured = {name: run for name, run in self.runs.items() if run.rate_per_rank}
         works = [run.work for run in measured.values()]
         matched = [name for name, run in measured.items() if works.count(run.work) > 1]
-        return min(matched, key=lambda name: self.runs[name].facts["world_size"], default=None)
+        rates = {name: measured[name].rate_per_rank or 0.0 for name in matched}
+        return min(matched, key=lambda name: (self.runs[name].facts["world_size"], -rates[name]), default=None)
 
     def efficiency(self, name: str) -> float | None:
         """Samples per second and rank, as a fraction of the base's; None where the work or the devices differ."""
@@ -280,6 +281,8 @@ class Comparison:
                 lines += ["options that differ:", *differing]
         if self.base is not None:
             lines += ["", f"efficiency: samples/s per rank, relative to {self.base}"]
+            if any(run["efficiency"] and run["efficiency"] > 1 for run in runs):
+                lines[-1] += "; above 100%: each rank was faster than there, such as on a host that did less besides"
         notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
         return "\n".join([*lines, *([""] if notes else []), *notes])
 

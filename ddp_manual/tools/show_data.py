@@ -29,7 +29,10 @@ UPPER_HALF = "\N{UPPER HALF BLOCK}"
 
 
 def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[str, Any]:
-    """Write ``count`` labelled images to ``out``, a PNG file; on a terminal with colours, draw a few there too.
+    """Write ``count`` labelled images as a PNG file; on a terminal with colours, draw a few there too.
+
+    Args:
+        out: the file, or its folder; None: the folder of the data sets.
 
     Returns:
         dataset, part, images, shape (channels, height, width), classes (pairs of name and number) and picture.
@@ -37,18 +40,22 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
     Raises:
         DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: the file cannot be written.
     """
-    out = out or Path(f"{run_folder.in_a_file_name(config.dataset)}-{part}.png")
+    option = "--data_dir" if out is None else "--out"
+    if out is None or out.is_dir():
+        out = (out or Path(config.data_dir)) / f"{run_folder.in_a_file_name(config.dataset)}-{part}.png"
     if out.suffix.lower() != ".png":
         raise BadOption(
             f"--out {out} is not the name of a PNG file", why="PNG is what is written", next=f"name it {out}.png"
         )
-    with writing(out, "--out"):  # before the data set is read, which may take minutes
-        if out.is_dir() or not out.parent.is_dir():
-            raise OSError(0, "it is a folder" if out.is_dir() else "there is no such folder", str(out))
+    with writing(out, option):  # before the data set is read, which may take minutes
+        if option == "--data_dir":
+            out.parent.mkdir(parents=True, exist_ok=True)
+        elif not out.parent.is_dir():
+            raise OSError(0, "there is no such folder", str(out))
     source = source_of(config)
     source.prepare([part])
     split = source.load(part)
-    with writing(out, "--out"):
+    with writing(out, option):
         run_folder.replace_files({out: image_grid(split, count=count)})
     if sys.stdout.isatty():
         _draw(split, count)

@@ -1,5 +1,5 @@
 """Images as Pillow has them: converted to tensors and back, and drawn as PNG files of a run: grids of captioned images
-(``samples.png``, ``predictions.png``) and the confusion matrix (``confusion.png``)."""
+(``samples.png``, ``mistakes.png``) and the confusion matrix (``confusion.png``)."""
 
 from __future__ import annotations
 

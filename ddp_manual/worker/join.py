@@ -1,4 +1,5 @@
-"""``with ddp_manual.join() as world:`` makes a person's own script a rank.
+"""``with ddp_manual.join() as world:`` makes a person's own script a rank; so does ``world = ddp_manual.join()`` in a
+notebook, until ``world.close()``.
 
 The script's process is the worker. Below ``run`` or ``launch`` its agent is there. Otherwise it starts its agent, a
 helper process that joins, watches and explains; the agent ends with the script, and the script with the agent.
@@ -45,9 +46,9 @@ def begin(rank: Rank) -> None:
     _here = rank
 
 
-@contextmanager
-def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> Iterator[World]:
-    """Meet the other ranks, run the body as one of them, and leave in order.
+def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> World:
+    """Meet the other ranks, run the body of ``with`` as one of them, and leave in order; or without ``with``, leave at
+    ``world.close()``, at the latest when the interpreter ends.
 
     An exception in the body is told to all other ranks, which then leave too, before it is re-raised. Stopped, which
     ``train`` raises on all ranks, is not a failure: all ranks leave in order, then the exception is re-raised. After
@@ -67,11 +68,12 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
             Otherwise whatever the body raises.
     """
     if _here is not None:
-        with _attached(_here, options, open_group=open_group) as world:
-            yield world
+        block = _attached(_here, options, open_group=open_group)
     else:
-        with _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group) as world:
-            yield world
+        block = _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group)
+    world = block.__enter__()
+    world.begin(block)
+    return world
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -72,8 +75,43 @@ class World(Place):
     """Complete on rank 0; the other ranks read it from the store."""
     _reporter: Reporter = field(repr=False)
     _closing: ExitStack = field(repr=False)
+    _block: AbstractContextManager[World] | None = field(default=None, repr=False)
+    """What ends when this rank leaves; None once it has."""
     _takes_stops: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+
+    def begin(self, block: AbstractContextManager[World]) -> None:
+        """Be one of the ranks until ``with`` or ``close`` ends ``block``, or the interpreter ends."""
+        self._block = block
+        atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        block, self._block = self._block, None
+        atexit.unregister(self._leave_at_exit)
+        return block.__exit__(*raised) if block is not None else None
+
+    def close(self) -> None:
+        """Leave in order, together with the other ranks, as at the end of a ``with`` block; the second time do nothing.
+
+        Raises:
+            DdpManualError: another rank has ended the run.
+        """
+        self.__exit__(None, None, None)
+
+    def _leave_at_exit(self, pid: int, raised_before: BaseException | None) -> None:
+        """Leave in order, or tell what has ended the script, except in a fork and where that was told already."""
+        if os.getpid() != pid or self._reporter.unwinding:
+            return
+        raised = getattr(sys, "last_value", None)
+        if raised is raised_before or hasattr(sys, "ps1"):  # a person at a prompt has gone on after an exception
+            raised = None
+        try:
+            self.__exit__(raised and type(raised), raised, raised and raised.__traceback__)
+        except DdpManualError as error:
+            terminal.print_error(error)
 
     def check_open(self, call: str) -> None:
         """Raise BadOption if this rank has left, so that ``call`` comes too late."""
@@ -81,7 +119,7 @@ class World(Place):
             raise BadOption(
                 f"{call} was called after this rank had left",
                 why="at the end of the with block the ranks leave, and the process group is closed",
-                next=f"call {call} inside: with ddp_manual.join() as world:",
+                next=f"call {call} inside: with ddp_manual.join() as world:, or before world.close()",
             )
 
     def after_leaving(self, action: Callable[[], None]) -> None:

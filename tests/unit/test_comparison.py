@@ -99,6 +99,8 @@ def test_runs_stand_side_by_side_with_what_differs_between_them(
             },
             [0.75, 1.0, None],
         ),
+        ({"slow": {"ranks": 2, "rate": 2000}, "fast": {"ranks": 2, "rate": 4000}}, [0.5, 1.0]),
+        ({"one": {"ranks": 1, "rate": 1000}, "two": {"ranks": 2, "rate": 3000}}, [1.0, 1.5]),
         ({str(size): {"dataset": "folder:pets", "image_size": size} for size in (32, 128)}, [None, None]),
         ({"one": {"global_batch_size": 50}, "mlp": {"model": "mlp"}}, [None, None]),
     ],
@@ -111,6 +113,7 @@ def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(
     assert [run["efficiency"] for run in compared(*runs).values()] == efficiencies
     shown = compare.compare(runs).text()
     assert ("efficiency:" in shown) == any(efficiencies)
+    assert ("above 100%: each rank was faster than there" in shown) == (1.5 in efficiencies)
     assert any(efficiencies) or table(shown)["efficiency"] == ["-", "-"]
 
 

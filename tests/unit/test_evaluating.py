@@ -18,7 +18,7 @@ from ddp_manual.run_folder import in_a_file_name
 from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.config import TrainConfig
 
-FILES = ["confusion.csv", "confusion.png", "predictions.csv", "predictions.png"]
+FILES = ["confusion.csv", "confusion.png", "mistakes.png", "predictions.csv"]
 MEAN, STD = (100.0, 50.0, 20.0), (60.0, 70.0, 80.0)
 
 

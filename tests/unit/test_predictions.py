@@ -110,7 +110,7 @@ def test_the_confusion_matrix_of_more_than_1000_classes_is_left_out(tmp_path: Pa
     predictions = Predictions(torch.full((2, 60_001), 1 / 60_001), split)
     files = write_predictions(PredictionPaths(tmp_path), predictions, option="--run_dir")
     assert {path.name for path in files} == {path.name for path in tmp_path.iterdir()}
-    assert {path.name for path in files} == {"predictions.csv", "predictions.png"}
+    assert {path.name for path in files} == {"predictions.csv", "mistakes.png"}
 
 
 def test_a_rank_without_test_images_never_calls_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

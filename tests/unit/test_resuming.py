@@ -27,7 +27,7 @@ from ddp_manual.training.trackers import Trackers
 from tests.alone import alone
 
 STEPS_PER_EPOCH = 4
-PREDICTIONS = ("predictions.csv", "predictions.png", "confusion.csv", "confusion.png")
+PREDICTIONS = ("predictions.csv", "mistakes.png", "confusion.csv", "confusion.png")
 
 
 def images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -38,13 +38,24 @@ def test_a_grid_is_written_and_each_class_is_counted(pets: str, capsys: pytest.C
         assert picture.format == "PNG" and picture.width > 8 * 80
 
 
+def test_the_picture_goes_to_the_folder_that_is_named_and_otherwise_to_that_of_the_data(
+    pets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine").mkdir()
+    for folder, options in (("mine", ["--out", "mine"]), ("deep/data", ["--data_dir", "deep/data"])):
+        assert cli.run(["show-data", "--dataset", pets, *options]) == 0
+        (written,) = Path(folder).glob("*-train.png")
+        assert capsys.readouterr().out.splitlines()[-1].strip() == str(written)
+    assert not [*Path().glob("*.png")]
+
+
 def test_part_count_and_class_names_can_be_chosen(pets: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--part", "test", "--count", "2", "--classes", "x,y", "--image_size", "30"]
     assert cli.run(["show-data", "--dataset", pets, *options]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.endswith("test: 4 images of 30x30 pixels, in colour")
     assert [line.split() for line in lines[1:3]] == [["x", "0"], ["y", "4"]]
-    (written,) = Path().glob("*.png")
+    (written,) = Path("data").glob("*.png")
     assert re.fullmatch(r".*-pets-[0-9a-f]{8}-test\.png", written.name)
     with Image.open(written) as picture:
         assert 2 * 80 < picture.width < 3 * 100

@@ -49,6 +49,43 @@ def test_the_example_runs_on_two_ranks_and_is_about_twenty_lines(start: Start, p
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
 
 
+WITHOUT_A_BLOCK = """
+    import os, sys
+    import torch, torch.distributed as dist
+    import ddp_manual
+
+    world = ddp_manual.join(device="cpu")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("interpreter", ["exec python script.py", "exec python -i -q < script.py"])
+def test_a_world_without_a_block_is_left_by_close_or_when_the_interpreter_ends(
+    start: Start, port: int, tmp_path: Path, interpreter: str
+) -> None:
+    then = "world.rank or (world.close(), world.close())\n    print(total.item(), dist.is_initialized(), flush=True)"
+    (tmp_path / "script.py").write_text(textwrap.dedent(WITHOUT_A_BLOCK.format(then=then)))
+    command = interpreter.replace("python", sys.executable)
+    env = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    ranks = [start("sh", "-c", command, cwd=tmp_path, RANK=str(rank), **env) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert [rank.out.split()[-2:] for rank in ranks] == [["2.0", "False"], ["2.0", "True"]]
+    for rank in ranks:
+        assert "error[" not in rank.err and "Traceback" not in rank.err and "GeneratorExit" not in rank.err
+
+
+def test_what_ends_a_script_without_a_block_is_told_to_the_other_ranks(start: Start, port: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    then = "if world.rank == 1: raise ValueError('mine')\n    dist.all_reduce(total)"
+    script.write_text(textwrap.dedent(WITHOUT_A_BLOCK.format(then=then)))
+    meeting = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(2)]
+    assert ranks[1].wait() == 1 and ranks[0].wait() != 0
+    assert "ValueError: mine" in ranks[0].err and "GeneratorExit" not in ranks[0].err
+
+
 # A GPU cannot be had where most tests run, so the script makes torch say that this machine has one.
 ONE_GPU = """
     import contextlib, types

@@ -142,7 +142,7 @@ def test_the_predictions_equal_those_of_the_same_network_in_plain_torch(
     pairs = Counter((line["truth"], line["guess"]) for line in lines)
     for truth, row in enumerate(table(run / "confusion.csv")):
         assert [int(row[str(guess)]) for guess in range(10)] == [pairs[str(truth), str(guess)] for guess in range(10)]
-    for name in ("predictions.png", "confusion.png"):
+    for name in ("mistakes.png", "confusion.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -33,7 +33,7 @@ def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     accuracies = json.loads(outputs["accuracies"][0].read_text())
     assert len(accuracies) == 2 and accuracies[-1] > (0.95 if ALL_DIGITS else 0.7)
     assert f"[rank 0] epoch 2/2: test accuracy {100 * accuracies[-1]:.2f}%" in said
-    assert {path.name for path in outputs["figures"]} == {"confusion.png", "predictions.png", "samples.png"}
+    assert {path.name for path in outputs["figures"]} == {"confusion.png", "mistakes.png", "samples.png"}
     config = outputs["model"][0].parent / "config.json"
     assert json.loads(config.read_text())["run"]["world_size"] == 2
     assert TrainConfig.from_file(str(config)) == TrainConfig(model="mlp", epochs=2, batch_size=200)
@@ -95,7 +95,7 @@ def test_3_the_notebook(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     assert f"epoch 3/3: test accuracy {100 * accuracy:.2f}%" in said
     assert ["image/png" in output.get("data", {}) for output in outputs["curves"]] == [True]
     _, picture = outputs["predictions"]
-    assert base64.b64decode(picture.data["image/png"]) == (run_dir / "predictions.png").read_bytes()
+    assert base64.b64decode(picture.data["image/png"]) == (run_dir / "mistakes.png").read_bytes()
 
 
 @pytest.mark.soak(only=True)
