@@ -301,7 +301,7 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
 def test_rank_0_does_not_listen_at_an_address_of_another_host(
     port: int, monkeypatch: pytest.MonkeyPatch, in_container: bool, advice: list[str]
 ) -> None:
-    monkeypatch.setattr(address.launchers, "in_container", lambda: in_container)  # not a real one
+    monkeypatch.setattr(address.machine, "in_container", lambda: in_container)  # not a real one
     with pytest.raises(AddressNotLocal) as caught:
         listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
     assert "192.0.2.1" in caught.value.why and "127.0.0.1" in caught.value.why

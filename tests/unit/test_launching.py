@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ddp_manual import TrainConfig, WorldSpec, cli, errors, launchers
+from ddp_manual import TrainConfig, WorldSpec, cli, errors
 from ddp_manual.agent import tasks
 from ddp_manual.agent.ending import Ended
 from ddp_manual.agent.launched_worker import copy
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import Worker
+from ddp_manual.environment import command_line
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
@@ -199,7 +200,7 @@ def test_an_option_that_train_does_not_have_leads_to_the_help_of_train(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = ["launch", "--nproc", "2", "--", "--epoch", "1"]
-    monkeypatch.setattr(launchers, "typed_command", lambda: (["ddp-manual"], typed))
+    monkeypatch.setattr(command_line, "typed_command", lambda: (["ddp-manual"], typed))
     assert cli.run(typed) == 2
     assert "next: ddp-manual train --help\n" in capsys.readouterr().err
 
