@@ -10,13 +10,6 @@ from functools import partial
 from typing import Any
 
 from ddp_manual.environment import launcher, settings, torchrun
-from ddp_manual.environment.launcher import (
-    TORCHRUN,
-    check_rank_0_is_found,
-    nobody_says_of_how_many,
-    of_plain_variables,
-    of_started_rank,
-)
 from ddp_manual.errors import BadOption
 from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.options import Options, number_below, option, option_fields
@@ -172,18 +165,19 @@ class WorldSpec(Options):
         values = {name: value for name, value in flags.items() if value is not None}
         sources = dict.fromkeys(values, "flag")
         by_hand = not is_rank or "rank" in values
-        found = (of_plain_variables if by_hand else of_started_rank)(settings.variables())
+        variables = settings.variables()
+        found = launcher.read(launcher.TORCHRUN, variables) if by_hand else launcher.of_started_rank(variables)
         for name, (value, variable) in found.items():
             if name not in values:
                 values[name], sources[name] = value, f"from {variable}"
-        if "world_size" not in values and "rank" in found and found["rank"].source != TORCHRUN["rank"]:
-            raise nobody_says_of_how_many(found["rank"])
+        if "world_size" not in values and "rank" in found and found["rank"].source != launcher.TORCHRUN["rank"]:
+            raise launcher.nobody_says_of_how_many(found["rank"])
         is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
         typed_rank = is_rank and by_hand
         if is_elsewhere and not typed_rank and (first := launcher.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
         if not by_hand and sources.get("master_addr") != "flag":
-            check_rank_0_is_found(settings.variables())
+            launcher.check_rank_0_is_found(variables)
         return cls(**values, sources=sources)
 
     def of_script(self) -> WorldSpec:

@@ -22,7 +22,7 @@ import psutil
 
 from ddp_manual.agent.network_interface import family, interface_addresses, own_address
 from ddp_manual.agent.probe import VALIDATE, look_at, probe
-from ddp_manual.environment import launcher, machine, settings, torchrun
+from ddp_manual.environment import launcher, machine, settings
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
@@ -231,9 +231,10 @@ async def _connected(spec: WorldSpec) -> AsyncIterator[tuple[asyncio.StreamReade
         reader, writer = await asyncio.wait_for(opening, REPLY_TIMEOUT)
     except (OSError, TimeoutError, asyncio.TimeoutError):
         # torchrun's agent listens before it starts any rank: if nothing listens, there is no torchrun.
+        variables = settings.listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
         raise BadOption(
             f"variables of another launcher say that its agent hosts the store at {where}, but nothing listens there",
-            why="; ".join([torchrun.store_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
+            why="; ".join([variables, *(spec.named(name) for name in ("world_size", "rank"))]),
             next="unset TORCHELASTIC_USE_AGENT_STORE RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT\n"
             "then start every rank again, with flags",
         ) from None

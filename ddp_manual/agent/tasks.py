@@ -1,5 +1,4 @@
-"""Ranks that are started by hand: what their workers do, which commands a person is told to type, and an agent in this
-terminal for each rank."""
+"""Ranks that are started by hand: what their workers do, and an agent in this terminal for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, OF_RANK_0, rank_command, typed_again
-from ddp_manual.environment import command_line, torchrun
+from ddp_manual.environment import command_line, settings, torchrun
 from ddp_manual.errors import DdpManualError
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
@@ -100,7 +99,7 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
             name = program.name
             terminal.log(f"{behind} comes after {name} and goes to it; if it is meant for run, put it before {name}")
         terminal.log("no --world_size was given: this is the only rank (of two, one has --world_size 2 --rank 0)")
-    restarts = torchrun.restarts() if spec.agent_store else (0, 0)
+    restarts = (torchrun.restart_count(), settings.count("TORCHELASTIC_MAX_RESTARTS")) if spec.agent_store else (0, 0)
     task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
     return in_this_terminal(spec, task)
 

@@ -83,15 +83,15 @@ def of_rank(environment: Environment) -> Identity:
         BadOption: a variable should hold a number and does not, two launchers disagree, or the launcher has started
             one process for several ranks.
     """
-    plain = of_plain_variables(environment)
+    plain = read(TORCHRUN, environment)
     if STARTED_BY_TORCHRUN in environment and "rank" in plain:
         return plain
     # mpirun may itself run in a task of Slurm, which sets PMI's variables, or in a pod.
     by_mpirun = _of_mpirun(environment)
     inner = by_mpirun or _of_slurm_task(environment)
-    others = [_read(PMIX, environment)]
+    others = [read(PMIX, environment)]
     if not (by_mpirun and slurm.NODES in environment):
-        others.insert(0, _read(PMI, environment))
+        others.insert(0, read(PMI, environment))
     if not by_mpirun:
         others.append(of_pod(environment))
     launched = [found for found in (inner, *others) if "rank" in found]
@@ -99,11 +99,6 @@ def of_rank(environment: Environment) -> Identity:
         launched = [found]
     _check_agreement([*launched, plain])
     return {**(launched[0] if launched else {}), **plain}
-
-
-def of_plain_variables(environment: Environment) -> Identity:
-    """Return what the variables say that torchrun sets, and people."""
-    return _read(TORCHRUN, environment)
 
 
 def of_node(environment: Environment) -> Identity:
@@ -123,10 +118,10 @@ def of_node(environment: Environment) -> Identity:
             next="have mpirun start each rank by itself: mpirun ... ddp-manual run ..., without launch\n"
             "or say which node this is: --nnodes, --node_rank and --master_addr",
         )
-    nodes = (_read(names, environment) for names in NODE_LAUNCHERS)
+    nodes = (read(names, environment) for names in NODE_LAUNCHERS)
     found = next((found for found in nodes if "node_rank" in found), None) or _of_slurm_node(environment)
     if found:
-        plain = of_plain_variables(environment)
+        plain = read(TORCHRUN, environment)
         found |= {name: plain[name] for name in ("master_addr", "master_port") if name in plain}
     return found
 
@@ -227,7 +222,7 @@ def job_port(job: int, step: int) -> int:
     return FIRST_JOB_PORT + (31 * job + step) % JOB_PORTS
 
 
-def _read(names: Mapping[str, str], environment: Environment) -> Identity:
+def read(names: Mapping[str, str], environment: Environment) -> Identity:
     """Return the options whose variables are set and not empty."""
     found: Identity = {}
     for option, variable in names.items():
@@ -250,9 +245,9 @@ def _number(option: str, variable: str, text: str) -> int:
 
 def _of_mpirun(environment: Environment) -> Identity:
     """Return the rank of a process that mpirun or mpiexec has started, and where its ranks meet."""
-    found = _read(STARTERS["mpirun"], environment)
+    found = read(STARTERS["mpirun"], environment)
     if not found and PMI["local_rank"] in environment:  # which srun --mpi=pmi2 does not set
-        found = _read(PMI, environment)
+        found = read(PMI, environment)
     if "rank" in found and (meeting := mpirun.meeting(environment)):
         found["master_addr"] = Sourced(meeting.host, meeting.host_source)
         if meeting.job is not None:
@@ -264,7 +259,7 @@ def _of_slurm_task(environment: Environment) -> Identity:
     """Return the rank of a task that srun has started; empty in the shell of a batch job."""
     if not slurm.is_task(environment):
         return {}
-    return {**_read(STARTERS["srun"], environment), **_slurm_address(environment)}
+    return {**read(STARTERS["srun"], environment), **_slurm_address(environment)}
 
 
 def _slurm_address(environment: Environment) -> Identity:
@@ -283,8 +278,8 @@ def _of_slurm_node(environment: Environment) -> Identity:
     if not slurm.is_task(environment):
         return {}
     names = {"nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_PROCID"}
-    tasks = _read({"world_size": "SLURM_STEP_NUM_TASKS"}, environment)["world_size"]
-    found = _read(names, environment)
+    tasks = read({"world_size": "SLURM_STEP_NUM_TASKS"}, environment)["world_size"]
+    found = read(names, environment)
     nodes = int(found["nnodes"].value) if "nnodes" in found else 1
     if tasks.value == nodes:
         return {**found, **_slurm_address(environment)} if nodes > 1 else {}
@@ -301,8 +296,8 @@ def _of_slurm_node(environment: Environment) -> Identity:
 
 def of_pod(environment: Environment) -> Identity:
     """Return the rank of a pod of an Indexed Job, unless it was told that it is a node."""
-    is_node = any("node_rank" in _read(names, environment) for names in NODE_LAUNCHERS)
-    return {} if is_node else _read(KUBERNETES, environment)
+    is_node = any("node_rank" in read(names, environment) for names in NODE_LAUNCHERS)
+    return {} if is_node else read(KUBERNETES, environment)
 
 
 def _of_only_rank_of_node(environment: Environment) -> Identity:
@@ -312,7 +307,7 @@ def _of_only_rank_of_node(environment: Environment) -> Identity:
         BadOption: each node is to have several ranks.
     """
     for names in NODE_LAUNCHERS:
-        found = _read(names, environment)
+        found = read(names, environment)
         if not {"nnodes", "node_rank"} <= found.keys():
             continue
         nproc = found.pop("nproc", Sourced("1", ""))

@@ -19,19 +19,9 @@ def store_at(master_addr: str, master_port: int) -> bool:
     )
 
 
-def store_variables() -> str:
-    """Return the variables that point to torchrun's store, as they are set here."""
-    return settings.listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
-
-
 def restart_count() -> int:
     """Return how often torchrun has restarted this group; keys of an earlier roll call may still be in its store."""
     return settings.count("TORCHELASTIC_RESTART_COUNT")
-
-
-def restarts() -> tuple[int, int]:
-    """Return how often torchrun has restarted this group, and how often it may."""
-    return restart_count(), settings.count("TORCHELASTIC_MAX_RESTARTS")
 
 
 def identity() -> str | None:
