@@ -39,15 +39,6 @@ class Program:
         """What to type for it after the options of ``run``, quoted for a shell, with ``...`` for secrets."""
         return shlex.join(without_secrets(self.words))
 
-    def argument(self, *names: str) -> str:
-        """Return the first of these options among the arguments, as ``--rank 0``; "" if there is none."""
-        for name in names:
-            for word, after in zip(self.arguments, (*self.arguments[1:], ""), strict=False):
-                option, equals, value = word.partition("=")
-                if option.replace("-", "_") == f"__{name}":
-                    return f"--{name} {value if equals else after}"
-        return ""
-
 
 def without_secrets(words: Sequence[str], shown: Callable[[str], str] = lambda secret: HIDDEN) -> list[str]:
     """Return what was typed with other words for secrets: the values of ``--api_key value`` and ``api_key=value``."""

@@ -101,19 +101,9 @@ def raise_on_stop() -> Iterator[None]:
 
 
 @contextmanager
-def defer_stop() -> Iterator[None]:
-    """Let the body finish when a signal asks to stop, then raise StopSignal for the first such signal."""
-    arrived: list[int] = []
-    with _handlers(dict.fromkeys(handled(), lambda number, frame: arrived.append(number))):
-        yield
-    if arrived:
-        raise StopSignal(arrived[0])
-
-
-@contextmanager
-def ignore_save(instead: Callable[[int], None] = lambda number: None) -> Iterator[None]:
-    """Ignore SIGUSR1 while the body runs, or call ``instead``; by default the signal would end the process."""
-    with _handlers({SAVE: lambda number, frame: instead(number)}):
+def ignore_save() -> Iterator[None]:
+    """Ignore SIGUSR1 while the body runs; by default the signal would end the process."""
+    with _handlers({SAVE: lambda number, frame: None}):
         yield
 
 

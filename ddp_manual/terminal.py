@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from ddp_manual import launchers, unread
+from ddp_manual import unread
+from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.run_folder import RunPaths
 
@@ -95,12 +96,12 @@ def print_error(error: DdpManualError) -> None:
 
 
 def _clear_line() -> str:
-    return "\r\x1b[2K" if sys.stderr.isatty() and not launchers.terminal_is_dumb() else ""
+    return "\r\x1b[2K" if sys.stderr.isatty() and not settings.terminal_is_dumb() else ""
 
 
 def in_colour(text: str, sink: TextIO) -> str:
     """Colour the beginnings of an error's parts, if ``sink`` is a terminal that shows colours."""
-    if not (sink.isatty() and launchers.colour_allowed()):
+    if not (sink.isatty() and settings.colour_allowed()):
         return text
     text = re.sub(r"(?m)^error\[[\w-]+\]:", "\x1b[1;31m\\g<0>\x1b[0m", text)
     return re.sub(r"(?m)^  (why|next):", "  \x1b[1m\\1:\x1b[0m", text)
@@ -167,7 +168,7 @@ class RankOutput:
 
     def _write(self, text: bytes, sink: TextIO | None) -> None:
         sink = sys.stderr if sink is None else sink
-        shown = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and launchers.colour_allowed() else self._tag
+        shown = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and settings.colour_allowed() else self._tag
         with suppress(OSError, ValueError):
             self._log.write(text)
             self._log.flush()

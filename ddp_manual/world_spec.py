@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ddp_manual import launchers
+from ddp_manual.environment import launcher, settings, torchrun
 from ddp_manual.errors import BadOption
-from ddp_manual.identity import (
-    TORCHRUN,
-    check_rank_0_is_found,
-    nobody_says_of_how_many,
-    of_plain_variables,
-    of_started_rank,
-)
 from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.options import Options, number_below, option, option_fields
 
@@ -170,18 +163,19 @@ class WorldSpec(Options):
         values = {name: value for name, value in flags.items() if value is not None}
         sources = dict.fromkeys(values, "flag")
         by_hand = not is_rank or "rank" in values
-        found = (of_plain_variables if by_hand else of_started_rank)(launchers.variables())
+        variables = settings.variables()
+        found = launcher.read(launcher.TORCHRUN, variables) if by_hand else launcher.of_started_rank(variables)
         for name, (value, variable) in found.items():
             if name not in values:
                 values[name], sources[name] = value, f"from {variable}"
-        if "world_size" not in values and "rank" in found and found["rank"].source != TORCHRUN["rank"]:
-            raise nobody_says_of_how_many(found["rank"])
+        if "world_size" not in values and "rank" in found and found["rank"].source != launcher.TORCHRUN["rank"]:
+            raise launcher.nobody_says_of_how_many(found["rank"])
         is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
         typed_rank = is_rank and by_hand
-        if is_elsewhere and not typed_rank and (first := launchers.first_pod()) is not None:
+        if is_elsewhere and not typed_rank and (first := launcher.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
         if not by_hand and sources.get("master_addr") != "flag":
-            check_rank_0_is_found(launchers.variables())
+            launcher.check_rank_0_is_found(variables)
         return cls(**values, sources=sources)
 
     def of_script(self) -> WorldSpec:
@@ -212,15 +206,13 @@ class WorldSpec(Options):
     @property
     def agent_store(self) -> bool:
         """Whether torchrun hosts the store, so that rank 0 is a client like the others."""
-        return launchers.torchrun_store_at(self.master_addr, self.master_port)
+        return torchrun.store_at(self.master_addr, self.master_port)
 
     @property
     def started_by(self) -> str | None:
         """The launcher to type in front of a rank's own command, such as mpirun; None if a person starts ranks."""
-        starters = {"OMPI_COMM_WORLD_RANK": "mpirun", "PMI_RANK": "mpiexec", "SLURM_PROCID": "srun"}
-        if self.agent_store:
-            starters["RANK"] = "torchrun"
-        return starters.get(self.source("rank").removeprefix("from "))
+        starter = launcher.starter_of(self.source("rank").removeprefix("from "))
+        return None if starter == "torchrun" and not self.agent_store else starter
 
     @property
     def launcher_pid(self) -> int | None:
@@ -228,7 +220,7 @@ class WorldSpec(Options):
         srun is killed."""
         if self.started_by in (None, "srun"):
             return None
-        return launchers.launcher_that_set(self.source("rank").removeprefix("from "))
+        return launcher.process_that_set(self.source("rank").removeprefix("from "))
 
     @property
     def alone(self) -> bool:

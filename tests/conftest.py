@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from ddp_manual import launchers
+from ddp_manual.environment import command_line
 from tests.ports import free_port
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class RankProcess:
     @property
     def typed(self) -> str:
         """The command as messages show it: without the path of a program that a shell finds by its name."""
-        return shlex.join([launchers.as_typed(self.arguments[0]), *self.arguments[1:]])
+        return shlex.join([command_line.as_typed(self.arguments[0]), *self.arguments[1:]])
 
     def kill(self) -> None:
         """Kill the process and all that it has started."""

@@ -8,16 +8,16 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
 import asyncio
-import shlex
 import signal
 import socket
 
 from ddp_manual import signals, terminal, unread
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.task import Task
-from ddp_manual.agent.worker_process import ScriptWorker
+from ddp_manual.agent.to_type import script_command
+from ddp_manual.agent.worker_process import AttachedWorker
 from ddp_manual.from_worker import Attach
-from ddp_manual.program import SCRIPT, Program, without_secrets
+from ddp_manual.program import SCRIPT, Program
 from ddp_manual.wire import LineReader, local_reader_of
 from ddp_manual.world_spec import WorldSpec
 
@@ -39,21 +39,14 @@ def main(channel: int, faults: int) -> None:
 async def _run(attach: Attach, connection: socket.socket, faults: int) -> None:
     spec = WorldSpec(**attach.spec, sources=attach.sources)
     terminal.log_to_stderr(spec.rank)
-    # A rank of a script is started with variables, because the script's flags are not known here.
-    words = [f"WORLD_SIZE={spec.world_size} RANK={{rank}}"]
-    if spec.master_addr != WorldSpec.master_addr:
-        words.append(f"MASTER_ADDR={spec.master_addr}")
-    if spec.master_port != WorldSpec.master_port:
-        words.append("MASTER_PORT={master_port}")
-    command = " ".join([*words, shlex.join(without_secrets(attach.typed))])
     task = Task(
         run_dir=attach.run_dir,
-        command=command,
+        command=script_command(spec, attach.typed),
         # Without arguments: a script may say in any way which rank it is, such as "python script.py 0".
         source=Program(kind=SCRIPT, name=attach.script) if attach.script else None,
         attempt=attach.attempt,
     )
-    worker = ScriptWorker(attach.pid, connection, faults, terminal.print_error)
+    worker = AttachedWorker(attach.pid, connection, faults, terminal.print_error)
     # ``worker`` shows the error: the script raises it as an exception, or else it is printed.
     await Agent(spec, task, start_worker=lambda held: worker, log=terminal.log, print_error=lambda error: None).run()
 

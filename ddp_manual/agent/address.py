@@ -20,9 +20,9 @@ from datetime import datetime
 
 import psutil
 
-from ddp_manual import launchers
 from ddp_manual.agent.network_interface import family, interface_addresses, own_address
 from ddp_manual.agent.probe import VALIDATE, look_at, probe
+from ddp_manual.environment import launcher, machine, settings
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
@@ -53,7 +53,7 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
     Raises:
         LoopbackMaster: all addresses are loopback, and a launcher's variables tell of several hosts.
     """
-    several_hosts = launchers.launcher_hosts(spec.world_size)
+    several_hosts = launcher.several_hosts(spec.world_size)
     if several_hosts is None or not all(map(is_loopback, addresses)):
         return
     mine = own_address()
@@ -80,7 +80,7 @@ def raise_descriptor_limit(spec: WorldSpec) -> str:
     needed = OWN_DESCRIPTORS + CONNECTIONS_PER_RANK * spec.world_size
     if spec.rank == 0 and soft < needed:
         raise BadOption(
-            f"rank 0 on {launchers.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
+            f"rank 0 on {machine.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
             f"needs {needed}",
             why=f"each rank keeps up to {CONNECTIONS_PER_RANK} connections to rank 0; the hard limit is {hard}",
             next=f"raise it before rank 0 is started: ulimit -n {needed}",
@@ -122,7 +122,7 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
     name = "listen_addr" if spec.listen_addr else "master_addr"
     mine = own_address() or "an address of its network"
     next = f"start rank 0 on the host that has {addresses[0]}"
-    if launchers.in_container():
+    if machine.in_container():
         next += (
             "; if this container runs there, start it in that host's network, such as with docker's --network host\n"
             f"or publish port {port} and listen inside: --listen_addr {mine}; "
@@ -134,7 +134,7 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
             f"if {addresses[0]} is forwarded to this host: --listen_addr {mine}"
         )
     raise AddressNotLocal(
-        f"rank 0 runs on {launchers.host_name()}, but {getattr(spec, name)} is not an address of this host",
+        f"rank 0 runs on {machine.host_name()}, but {getattr(spec, name)} is not an address of this host",
         why=f"{spec.named(name)} resolves to {', '.join(addresses)}; "
         f"this host has {', '.join(sorted(interface_addresses()))}",
         next=next,
@@ -152,7 +152,7 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
             next=f"end that process, or give every rank another port: {another}",
         )
     try:
-        seen = await look_at(there, at(address, port), launchers.token(spec.token_file))
+        seen = await look_at(there, at(address, port), settings.token(spec.token_file))
         named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
         news = News(seen["here"], named=named, missing=seen["missing"], loading=seen["loading"])
         run = f"it is run {seen['run']['run_id']}, {situation(news, seen['run']['world_size'])}"
@@ -231,9 +231,10 @@ async def _connected(spec: WorldSpec) -> AsyncIterator[tuple[asyncio.StreamReade
         reader, writer = await asyncio.wait_for(opening, REPLY_TIMEOUT)
     except (OSError, TimeoutError, asyncio.TimeoutError):
         # torchrun's agent listens before it starts any rank: if nothing listens, there is no torchrun.
+        variables = settings.listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
         raise BadOption(
             f"variables of another launcher say that its agent hosts the store at {where}, but nothing listens there",
-            why="; ".join([launchers.torchrun_variables(), *(spec.named(name) for name in ("world_size", "rank"))]),
+            why="; ".join([variables, *(spec.named(name) for name in ("world_size", "rank"))]),
             next="unset TORCHELASTIC_USE_AGENT_STORE RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT\n"
             "then start every rank again, with flags",
         ) from None

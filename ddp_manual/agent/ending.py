@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from ddp_manual.environment.machine import host_name
 from ddp_manual.errors import DdpManualError, MasterLost, traceback_of
-from ddp_manual.launchers import host_name
 from ddp_manual.messages import (
     LastWords,
     RunInfo,

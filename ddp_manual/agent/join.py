@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ddp_manual import launchers, messages
+from ddp_manual import messages
 from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
 from ddp_manual.agent.connection import Connection
@@ -27,9 +26,10 @@ from ddp_manual.agent.own_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.task import Task
+from ddp_manual.agent.to_type import status_command
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
-from ddp_manual.options import as_flags
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
@@ -71,7 +71,7 @@ class Join:
         self.info = RankInfo(
             rank=spec.rank,
             world_size=spec.world_size,
-            host=launchers.host_name(),
+            host=machine.host_name(),
             pid=os.getpid(),
             starts_again=spec.rank == 0 or task.launched is not None or spec.started_by is not None,
             goes_on=so_far,
@@ -83,7 +83,7 @@ class Join:
         self.connection: Connection[messages.FromRank0] | None = None
         """The connection to the coordinator, once it has admitted this rank."""
         self.own_address: OwnAddress
-        self.seal = Seal(launchers.token(spec.token_file))
+        self.seal = Seal(settings.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
         self._spec, self._task, self._steps = spec, task, steps
         self._since = since
@@ -301,11 +301,9 @@ class Join:
     @property
     def _shrink_command(self) -> str:
         """The command that lets the run go on without the ranks that are missing."""
-        command, arguments = launchers.typed_command()
-        command = command if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
         at_rank_0 = {name: getattr(self._spec, name) for name in ("master_addr", "master_port", "token_file")}
         typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
-        return f"{shlex.join([*command, 'status'])} {as_flags({**typed, 'shrink': True})}"
+        return status_command(**typed, shrink=True)
 
     # -- hello --------------------------------------------------------------------------------------------------------
 
@@ -314,7 +312,7 @@ class Join:
         if self.probe_server is None:
             spec = self._spec
             with self._steps.step("interface") as step:
-                self.own_address = OwnAddress(rank_0, launchers.likely_backend(spec.device, spec.backend))
+                self.own_address = OwnAddress(rank_0, machine.likely_backend(spec.device, spec.backend))
                 step.detail = f"{self.own_address.address} on {self.own_address.source}"
             self.probe_server = await reachability.answer_at(self.own_address.address)
             task = self._task
@@ -322,14 +320,14 @@ class Join:
             self.info = replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
-                host_id=launchers.host_id(),
+                host_id=machine.host_id(),
                 since=time.time(),
                 address=self.own_address.address,
                 answer_port=self.probe_server.sockets[0].getsockname()[1],
                 local_rank=spec.local_rank,
                 versions={**source.packages, **installed_versions()},
                 code={**code_digests(), **source.code},
-                variables=collective_variables(launchers.network_variables()),
+                variables=collective_variables(settings.network_variables()),
                 arguments=named_arguments(task.source.arguments) if task.source else {},
                 may_differ=list(task.may_differ),
                 allow_mismatch=spec.allow_mismatch,
@@ -383,7 +381,7 @@ class Join:
     @property
     def _search(self) -> Search:
         who, patient = f"rank {self._spec.rank}", bool(self.info.goes_on)
-        return Search(self._spec, who, launchers.host_name(), self._command_for(0), patient, partial(hint, self._spec))
+        return Search(self._spec, who, machine.host_name(), self._command_for(0), patient, partial(hint, self._spec))
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))

@@ -1,5 +1,5 @@
-"""Workers of ``launch``: forks of a process that has imported torch, or new processes; their output is copied line by
-line."""
+"""How a worker is started, whatever it runs: as a new Python, or as a fork of a process that has imported torch; in
+this terminal, or with its output copied line by line."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_manual import launchers, orphans
-from ddp_manual.agent.worker_process import (
-    LOOK_EVERY,
-    PROGRAM,
-    Worker,
-    check_torch_is_installed,
-    start_process,
-    words_for,
-)
-from ddp_manual.errors import DdpManualError
+from ddp_manual import orphans
+from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
+from ddp_manual.environment import command_line, rank_variables
+from ddp_manual.errors import DdpManualError, not_installed
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.launchers import start_python
-from ddp_manual.program import Program
+from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.terminal import RankOutput
 from ddp_manual.wire import LONGEST_LINE
 
+PROGRAM = Path(__file__).parent.parent / "worker"
 # Seconds between two states of a progress bar.
 STATE_EVERY = 1.0
+WorkerOf = Callable[[socket.socket, int], Worker]
+"""Makes a worker of its channel and its pipe for faults."""
 
 
 async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
@@ -68,83 +67,93 @@ def _last_state(line: bytes) -> bytes:
     return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
 
 
-class Forker:
-    """The process that imports torch, and then forks each worker: see ``worker/__main__.py``.
+class Starter:
+    """Starts workers, each as a new Python.
 
     Args:
-        program: what the workers run.
-        modules: what it imports besides, before the first fork.
-        in_terminal: whether the workers belong to this terminal, and write to it.
+        program: what they run.
+        nproc: how many there are on this host, each with a session of its own; 0: they belong to this terminal.
     """
 
-    def __init__(
-        self, nproc: int, program: Program | None = None, modules: Sequence[str] = (), *, in_terminal: bool = False
-    ) -> None:
-        self._nproc, self._program, self._in_terminal = nproc, program, in_terminal
-        where = ["in=terminal"] if in_terminal else []
-        self._words = [f"ranks={nproc}", *words_for(program), f"import={','.join(modules)}", *where]
-        self._start()
+    def __init__(self, program: Program, nproc: int = 0) -> None:
+        self._program, self._nproc = program, nproc
 
-    def _start(self) -> None:
+    def start_again(self) -> None:
+        """Do nothing: no worker depends on another process."""
+
+    def close(self) -> None:
+        """Do nothing: the agents end their workers."""
+
+    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput | None = None) -> Worker:
+        """Start a worker.
+
+        Args:
+            held: where it holds its state.
+            output: takes what it writes; None: it writes to this terminal.
+        """
+        if self._program.kind != EXECUTABLE:
+            check_torch_is_installed()
+        channel, theirs = socket.socketpair()
+        faults, their_faults = os.pipe()
+        (ours, pipes) = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True) if output else ((), ())
+        with theirs:
+            who = [f"rank={rank}", f"of={world_size}"]  # for ps and nvidia-smi
+            worker_of = self._begin([theirs.fileno(), their_faults, held.descriptor], pipes, who)
+        for descriptor in (their_faults, *pipes):
+            os.close(descriptor)
+        worker = worker_of(channel, faults)
+        worker.copies = copies(ours, output) if output else []
+        return worker
+
+    def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> WorkerOf:
+        """Start a process that inherits these descriptors, and the pipes as stdout and stderr."""
+        streams = dict(zip(("stdout", "stderr"), pipes, strict=False))
+        process = self._new_python(descriptors, who, **streams)
+        return partial(Worker, process.pid, process=process)
+
+    def _new_python(self, descriptors: Sequence[int], who: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
+        runs = [f"runs={self._program.name}", f"kind={self._program.kind}"]
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} if self._nproc else {}
+        with rank_variables.clean_variables(self._nproc) if self._nproc else nullcontext():
+            return command_line.start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})
+
+
+class Forker(Starter):
+    """Starts workers as forks of a process that imports torch first: see ``worker/__main__.py``.
+
+    Args:
+        modules: what it imports besides, before the first fork.
+    """
+
+    def __init__(self, program: Program, nproc: int = 0, modules: Sequence[str] = ()) -> None:
+        super().__init__(program, nproc)
+        where = [] if nproc else ["in=terminal"]
+        self._words = [f"ranks={nproc or 1}", f"import={','.join(modules)}", *where]
+        self._fork()
+
+    def _fork(self) -> None:
         self._control, theirs = socket.socketpair()
-        own: dict[str, Any] = {} if self._in_terminal else {"stdin": subprocess.DEVNULL, "start_new_session": True}
-        with theirs, nullcontext() if self._in_terminal else launchers.clean_variables(self._nproc):
-            self._process = start_python(PROGRAM, [theirs.fileno()], self._words, **own)
-            orphans.is_own(self._process)
+        with theirs:
+            self._process = self._new_python([theirs.fileno()], self._words)
+        orphans.is_own(self._process)
 
     def start_again(self) -> None:
         """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""
         if self._process.poll() is not None:
             self.close()
-            self._start()
+            self._fork()
 
     def close(self) -> None:
         self._control.close()
         self._process.kill()
         self._process.wait()
 
-    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput | None = None) -> Worker:
-        """Ask for a worker; it exists once the forker has torch.
-
-        Args:
-            held: where it holds its state.
-            output: takes what it writes; None: it writes to this terminal.
-        """
-        check_torch_is_installed()
+    def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> WorkerOf:
+        """Ask for a worker; it exists once the process has torch."""
         self.start_again()
-        channel, theirs = socket.socketpair()
-        faults, their_faults = os.pipe()
-        (ours, pipes) = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True) if output else ((), ())
-        with theirs, suppress(BrokenPipeError):  # the forker has just ended; the worker's channel shows that too
-            streams = pipes or (1, 2)
-            socket.send_fds(self._control, [b"."], [theirs.fileno(), their_faults, held.descriptor, *streams])
-        for descriptor in (their_faults, *pipes):
-            os.close(descriptor)
-        copied = copies(ours, output) if output else []
-        return ForkedWorker(self._process, channel, faults, copied)
-
-
-class ProcessStarter:
-    """Starts each worker as a process of its own, for programs that must not be forked."""
-
-    def __init__(self, nproc: int, program: Program | None) -> None:
-        self._nproc, self._program = nproc, program
-
-    def start_again(self) -> None:
-        """Do nothing: no worker depends on this."""
-
-    def close(self) -> None:
-        """Do nothing: the agents end their workers."""
-
-    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput) -> Worker:
-        (out, err), theirs = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True)
-        with launchers.clean_variables(self._nproc):
-            streams = {"stdin": subprocess.DEVNULL, "stdout": theirs[0], "stderr": theirs[1]}
-            worker = start_process(rank, world_size, held, self._program, start_new_session=True, **streams)
-        for descriptor in theirs:
-            os.close(descriptor)
-        worker.copies = copies((out, err), output)
-        return worker
+        with suppress(BrokenPipeError):  # the process has just ended; the worker's channel shows that too
+            socket.send_fds(self._control, [b"."], [*descriptors, *(pipes or (1, 2))])
+        return partial(ForkedWorker, self._process)
 
 
 def copies(pipes: Sequence[int], output: RankOutput) -> list[asyncio.Future[None]]:
@@ -160,16 +169,9 @@ class ForkedWorker(Worker):
         forker: the process that forks it; it ends if it cannot import torch.
     """
 
-    def __init__(
-        self,
-        forker: subprocess.Popen[bytes],
-        channel: socket.socket,
-        faults: int,
-        copies: Sequence[asyncio.Future[None]],
-    ) -> None:
+    def __init__(self, forker: subprocess.Popen[bytes], channel: socket.socket, faults: int) -> None:
         super().__init__(forker.pid, channel, faults)
         self._forker = forker
-        self.copies = copies
 
     async def _watch(self, gone: Callable[[], None]) -> None:
         while not self.said and not self.is_gone:
@@ -191,3 +193,9 @@ class ForkedWorker(Worker):
             await super().end(error, own=own)
         else:  # once it is forked it finds the channel closed, and ends
             self.close()
+
+
+def check_torch_is_installed() -> None:
+    """Raise BackendUnavailable before a worker is started in vain."""
+    if find_spec("torch") is None:
+        raise not_installed("torch")

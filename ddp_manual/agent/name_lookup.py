@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from ddp_manual import launchers
 from ddp_manual.agent.network_interface import own_address
+from ddp_manual.environment import machine
 from ddp_manual.errors import MasterUnresolvable
 from ddp_manual.protocol.search import is_loopback
 from ddp_manual.terminal import POLL_EVERY, Waiting
@@ -49,7 +49,7 @@ def resolve(host: str, option: str = MASTER_ADDR) -> list[str]:
 
 def is_own_name(host: str) -> bool:
     """Return whether this is the name of this host, with or without a domain."""
-    return not host[0].isdigit() and host.split(".")[0].lower() == launchers.host_name().split(".")[0].lower()
+    return not host[0].isdigit() and host.split(".")[0].lower() == machine.host_name().split(".")[0].lower()
 
 
 def refuse_malformed(host: str, option: str = MASTER_ADDR) -> None:
@@ -90,7 +90,7 @@ def _address(option: str) -> str:
 def _unresolvable(host: str, found: str, option: str = MASTER_ADDR) -> MasterUnresolvable:
     return MasterUnresolvable(
         f"{_address(option)} {host!r} has no IP address",
-        why=f"looking it up on {launchers.host_name()} {found}",
+        why=f"looking it up on {machine.host_name()} {found}",
         next=f"check with: getent hosts {host}\nor give rank 0's IP address as --{option}",
     )
 

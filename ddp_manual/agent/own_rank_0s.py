@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ddp_manual.launchers import host_id, runtime_folder
+from ddp_manual.environment.machine import host_id, runtime_folder
 from ddp_manual.options import as_flags
 from ddp_manual.terminal import at
 from ddp_manual.world_spec import WorldSpec

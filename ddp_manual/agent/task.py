@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_manual import launchers, run_folder
+from ddp_manual import run_folder
+from ddp_manual.environment import torchrun
 from ddp_manual.messages import RankInfo, RunInfo
 from ddp_manual.program import Program
 from ddp_manual.world_spec import WorldSpec
@@ -51,7 +52,7 @@ class Task:
     """Whether another rank of this host says in the same terminal why rank 0 is not found."""
     wait_until_ready: bool = False
     """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
-    attempt: str = field(default_factory=lambda: f"{launchers.restart_count()}.0")
+    attempt: str = field(default_factory=lambda: f"{torchrun.restart_count()}.0")
     """Differs for each time that the ranks of one torchrun join."""
 
     def describe_run(self, spec: WorldSpec, rank_0: RankInfo, address: str, command: str) -> RunInfo:

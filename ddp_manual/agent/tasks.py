@@ -1,25 +1,23 @@
-"""Ranks that are started by hand: what their workers do, which commands a person is told to type, and an agent in this
-terminal for each rank."""
+"""Ranks that are started by hand: what their workers do, and an agent in this terminal for each rank."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 
-from ddp_manual import launchers, run_folder, terminal
+from ddp_manual import run_folder, terminal
 from ddp_manual.agent.ending import Ended
-from ddp_manual.agent.launched_worker import Forker
+from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.task import Task
-from ddp_manual.agent.worker_process import check_torch_is_installed, start_process
+from ddp_manual.agent.to_type import LISTENING, rank_command, typed_again
+from ddp_manual.environment import command_line, settings, torchrun
 from ddp_manual.errors import DdpManualError
-from ddp_manual.identity import OWN_NAME
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
 from ddp_manual.program import MODULE, Program
@@ -27,74 +25,9 @@ from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
-# Options that differ between ranks or runs; they are never copied from one rank's command line to another's.
-PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id"}
-# Options of which rank 0's value is used; where a run goes on, others take their place.
-OF_RANK_0 = ("run_dir", "resume")
-# Where rank 0 listens: an address of its own host, which another rank's command has no use for.
-LISTENING = "listen_addr"
-
-
 TRAINING = Program(kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare")
 # What it imports besides torch, which a process that forks workers has before.
 TRAINING_IMPORTS = ("ddp_manual.training.program",)
-
-
-def command_template(
-    spec: WorldSpec,
-    config: TrainConfig | None = None,
-    program: Program | None = None,
-    *,
-    run_dir: str | None = None,
-    may_differ: Sequence[str] = (),
-) -> str:
-    """Return the command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` in it; where a
-    launcher starts all ranks together, the command that does so; in a pod, the command that shows why a pod is missing.
-
-    Of ranks that ``launch`` has started on this host a single one on another host may be started by hand too.
-
-    Args:
-        run_dir: the folder that was typed: a rank that lacks it would leave nothing there, and find nothing.
-    """
-    typed, arguments = launchers.typed_command()
-    if spec.started_by:
-        return f"{spec.started_by} ... {shlex.join([*typed, *arguments])}"
-    if spec.source("master_addr") == f"from {OWN_NAME}":
-        job, label = spec.master_addr.partition(".")[0].removesuffix("-0"), "batch.kubernetes.io/job-"
-        return f"kubectl describe pods --selector {label}name={job},{label}completion-index={{rank}}"
-    if arguments[:1] in (["launch"], ["hosted"]):
-        typed.append("train" if program is None else "run")
-    if arguments[:1] in (["train"], ["check"], ["run"]):
-        typed.append(arguments[0])
-    words = [shlex.join(typed), f"--world_size {spec.world_size} --rank {{rank}}"]
-    if spec.master_addr != WorldSpec.master_addr:
-        words.append(f"--master_addr {shlex.quote(spec.master_addr)}")
-    if spec.master_port != WorldSpec.master_port:
-        words.append("--master_port {master_port}")
-    given = {**spec.given_options(), **(config.given_options() if config else {})}
-    left_out = {*PER_RANK_OPTIONS, *OF_RANK_0, LISTENING}
-    rest = as_flags({name: value for name, value in given.items() if name not in left_out})
-    names = as_flags({"run_dir": run_dir, "may_differ": ",".join(may_differ) or None})
-    return " ".join(filter(None, [*words, rest, names, program.typed if program else ""]))
-
-
-def typed_again() -> str:
-    """Return the command that was typed in this terminal, without the options with which it is to go on."""
-    program, arguments = launchers.typed_command()
-    return shlex.join([*program, *without_options(arguments, OF_RANK_0)])
-
-
-def without_options(typed: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return what was typed, without these options and their values."""
-    kept: list[str] = []
-    words = iter(typed)
-    for word in words:
-        option, equals, _ = word.replace("-", "_").partition("=")
-        if option not in [f"__{name}" for name in names]:
-            kept.append(word)
-        elif not equals:
-            next(words, None)
-    return kept
 
 
 def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = None) -> Task:
@@ -108,6 +41,7 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     """
     config = checkpoint_files.with_torchrun_run_dir(config)
     check_options(spec, config)
+    given = config.given_options()
     told = {"config": config.values(), "sources": dict(config.sources), "launched": launched}
     return Task(
         program=dataclasses.replace(TRAINING, arguments=(json.dumps(told),)),
@@ -115,7 +49,7 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
         options={**config.shared_options(), "command": ("train", "command")},
         run_dir=config.run_dir or run_folder.default_run_dir("{run_id}"),
         chose_folder=config.run_dir is not None,
-        command=command_template(spec, config, run_dir=config.run_dir),
+        command=rank_command(spec, "train", {**given, "run_dir": config.run_dir, "resume": None}),
         for_rank_0=as_flags({LISTENING: spec.listen_addr, "resume": config.resume}),
         go_on=typed_again() if launched is None and not spec.from_variables else None,
         launched=launched,
@@ -141,7 +75,9 @@ def program_task(
     return Task(
         options={"command": ("run", "command")},
         run_dir=run_dir,
-        command=command_template(spec, program=program, run_dir=run_dir, may_differ=may_differ),
+        command=rank_command(
+            spec, "run", {"run_dir": run_dir, "may_differ": ",".join(may_differ) or None}, program.typed
+        ),
         launched=launched,
         program=program,
         source=program,
@@ -161,12 +97,12 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
     terminal.log_to_stderr(spec.rank)
     spec = spec.of_script()
     if spec.source("world_size") == "default":
-        if behind := program.argument("world_size", "rank"):
+        if behind := command_line.option_in(program.arguments, "world_size", "rank"):
             name = program.name
             terminal.log(f"{behind} comes after {name} and goes to it; if it is meant for run, put it before {name}")
         terminal.log("no --world_size was given: this is the only rank (of two, one has --world_size 2 --rank 0)")
     _say_rank_0_by_default(spec)
-    restarts = launchers.torchrun_restarts() if spec.agent_store else (0, 0)
+    restarts = (torchrun.restart_count(), settings.count("TORCHELASTIC_MAX_RESTARTS")) if spec.agent_store else (0, 0)
     task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
     return in_this_terminal(spec, task)
 
@@ -209,12 +145,13 @@ def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
         return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
     check_torch_is_installed()
     # It has torch when a worker has to be replaced, which then takes a fork.
-    with closing(Forker(1, task.program, TRAINING_IMPORTS, in_terminal=True)) as spare:
-        start_worker = partial(spare.start, spec.rank, spec.world_size)
-        agent = Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=terminal.print_error)
-        return asyncio.run(agent.run())
+    with closing(Forker(TRAINING, modules=TRAINING_IMPORTS)) as spare:
+        return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error, spare).run())
 
 
-def agent_in_this_terminal(spec: WorldSpec, task: Task, print_error: Callable[[DdpManualError], None]) -> Agent:
-    start_worker = partial(start_process, spec.rank, spec.world_size, program=task.program)
+def agent_in_this_terminal(
+    spec: WorldSpec, task: Task, print_error: Callable[[DdpManualError], None], starter: Starter | None = None
+) -> Agent:
+    assert task.program is not None
+    start_worker = partial((starter or Starter(task.program)).start, spec.rank, spec.world_size)
     return Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=print_error)

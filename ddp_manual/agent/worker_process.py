@@ -15,9 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from msgspec.structs import asdict, replace
 
@@ -25,12 +22,9 @@ from ddp_manual import from_agent, from_worker, orphans, signals
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.records import Records
 from ddp_manual.agent.stacks import readable_stack
-from ddp_manual.errors import DdpManualError, not_installed
-from ddp_manual.held_memory import HeldMemory
-from ddp_manual.launchers import start_python
+from ddp_manual.errors import DdpManualError
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
 from ddp_manual.messages import Beat, LastWords
-from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.wire import LONGEST_ANSWER, encode_local
 
@@ -51,7 +45,6 @@ KILLED_WITHIN = 10.0
 GRACE = 0.7
 WAY_OUT = 10.0
 ANSWER_WITHIN = 0.5
-PROGRAM = Path(__file__).parent.parent / "worker"
 
 
 class Worker:
@@ -323,7 +316,7 @@ async def wait_until(holds: Callable[[], bool], within: float) -> None:
         await asyncio.sleep(0.01)
 
 
-class ScriptWorker(Worker):
+class AttachedWorker(Worker):
     """A user's own script, which has started its agent. It ends by itself, with the verdict raised as an exception, and
     is killed only if it does not.
 
@@ -370,35 +363,3 @@ class ScriptWorker(Worker):
             if not self.is_gone and (number == signal.SIGKILL or self.until is None):
                 self.signal(number)
                 await self._hear(within=KILL_AFTER)
-
-
-def check_torch_is_installed() -> None:
-    """Raise BackendUnavailable before a worker is started in vain."""
-    if find_spec("torch") is None:
-        raise not_installed("torch")
-
-
-def start_process(
-    rank: int, world_size: int, held: HeldMemory, program: Program | None = None, **options: Any
-) -> Worker:
-    """Start a new Python as the worker of this agent: it writes to this terminal, and dies with the agent.
-
-    Args:
-        held: where it holds its state.
-        program: what it runs.
-        options: of ``subprocess.Popen``.
-    """
-    if program is None or program.kind != EXECUTABLE:
-        check_torch_is_installed()
-    ours, theirs = socket.socketpair()
-    reading, writing = os.pipe()
-    with theirs:
-        who = [f"rank={rank}", f"of={world_size}", *words_for(program)]  # for ps and nvidia-smi
-        process = start_python(PROGRAM, [theirs.fileno(), writing, held.descriptor], who, **options)
-        os.close(writing)
-    return Worker(process.pid, ours, reading, process)
-
-
-def words_for(program: Program | None) -> list[str]:
-    """Return what the command of a worker says of its program."""
-    return [] if program is None else [f"runs={program.name}", f"kind={program.kind}"]

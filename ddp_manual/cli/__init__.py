@@ -15,10 +15,11 @@ from typing import NoReturn
 
 import click
 
-from ddp_manual import errors, launchers, signals, terminal
+from ddp_manual import errors, signals, terminal
 from ddp_manual.cli.launching import hosted, launch, list_commands
 from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
 from ddp_manual.cli.ranks import check, run_program, train
+from ddp_manual.environment import command_line
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
@@ -110,7 +111,7 @@ def _as_ours(error: Exception) -> errors.DdpManualError:
 
 def _of_click(error: click.ClickException) -> errors.BadOption:
     """Turn what click cannot read into an error that leads to the help of the command."""
-    program, arguments = launchers.typed_command()
+    program, arguments = command_line.typed_command()
     command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
     context = error.ctx if isinstance(error, click.UsageError) else None
     if command[-1] == "launch" and context is not None:

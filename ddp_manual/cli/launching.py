@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, identity, launchers, orphans, terminal, unread
+from ddp_manual import errors, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
     check_after_dashes,
@@ -22,6 +22,7 @@ from ddp_manual.cli.options import (
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
+from ddp_manual.environment import launcher, machine, settings
 from ddp_manual.launch import host_list
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
@@ -129,7 +130,7 @@ def launch(
         task, typed_after = _training(context, run_dir)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
     spec = WorldSpec(**options, sources=sources)
-    variables = launchers.exported(export) if by_ssh else {}
+    variables = settings.exported(export) if by_ssh else {}
     own: Any = {"variables": variables, "may_differ": names_in(may_differ), "start": start}
     job = job_of(task, spec, after=program, run_dir=run_dir, **own)
     if by_ssh:
@@ -143,7 +144,7 @@ def launch(
             return 0
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
-    ranks = launchers.ranks_per_host(str(place["nproc"]))
+    ranks = machine.ranks_per_host(str(place["nproc"]))
     on = Hosts(nproc=ranks, nnodes=place.get("nnodes", 1), node_rank=place.get("node_rank", 0))
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
@@ -157,14 +158,14 @@ def _place(context: click.Context, *, by_ssh: bool, num_processes: int | None) -
     typed |= given(WorldSpec, context.params)
     place = {name: value for name, value in typed.items() if value is not None}
     sources = dict.fromkeys(place, "flag")
-    node = identity.of_node(launchers.variables()) if typed["nnodes"] is None and not by_ssh else {}
+    node = launcher.of_node(settings.variables()) if typed["nnodes"] is None and not by_ssh else {}
     for name, (value, variable) in node.items():
         if name not in place:
             place[name], sources[name] = value, f"from {variable}"
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if sources.get("master_addr") != "flag":
-            identity.check_rank_0_is_found(launchers.variables())
+            launcher.check_rank_0_is_found(settings.variables())
     nnodes = place.get("nnodes", 1)
     if "nproc" not in place and num_processes is not None and num_processes % nnodes == 0:  # as accelerate counts
         place["nproc"] = str(num_processes // nnodes)

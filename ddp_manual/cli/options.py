@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ddp_manual import errors
+from ddp_manual.environment.command_line import option_in
 from ddp_manual.options import help_text, option_fields, spelling, value_types
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
 from ddp_manual.training.config import TrainConfig
@@ -221,7 +222,7 @@ def check_after_dashes(command: str, typed: Mapping[str, Any], of_each_rank: Seq
 
 def check_before_script(command: str, program: Program | None, *names: str) -> None:
     """Raise BadOption where a command lacks an option that was typed after the script, and so went to that."""
-    if program is not None and (late := program.argument(*names)):
+    if program is not None and (late := option_in(program.arguments, *names)):
         raise errors.BadOption(
             f"{command} was given no {'hosts' if 'hosts' in names else f'--{names[0]}'} before {program.name}",
             why=f"{late} comes after {program.name} and goes to it",

@@ -11,8 +11,9 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ddp_manual import launchers, orphans, signals, unread
+from ddp_manual import orphans, signals, unread
 from ddp_manual.agent.task import Task
+from ddp_manual.environment import machine
 from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.launch.engine import Launch, first_of
 from ddp_manual.launch.function import Call
@@ -43,7 +44,7 @@ class RanksOfFunction(Ranks):
 async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
     """Launch the ranks, and leave why the first has failed."""
     spec = call.spec
-    with launchers.reserved_port() as port:
+    with machine.reserved_port() as port:
         job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
         ranks = RanksOfFunction(job.at(master_port=port), Hosts(nproc=spec.world_size), writer)
         started = Launch(job, [ranks])
@@ -53,7 +54,8 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
             await started.attempts()
     failed = first_of(started.failed)
     if failed is None and started.signalled:
-        failed = 0, Stopped(started.signalled, "spawn got the signal, and passed it on to all ranks", next=START_AGAIN)
+        why = "spawn got the signal, and passed it on to all ranks"
+        failed = 0, Stopped(started.signalled, why=why, next=START_AGAIN)
     if failed is not None:
         call.fail(*failed)
 

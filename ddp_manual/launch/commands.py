@@ -9,31 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual import launchers
+from ddp_manual.agent.to_type import LISTENING, rank_command
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BadOption
 from ddp_manual.launch.host_list import LOCAL, Host
-from ddp_manual.options import as_flags
 from ddp_manual.program import Program
 from ddp_manual.world_spec import WorldSpec
 
 # The setting of Linux from which the kernel takes the ports of probes, of torch's store, of gloo and of NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankCommand:
-    """What to type for one rank."""
-
-    rank: int
-    host: Host
-    program: tuple[str, ...]
-    """How this package was started here, such as ``python -m ddp_manual``."""
-    words: tuple[str, ...]
-    """What comes after that, from ``train`` or ``run`` on."""
-
-    @property
-    def line(self) -> str:
-        return shlex.join([*self.program, *self.words])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +28,8 @@ class Commands:
     """The options of each rank, without its place in the world."""
     program: Program | None
     """None: our own training."""
-    ranks: Sequence[RankCommand]
-
-    @property
-    def by_host(self) -> list[list[RankCommand]]:
-        return [list(group) for _, group in itertools.groupby(self.ranks, lambda rank: rank.host)]
+    ranks: Sequence[tuple[Host, str]]
+    """The host of each, and what to type there."""
 
     @property
     def alike(self) -> list[str]:
@@ -60,20 +41,20 @@ class Commands:
             has.append(f"{self.program.name} and what it imports")
         if self.spec.token_file is not None:
             has.append(f"the token in {self.spec.token_file}")
-        elif launchers.token(None) is not None:
-            has.append(f"the token in {launchers.TOKEN_VARIABLE}")
+        elif settings.token(None) is not None:
+            has.append(f"the token in {settings.TOKEN_VARIABLE}")
         return has
 
     def text(self) -> str:
         """Return what to type, host by host; all else is a shell's comment."""
         folder = "" if self.program is None else f", in the folder of {self.program.name}"
         lines = [f"# Type each line in a terminal of its own{folder}. Any order will do."]
-        if len(self.by_host) > 1:
+        if len({host for host, _ in self.ranks}) > 1:
             port = f"port {self.spec.master_port} of {self.spec.master_addr}"
             lines.append(f"# Alike on each host: {', '.join(self.alike)}.")
             lines.append(f"# Open between the hosts: {port}, and on each the ports of {FREE_PORTS}.")
-        for group in self.by_host:
-            lines += ["", f"# {group[0].host.name}", *(rank.line for rank in group)]
+        for host, ranks in itertools.groupby(self.ranks, lambda rank: rank[0]):
+            lines += ["", f"# {host.name}", *(line for _, line in ranks)]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,15 +64,15 @@ class Commands:
             "master_port": self.spec.master_port,
             "alike": self.alike,
             "ranks": [
-                {"rank": rank.rank, "host": rank.host.name, "command": rank.line, "words": [*rank.program, *rank.words]}
-                for rank in self.ranks
+                {"rank": rank, "host": host.name, "command": line, "words": shlex.split(line)}
+                for rank, (host, line) in enumerate(self.ranks)
             ],
         }
 
 
 def is_here(host: Host) -> bool:
     """Return whether this is the host, of which ssh would ask nothing."""
-    return host.name in (*LOCAL, launchers.host_name())
+    return host.name in (*LOCAL, machine.host_name())
 
 
 def list_commands(
@@ -123,13 +104,10 @@ def list_commands(
     count = sum(host.slots for host in hosts)
     options = {"master_addr": first, **options}
     spec = WorldSpec(**options, world_size=count, rank=count - 1, sources=dict.fromkeys(options, "flag"))
-    command, _ = launchers.typed_command()
-    rest = [*(program.words if program is not None else training)]
-    on = itertools.chain.from_iterable(itertools.repeat(host, host.slots) for host in hosts)
+    name, rest = ("train", training) if program is None else ("run", program.words)
     ranks = []
-    for rank, host in enumerate(on):
-        given = {name: value for name, value in options.items() if name != "listen_addr" or rank == 0}
-        flags = shlex.split(as_flags({"world_size": count, "rank": rank, **given, **own}))
-        words = ("train" if program is None else "run", *flags, *rest)
-        ranks.append(RankCommand(rank=rank, host=host, program=tuple(command), words=words))
+    for rank, host in enumerate(each for each in hosts for _ in range(each.slots)):
+        besides = {**own, LISTENING: spec.listen_addr if rank == 0 else None}
+        line = rank_command(spec, name, besides, shlex.join(rest)).replace("{rank}", str(rank), 1)
+        ranks.append((host, line.replace("{master_port}", str(spec.master_port), 1)))
     return Commands(spec=dataclasses.replace(spec, rank=0), program=program, ranks=ranks)

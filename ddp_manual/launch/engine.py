@@ -5,14 +5,13 @@ not recur, and says why the run has ended. Where the ranks are, on this host or 
 from __future__ import annotations
 
 import asyncio
-import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ddp_manual import launchers, signals
+from ddp_manual import signals
+from ddp_manual.agent.to_type import status_command
 from ddp_manual.errors import DdpManualError, PeerGone, Stopped, TrainingFailed
 from ddp_manual.launch.job import Job
-from ddp_manual.options import as_flags
 from ddp_manual.terminal import say
 
 # Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
@@ -113,9 +112,7 @@ class Launch:
 
 def say_how_to_look(address: dict[str, Any]) -> None:
     """Say which command shows the run that meets at this address."""
-    command, _ = launchers.typed_command()
-    status = f"{shlex.join([*command, 'status'])} --watch {as_flags(address)}"
-    say(f"to look at this run from another terminal: {status}")
+    say(f"to look at this run from another terminal: {status_command(watch=True, **address)}")
 
 
 def may_be_fixed(error: DdpManualError) -> bool:

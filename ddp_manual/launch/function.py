@@ -37,11 +37,6 @@ class Call:
         self.folder = folder
 
     @property
-    def word(self) -> str:
-        """What tells the launcher where they are."""
-        return f"folder={self.folder}"
-
-    @property
     def program(self) -> Program:
         prepare = f"{__name__}:prepare"
         return Program(kind=MODULE, name=__name__, arguments=(str(self.folder),), prepare=prepare)

@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import ddp_manual
-from ddp_manual import launchers, orphans, signals
+from ddp_manual import orphans, signals
 from ddp_manual.agent.program_source import source_of
+from ddp_manual.environment import machine, rank_variables
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.launch.engine import Failure
 from ddp_manual.launch.job import Hosts
@@ -82,7 +83,7 @@ class _Served:
         self._at_work = self._stopping = self._host_goes_down = self._was_asked = False
 
     async def run(self) -> None:
-        self._tell(Hello(ddp_manual.__version__, *launchers.reached_at()))
+        self._tell(Hello(ddp_manual.__version__, *machine.reached_at()))
         loop = asyncio.get_running_loop()
         stdin = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
@@ -97,7 +98,7 @@ class _Served:
                 task.cancel()
 
     async def _follow(self, order: Order) -> None:
-        launchers.set_exported(order.variables)
+        rank_variables.put(order.variables)
         hosts = Hosts.of_slots(order.slots, order.node_rank)
         try:
             job = prepared(order.job, hosts)
@@ -107,7 +108,7 @@ class _Served:
             return
         ranks = self._ranks = Ranks(job, hosts, self._writer)
         try:
-            with launchers.reserved_port("") as port, ranks.able_to_start():
+            with machine.reserved_port("") as port, ranks.able_to_start():
                 self._tell(HostReady(code, port))
                 while isinstance(begin := await self._messages.get(), Begin):
                     ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual import launchers
-from ddp_manual.agent.tasks import without_options
+from ddp_manual.environment import command_line, settings
 from ddp_manual.errors import BadOption
 from ddp_manual.options import number_below
 from ddp_manual.program import EXECUTABLE, Program
@@ -72,11 +71,11 @@ def job_of(
         variables: the names of those that are passed on to other hosts.
         start: ``fork`` or ``exec``.
     """
-    command, typed = launchers.typed_command()
+    command, typed = command_line.typed_command()
     run_id = new_run_id()
     # Whoever looks at the run is shown the command to go on: it has no values of variables.
-    before = without_options(typed[: len(typed) - len(after)], ["export"])
-    names = ",".join(name for name in variables if name != launchers.TOKEN_VARIABLE)
+    before = command_line.without_options(typed[: len(typed) - len(after)], "export")
+    names = ",".join(name for name in variables if name != settings.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
     if isinstance(task, Program):
         words = shlex.join([*before, *after])
@@ -91,8 +90,8 @@ def job_of(
         )
     # The time in its name is this machine's on all hosts.
     folder = run_dir or default_run_dir(run_id)
-    launch = [word for word in without_options(before, ["run_dir"]) if word != "--"]
-    training = [*without_options(after, ["resume"]), "--resume", "auto"]
+    launch = command_line.without_options(before, "run_dir")
+    training = [*command_line.without_options(after, "resume"), "--resume", "auto"]
     words = shlex.join([*launch, "--run_dir", folder, "--", *training])
     return Job(spec=spec, run_id=run_id, run_dir=folder, go_on=words, config=task, chose_folder=run_dir is not None)
 

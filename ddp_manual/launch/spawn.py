@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from types import FunctionType
 from typing import Any
 
-from ddp_manual import launchers, signals
-from ddp_manual.errors import BadOption, DdpManualError, PeerLost, signal_name
+from ddp_manual import signals
+from ddp_manual.environment import command_line, launcher
+from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
 from ddp_manual.options import option_fields
 from ddp_manual.training import own_code
@@ -50,37 +52,30 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
     with tempfile.TemporaryDirectory() as folder:
         call = Call(Path(folder))
         call.write(train_fn, args, spec)
-        status = _launch(call)
-        failed = call.failure()
-        if failed is not None:
+        _launch(call)
+        if (failed := call.failure()) is not None:
             rank, error = failed
             error.next = error.next.replace("start all ranks again", START_AGAIN)
             raise error from call.cause(rank)
-        if status:
-            raise _launcher_ended(status)
 
 
-def _launch(call: Call) -> int:
-    """Start the process that launches the ranks, pass signals on to it, and return its exit code. It ends with this
-    process, which has the other end of its standard input."""
-    reading, writing = os.pipe()
-    try:
-        program = Path(__file__).parent
-        launcher = launchers.start_python(program, [], [call.word], stdin=reading, start_new_session=True)
-        with signals.handle_instead(launcher.send_signal):
-            return launcher.wait()
-    finally:
-        os.close(reading)
-        os.close(writing)
+def _launch(call: Call) -> None:
+    """Have a process launch the ranks, and pass signals on to it. It ends with this one, which has its standard input.
 
-
-def _launcher_ended(status: int) -> DdpManualError:
-    how = f"was killed by {signal_name(-status)}" if status < 0 else "broke"
-    return PeerLost(
-        f"the process that launches the ranks {how}",
-        why=f"it has ended with exit code {status}, and its ranks with it",
-        next=f"if nobody killed it, look at the lines above\nthen {START_AGAIN}",
-    )
+    Raises:
+        PeerLost: it was killed.
+    """
+    word = f"folder={call.folder}"
+    starting = command_line.start_python(Path(__file__).parent, [], [word], stdin=PIPE, start_new_session=True)
+    with starting as launcher, signals.handle_instead(launcher.send_signal):
+        status = launcher.wait()
+    if status:
+        how = signal_name(-status) if status < 0 else f"exit code {status}"
+        raise PeerLost(
+            f"the process that launches the ranks has ended with {how}",
+            why="its ranks have ended with it",
+            next=f"if nobody killed it, look at the lines above\nthen {START_AGAIN}",
+        )
 
 
 def _spec(nprocs: int, options: dict[str, Any]) -> WorldSpec:
@@ -118,7 +113,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         what = f"nprocs {nprocs!r} is not a number of ranks"
         why = "spawn starts that many processes, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() starts a rank per GPU"
-    elif (launched := launchers.launched_as()) is not None:
+    elif (launched := launcher.launched_as()) is not None:
         what = f"spawn was called in a script that a launcher has started as one of several ranks: {launched}"
         why = f"each of them would start {nprocs} ranks of its own, and they would not train together"
         next = (

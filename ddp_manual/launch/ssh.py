@@ -16,8 +16,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ddp_manual import launchers, signals
+from ddp_manual import signals
 from ddp_manual.agent.program_source import check_program, source_of
+from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
 from ddp_manual.launch.engine import Launch, Tell, first_of, say_how_to_look
 from ddp_manual.launch.host_list import Host
@@ -73,8 +74,8 @@ class HostedLaunch(Launch):
         if self.job.program is not None:
             check_program(self.job.program)
             self.code = source_of(self.job.program).code
-        if (token := launchers.token(self.job.spec.token_file)) is not None:
-            self.variables = {**self.variables, launchers.TOKEN_VARIABLE: token.decode("utf-8", "surrogateescape")}
+        if (token := settings.token(self.job.spec.token_file)) is not None:
+            self.variables = {**self.variables, settings.TOKEN_VARIABLE: token.decode("utf-8", "surrogateescape")}
         return asyncio.run(self._run())
 
     def dry_run(self) -> str:

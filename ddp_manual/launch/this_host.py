@@ -15,17 +15,16 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ddp_manual import launchers, orphans, signals, terminal
+from ddp_manual import orphans, signals, terminal
 from ddp_manual.agent import tasks
-from ddp_manual.agent.launched_worker import Forker, ProcessStarter
+from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
 from ddp_manual.agent.task import Task
-from ddp_manual.agent.worker_process import Worker, check_torch_is_installed
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, from_dict
-from ddp_manual.held_memory import HeldMemory
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.on_loss import LEAVE
@@ -55,7 +54,7 @@ def launch_here(job: Job, hosts: Hosts) -> int:
     is_chosen = hosts.nnodes > 1 or spec.source("master_port") != "default"
     with (
         ThreadPoolExecutor(1, "ddp_manual output") as writer,
-        nullcontext(spec.master_port) if is_chosen else launchers.reserved_port() as port,
+        nullcontext(spec.master_port) if is_chosen else machine.reserved_port() as port,
     ):
         address = {"master_addr": spec.master_addr if hosts.nnodes > 1 else None, "master_port": port}
         say_how_to_look({**address, "token_file": spec.token_file})
@@ -80,7 +79,7 @@ def prepared(job: Job, hosts: Hosts) -> Job:
     Raises:
         BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here.
     """
-    launchers.token(job.spec.token_file)
+    settings.token(job.spec.token_file)
     if job.program is not None:
         check_program(job.program)
         job = dataclasses.replace(job, spec=job.spec.of_script())
@@ -98,14 +97,6 @@ def prepared(job: Job, hosts: Hosts) -> Job:
         # A rank that takes the seat of a lost one finds the files of their run.
         RunPaths(Path(job.run_dir)).create(resuming=resumes or job.spec.on_loss != LEAVE)
     return job
-
-
-class Starter(Protocol):
-    """Starts the workers of a host."""
-
-    def start(self, rank: int, world_size: int, held: HeldMemory, output: RankOutput) -> Worker: ...
-
-    def start_again(self) -> None: ...
 
 
 class Ranks:
@@ -133,10 +124,10 @@ class Ranks:
         """Have what starts the workers of this host in the body."""
         job, nproc = self.job, self.hosts.nproc
         imports = forkable_imports(job.program) if job.program is not None else tasks.TRAINING_IMPORTS
-        starter = Forker(nproc, job.program, imports) if job.forks else ProcessStarter(nproc, job.program)
-        self.starter = starter
+        program = job.program if job.program is not None else tasks.TRAINING
+        self.starter = Forker(program, nproc, imports) if job.forks else Starter(program, nproc)
         with ExitStack() as stack:
-            stack.enter_context(closing(starter))
+            stack.enter_context(closing(self.starter))
             if job.program is not None:
                 self._witness = stack.enter_context(closing(signals.Witness(own_session=True)))
             yield

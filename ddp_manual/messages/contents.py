@@ -64,7 +64,7 @@ class RankInfo(Checked):
     """Of the worker; of its agent until the worker has started."""
     world_size_source: Name = ""
     host_id: Name = ""
-    """Differs between hosts even if their names do not: see ``launchers.host_id``."""
+    """Differs between hosts even if their names do not: see ``machine.host_id``."""
     since: Annotated[float, Meta(ge=0, lt=1e11)] = 0.0
     """Seconds since the epoch, by the rank's own clock."""
     address: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""

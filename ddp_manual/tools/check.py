@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ddp_manual import launchers, terminal
+from ddp_manual import terminal
 from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.task import Task
-from ddp_manual.agent.tasks import LISTENING, agent_in_this_terminal, command_template
+from ddp_manual.agent.tasks import agent_in_this_terminal
+from ddp_manual.agent.to_type import LISTENING, rank_command
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
@@ -49,7 +51,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
         # Only in this report: an option with a source would become a part of the commands that errors suggest.
         sources["join_timeout"] = "check's default"
-    variables = launchers.network_variables()  # the user's own: the agent sets others
+    variables = settings.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
     # The option has a rank that checks refused by a rank that trains.
     options = {"command": ("check", "command")}
@@ -57,7 +59,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     checking = Task(
         program=Program(kind=MODULE, name=MEASURE, prepare=f"{MEASURE}:prepare"),
         options=options,
-        command=command_template(spec),
+        command=rank_command(spec, "check"),
         for_rank_0=listening,
         wait_until_ready=True,
     )
@@ -69,7 +71,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     result = dict(ended.result or {})
     return {
         "rank": spec.rank,
-        "host": launchers.host_name(),
+        "host": machine.host_name(),
         "settings": [[name, value, sources[name]] for name, value in spec.values().items()],
         "variables": variables,
         "findings": [ended.error.as_dict()] if ended.error is not None else [],

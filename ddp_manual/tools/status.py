@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ddp_manual import launchers
 from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.probe import find_rank_0, look_at
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.messages import Verdict
 from ddp_manual.protocol.search import Search
@@ -70,10 +70,10 @@ async def look(
         MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: no run answers, and why.
         MasterLost: rank 0 is frozen, stopped, or gone. DdpManualError: the failure that ended a watched run.
     """
-    token = launchers.token(spec.token_file)
+    token = settings.token(spec.token_file)
     waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
     addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
-    there = await find_rank_0(Search(spec, "status", launchers.host_name(), ADVICE), addresses, waiting)
+    there = await find_rank_0(Search(spec, "status", machine.host_name(), ADVICE), addresses, waiting)
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, run_folder
+from ddp_manual import run_folder
+from ddp_manual.environment import torchrun
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
 from ddp_manual.options import as_flags
 from ddp_manual.run_folder import RunPaths
@@ -345,10 +346,10 @@ def with_torchrun_run_dir(config: TrainConfig) -> TrainConfig:
     The folder is named after the torchrun process that has started this rank, so the ranks that it starts again after
     a failure find the checkpoints of the attempt before. Another torchrun has another folder.
     """
-    torchrun = launchers.torchrun_identity()
-    if config.resume != AUTO or config.run_dir is not None or torchrun is None:
+    identity = torchrun.identity()
+    if config.resume != AUTO or config.run_dir is not None or identity is None:
         return config
-    return dataclasses.replace(config, run_dir=run_folder.torchrun_run_dir(torchrun))
+    return dataclasses.replace(config, run_dir=run_folder.torchrun_run_dir(identity))
 
 
 def check_run_dir(config: TrainConfig, *, may_go_on: bool = False) -> None:

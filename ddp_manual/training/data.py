@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_manual import launchers, run_folder
+from ddp_manual import run_folder
+from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.terminal import counted
 from ddp_manual.training.augment import Normalise
@@ -205,7 +206,7 @@ class DataCache:
     def __init__(self, name: str, beside: Path, files: str) -> None:
         self._name = name
         data = beside.absolute()
-        folders = (data / CACHE_FOLDER, launchers.cache_folder() / run_folder.in_a_file_name(str(data)))
+        folders = (data / CACHE_FOLDER, machine.cache_folder() / run_folder.in_a_file_name(str(data)))
         self._paths = [folder / f"{name}-{files}.cache" for folder in folders]
 
     def load(self) -> Split | None:

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ddp_manual import launchers
+from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.training import ddp
 from ddp_manual.training.data import Source, Split
@@ -97,7 +97,7 @@ def check_host_memory(source: Source, ranks: int) -> None:
     if (ranks - 1) * size > available:
         raise BadOption(
             f"the images of {source.name} do not fit into memory once for each of the {ranks} ranks on "
-            f"{launchers.host_name()}",
+            f"{machine.host_name()}",
             why=f"no cache can be written, which the ranks would share; each copy takes {size >> 20} MB, "
             f"{available >> 20} MB are free",
             next="start the ranks as a user who may write beside the data or into a cache folder (see the warning "

@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ddp_manual import launchers
+from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError, writing
 from ddp_manual.training import synthetic
 from ddp_manual.training.config import FOLDER_PREFIX, TrainConfig, is_folder
@@ -283,7 +283,7 @@ def _make_data_dir(data_dir: Path) -> None:
 
 def _in_threads(action: Callable[..., T], items: Sequence[object]) -> list[T]:
     """Run ``action`` on each item, on all cores: Pillow decodes without Python's lock."""
-    with ThreadPoolExecutor(launchers.usable_cores()) as pool:
+    with ThreadPoolExecutor(machine.usable_cores()) as pool:
         return list(pool.map(action, items))
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from ddp_manual import launchers, run_folder
+from ddp_manual import run_folder
+from ddp_manual.environment import rank_variables
 from ddp_manual.errors import DdpManualError, StopSignal, escaped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.evaluate import Predictions
@@ -239,7 +240,7 @@ class WeightsAndBiases(Tracker):
         self._wandb = wandb
         self._folder = paths.wandb
         self._folder.mkdir(parents=True, exist_ok=True)
-        with launchers.wandb_files_below(self._folder):
+        with rank_variables.wandb_files_below(self._folder):
             settings = wandb.setup(wandb.Settings(silent=True)).settings
             why_offline = None
             if settings.mode in ("online", "run"):
@@ -299,7 +300,7 @@ class WeightsAndBiases(Tracker):
             [number, self._wandb.Image(image.squeeze(-1).numpy()), *rest]
             for (number, *rest), image in zip(table.rows, table.images, strict=True)
         ]
-        with launchers.wandb_files_below(self._folder):
+        with rank_variables.wandb_files_below(self._folder):
             self._run.log({"predictions": self._wandb.Table(columns=columns, data=rows)}, step=step)
 
     def close(self, summary: Mapping[str, Any] | None) -> None:

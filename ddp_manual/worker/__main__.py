@@ -22,7 +22,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
-from ddp_manual import launchers, signals, terminal
+from ddp_manual import signals, terminal
+from ddp_manual.environment import command_line, rank_variables
 from ddp_manual.program import EXECUTABLE
 
 
@@ -82,7 +83,7 @@ if __name__ == "__main__":
 
         executable.main(descriptors[0], ignored)
         raise SystemExit(1)  # the exec has failed
-    with launchers.cuda_is_only_looked_for() if forks else nullcontext():
+    with rank_variables.cuda_is_only_looked_for() if forks else nullcontext():
         from ddp_manual.worker import script
 
         if forks:
@@ -96,7 +97,7 @@ if __name__ == "__main__":
         if sys.modules["torch"].cuda._is_in_bad_fork():
             if not before:
                 terminal.say("an import has begun CUDA, which no fork can use: the ranks here start as new processes")
-            launchers.become_new_python((channel, faults, held), parent, ignored)
+            command_line.become_new_python((channel, faults, held), parent, ignored)
     else:
         channel, faults, held = descriptors
     script.main(channel, ignored, held)

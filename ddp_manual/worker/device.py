@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed
 
-from ddp_manual import launchers
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
 from ddp_manual.steps import Step
 from ddp_manual.terminal import counted
@@ -35,7 +35,7 @@ def choose(spec: WorldSpec) -> tuple[str, str, int]:
     Raises:
         DeviceMissing: cuda was asked for, and there is no GPU. BackendUnavailable: nccl without cuda, or not built in.
     """
-    host = launchers.host_name()
+    host = machine.host_name()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = ("cuda" if gpus else "cpu") if spec.device == "auto" else spec.device
     if device == "cuda" and not gpus:
@@ -84,7 +84,7 @@ def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch
     Raises:
         DeviceMissing: this host has fewer GPUs than ranks.
     """
-    torch.set_num_threads(launchers.cpu_threads(local_world_size))
+    torch.set_num_threads(settings.cpu_threads(local_world_size))
     if device == "cpu":
         return torch.device("cpu")
     _check_gpu(rank, local_rank, torch.cuda.device_count())
@@ -98,7 +98,7 @@ def keep_freed_memory() -> None:
     Otherwise malloc returns large blocks to the kernel, which clears each of their pages again at the next step: a
     fifth of the training time of the default model.
     """
-    if platform.libc_ver()[0] == "glibc" and not launchers.malloc_is_tuned():
+    if platform.libc_ver()[0] == "glibc" and not settings.malloc_is_tuned():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)
         libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
@@ -107,7 +107,7 @@ def keep_freed_memory() -> None:
 def _check_gpu(rank: int, local_rank: int, gpus: int) -> None:
     if local_rank >= gpus:
         raise DeviceMissing(
-            f"rank {rank} on {launchers.host_name()} wants cuda:{local_rank}, which does not exist",
+            f"rank {rank} on {machine.host_name()} wants cuda:{local_rank}, which does not exist",
             why=f"this host has {counted(gpus, 'usable GPU')}, cuda:0 to cuda:{gpus - 1}; local_rank is {local_rank}",
             next=f"start at most {counted(gpus, 'rank')} on this host, choose with --local_rank, "
             "or use --device cpu on every rank",

@@ -18,7 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import launchers, signals, terminal
+from ddp_manual import signals, terminal
+from ddp_manual.environment import command_line, settings, torchrun
 from ddp_manual.errors import BadOption, Stopped
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
@@ -111,7 +112,7 @@ def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterat
             next="leave on_loss out, or start the script with ddp-manual run --on_loss wait",
         )
     check_none_open()
-    launchers.token(spec.token_file)  # complain here, since the agent could not
+    settings.token(spec.token_file)  # complain here, since the agent could not
     with ExitStack() as undo:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
@@ -149,14 +150,14 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Repor
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
-        agent = launchers.start_python(AGENT, [theirs.fileno(), reading], is_worker=False, stdin=subprocess.DEVNULL)
+        agent = command_line.start_python(AGENT, [theirs.fileno(), reading], is_worker=False, stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
     undo.callback(signals.write_no_stacks, was_enabled=faulthandler.is_enabled())
     undo.callback(_await_end, agent)  # while stacks can still be written: the agent may be about to ask for them
     signals.write_stacks_to(writing)
-    program, arguments = launchers.typed_command()
-    script = launchers.program_file()
+    program, arguments = command_line.typed_command()
+    script = command_line.program_file()
     attach = Attach(
         pid=os.getpid(),
         spec=spec.values(),
@@ -164,7 +165,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Repor
         run_dir=run_dir,
         typed=[*program, *arguments],
         script=str(script.absolute()) if script else None,
-        attempt=f"{launchers.restart_count()}.{next(_joins)}",
+        attempt=f"{torchrun.restart_count()}.{next(_joins)}",
     )
     reporter = Reporter(ours, attach)
     undo.callback(reporter.close)

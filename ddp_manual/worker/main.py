@@ -22,7 +22,8 @@ import torch.distributed as dist
 from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
-from ddp_manual import errors, from_agent, from_worker, launchers
+from ddp_manual import errors, from_agent, from_worker
+from ddp_manual.environment import machine, rank_variables
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
 from ddp_manual.steps import Steps
@@ -140,8 +141,7 @@ class Rank:
                     self.get_ready({})
                     told = self.take_place()
                     closing.callback(setattr, self.reporter.progress, "phase", ENDED)
-                    place, store = told.placed.place, told.placed.store
-                    closing.enter_context(launchers.set_rank_variables(place, *store, told.interfaces))
+                    closing.enter_context(rank_variables.set_rank_variables(told.placed, told.interfaces))
                     closing.callback(record_collectives(self.spec, self.reporter.send))
                 else:
                     self.spec = replace(
@@ -186,7 +186,7 @@ class Rank:
             spec=self.spec,
             device=pinned,
             backend=backend if open_group else NO_GROUP,
-            host=launchers.host_name(),
+            host=machine.host_name(),
             run_id=run.run_id,
             rendezvous_seconds=time.monotonic() - self._start.started,
             progress=self.reporter.progress,
@@ -292,7 +292,7 @@ def as_ours(rank: int, error: BaseException) -> errors.DdpManualError:
         return error
     if isinstance(error, (errors.StopSignal, KeyboardInterrupt)):
         return errors.stopped_by(error, next="start all ranks again")
-    where = f"rank {rank} on {launchers.host_name()}"
+    where = f"rank {rank} on {machine.host_name()}"
     if isinstance(error, torch.OutOfMemoryError):
         return errors.OutOfMemory(
             f"{where} ran out of GPU memory",

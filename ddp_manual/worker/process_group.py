@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from ddp_manual import gpus, launchers
+from ddp_manual import gpus
+from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BackendUnavailable, BadOption, MasterLost
 from ddp_manual.worker.collective_errors import error_while_joining, first_line
 from ddp_manual.worker.device import for_all_devices
@@ -72,7 +73,7 @@ def open_store(address: str, port: int | None = None) -> TCPStore:
     Raises:
         MasterLost: nothing answers there. BackendUnavailable: USE_LIBUV=0 is set.
     """
-    if launchers.legacy_store_requested():
+    if settings.legacy_store_requested():
         raise BackendUnavailable(
             "the store must be torch's libuv one",
             why="USE_LIBUV=0 is set; it asks for the legacy store, which listens on all addresses",
@@ -108,7 +109,7 @@ def shorten_name_lookups() -> None:
         library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
         library.__res_init()
         state = library.__res_state()
-        state[0], state[1] = 1, 0 if launchers.torch_log_is_quiet() else 1
+        state[0], state[1] = 1, 0 if settings.torch_log_is_quiet() else 1
 
 
 def open_process_group(
@@ -303,7 +304,7 @@ def collectives_unfinished() -> int | None:
 def gpus_without_cuda() -> list[str]:
     """Return the UUIDs of the GPUs that this process may use, by index, without beginning to use CUDA: a program that
     does so itself may fork before."""
-    if mig := gpus.mig_device(launchers.chosen_gpus()):  # torch would begin CUDA to count these
+    if mig := gpus.mig_device(settings.chosen_gpus()):  # torch would begin CUDA to count these
         return [mig]
     if not (count := torch.cuda.device_count()):
         return []
@@ -313,7 +314,7 @@ def gpus_without_cuda() -> list[str]:
         if visible and isinstance(visible[0], str):
             visible = torch.cuda._transform_uuid_to_ordinals(visible, uuids)
         return [uuids[int(index)].removeprefix("GPU-") for index in visible[:count]]
-    return [f"GPU {index} of {launchers.host_name()}" for index in range(count)]
+    return [f"GPU {index} of {machine.host_name()}" for index in range(count)]
 
 
 def innermost_frame(thread: int) -> FrameType | None:

@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddp_manual import from_agent, from_worker, launchers, signals
+from ddp_manual import from_agent, from_worker, signals
+from ddp_manual.environment import machine, rank_variables, settings
 from ddp_manual.errors import Stopped, TrainingFailed
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import RUNNING, LastWords
@@ -64,9 +65,9 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     try:
         rank.get_ready(_prepare(rank, start.path, program) if program.prepare else None)
         told = rank.take_place()
-        launchers.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
+        rank_variables.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
         holding.begin(rank.held, told.placed, reporter.send, reporter.progress)
-        torch.set_num_threads(launchers.cpu_threads(told.placed.place.local_world_size))
+        torch.set_num_threads(settings.cpu_threads(told.placed.place.local_world_size))
         reporter.progress.phase = RUNNING
         reporter.send_beat()
         record_collectives(rank.spec, reporter.send)
@@ -156,7 +157,7 @@ def _leave_to_the_agent(pid: int, *exception: Any) -> None:
 
 def unreadable(rank: int, error: BaseException) -> TrainingFailed:
     return TrainingFailed(
-        f"rank {rank} on {launchers.host_name()}: {type(error).__name__}, which cannot be put into words",
+        f"rank {rank} on {machine.host_name()}: {type(error).__name__}, which cannot be put into words",
         why="its __str__ has raised another exception",
         next="look at the traceback above, fix the code, then start all ranks again",
     )

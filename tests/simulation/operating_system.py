@@ -15,9 +15,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual import launchers, signals
+from ddp_manual import signals
 from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
+from ddp_manual.environment import command_line, launcher, machine, settings, torchrun
 from ddp_manual.errors import MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import reachability as rounds
@@ -151,18 +152,17 @@ def patched(run: Run) -> Iterator[None]:
         (this_host, {"RankOutput": Output}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),
         (
-            launchers,
+            machine,
             {
                 "host_name": lambda: here().name,
                 "host_id": lambda: here().name,
-                "token": lambda file: token(detail("", "")),
                 "likely_backend": lambda device, backend: "gloo",
-                "launcher_hosts": lambda world_size: None,
-                "typed_command": lambda: (["ddp-manual"], ["train"]),
-                "torchrun_store_at": lambda address, port: False,
-                "restart_count": lambda: 0,
             },
         ),
+        (settings, {"token": lambda file: token(detail("", ""))}),
+        (launcher, {"several_hosts": lambda world_size: None}),
+        (command_line, {"typed_command": lambda: (["ddp-manual"], ["train"])}),
+        (torchrun, {"store_at": lambda address, port: False, "restart_count": lambda: 0}),
         (
             join,
             {

@@ -18,7 +18,6 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_manual import launchers
 from ddp_manual.agent import address, name_lookup
 from ddp_manual.agent.address import listen as listen_at
 from ddp_manual.agent.coordinator import Coordinator
@@ -28,6 +27,7 @@ from ddp_manual.agent.own_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.agent.task import Task
+from ddp_manual.environment import machine
 from ddp_manual.errors import (
     AddressNotLocal,
     LoopbackMaster,
@@ -297,7 +297,7 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
 def test_rank_0_does_not_listen_at_an_address_of_another_host(
     port: int, monkeypatch: pytest.MonkeyPatch, in_container: bool, advice: list[str]
 ) -> None:
-    monkeypatch.setattr(address.launchers, "in_container", lambda: in_container)  # not a real one
+    monkeypatch.setattr(address.machine, "in_container", lambda: in_container)  # not a real one
     with pytest.raises(AddressNotLocal) as caught:
         listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
     assert "192.0.2.1" in caught.value.why and "127.0.0.1" in caught.value.why
@@ -402,7 +402,7 @@ def test_the_networks_of_this_host_are_found_in_the_kernels_order() -> None:
 
 def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_on_this_host() -> None:
     spec = WorldSpec(world_size=2, rank=1, master_port=29500)
-    waits = OwnRank0(os.getpid(), launchers.host_id(), "127.0.0.1", 29601, 2, "0af3")
+    waits = OwnRank0(os.getpid(), machine.host_id(), "127.0.0.1", 29601, 2, "0af3")
     waits.announce()
     replace(waits, pid=2**22 + 1).announce()  # which has died
     told = "a rank 0 of yours waits on this host at 127.0.0.1:29601, with --master_addr 127.0.0.1 --master_port 29601"

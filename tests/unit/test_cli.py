@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import cli, launchers, terminal
+from ddp_manual import cli, terminal
 from ddp_manual.agent.ending import Ended
-from ddp_manual.program import SCRIPT, Program
+from ddp_manual.environment import command_line
+from ddp_manual.environment.command_line import option_in, without_options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -84,9 +85,9 @@ def test_a_command_is_shown_without_its_interpreter_only_if_the_script_starts_wi
     path.chmod(0o755)
     monkeypatch.setattr(sys, "argv", [script, "--rank", "0"])
     monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python", script, "--rank", "0"])
-    assert launchers.typed_command() == (shown.split(), ["--rank", "0"])
+    assert command_line.typed_command() == (shown.split(), ["--rank", "0"])
     path.chmod(0o644)
-    assert launchers.typed_command() == (["/venv/bin/python", script], ["--rank", "0"])
+    assert command_line.typed_command() == (["/venv/bin/python", script], ["--rank", "0"])
 
 
 def test_that_a_gpu_on_some_ranks_only_is_refused_is_in_the_help_and_in_the_documentation(
@@ -298,7 +299,7 @@ def test_a_program_that_is_run_by_another_one_knows_its_command() -> None:
     command = [sys.executable, "-c", code, "run_multi_gpu_train.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert f"next: {launchers.as_typed(sys.executable)} run_multi_gpu_train.py --help" in done.stderr
+    assert f"next: {command_line.as_typed(sys.executable)} run_multi_gpu_train.py --help" in done.stderr
 
 
 @pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
@@ -351,10 +352,11 @@ def test_launch_says_of_an_option_in_the_wrong_place_or_of_torchrun_where_it_bel
 
 
 def test_options_of_run_that_come_after_the_script_are_named() -> None:
-    program = Program(kind=SCRIPT, name="train.py", arguments=("--rank=0", "--world-size", "2"))
-    assert program.argument("world_size", "rank") == "--world_size 2"
-    assert program.argument("rank") == "--rank 0"
-    assert program.argument("nproc") == ""
+    typed = ("--lr", "0.1", "-x", "--rank=0", "data", "--world-size", "2", "--", "--nproc", "3")
+    assert option_in(typed, "world_size", "rank") == "--world_size 2"
+    assert option_in(typed, "rank") == "--rank 0"
+    assert option_in(typed, "nproc") == option_in(("--nproc",), "nproc") == ""
+    assert without_options(typed, "rank", "world_size") == ["--lr", "0.1", "-x", "data", "--nproc", "3"]
 
 
 def test_launch_needs_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

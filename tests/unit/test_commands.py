@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import cli, launchers
+from ddp_manual import cli
+from ddp_manual.environment import command_line
 
 Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
 def _as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "typed_command", lambda: (["ddp-manual"], ["commands"]))
+    monkeypatch.setattr(command_line, "typed_command", lambda: (["ddp-manual"], ["commands"]))
 
 
 def printed(capsys: Output, *words: str) -> str:

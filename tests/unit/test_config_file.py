@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ddp_manual import cli
-from ddp_manual.agent.tasks import command_template
+from ddp_manual.agent.tasks import program_task
+from ddp_manual.agent.to_type import rank_command
 from ddp_manual.errors import BadOption
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.run_folder import RunPaths
@@ -92,18 +93,20 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
     monkeypatch.setattr(sys, "argv", ["run_multi_gpu_train.py", "--config", str(file)])
     monkeypatch.setattr(sys, "orig_argv", ["python", "run_multi_gpu_train.py", "--config", str(file)])
     file.write_text(json.dumps(TrainConfig(model="mlp", lr=0.5, sync_bn=True).values()))
-    command = command_template(WorldSpec(world_size=2), TrainConfig.from_file(str(file), epochs=2))
+    options = TrainConfig.from_file(str(file), epochs=2).given_options()
+    command = rank_command(WorldSpec(world_size=2), "train", options)
     assert command == (
         "python run_multi_gpu_train.py --world_size 2 --rank {rank} --model mlp --epochs 2 --lr 0.5 --sync_bn"
     )
     given = {"world_size": 2, "master_addr": "node0", "master_port": 29501, "join_timeout": 1800.0, "device": "cpu"}
     spec, config = WorldSpec.from_environment(**given), TrainConfig.from_file(None, epochs=2, seed=3)
-    assert command_template(spec, config) == (
+    assert rank_command(spec, "train", config.given_options()) == (
         "python run_multi_gpu_train.py --world_size 2 --rank {rank} --master_addr node0 --master_port {master_port} "
         "--device cpu --seed 3"
     )
     script = Program(kind=SCRIPT, name="train.py", arguments=("5",))
-    assert command_template(WorldSpec(world_size=2), program=script, run_dir="runs/own", may_differ=["seed"]) == (
+    task = program_task(WorldSpec(world_size=2), script, run_dir="runs/own", may_differ=["seed"], restarts=(0, 0))
+    assert task.command == (
         "python run_multi_gpu_train.py --world_size 2 --rank {rank} --run_dir runs/own --may_differ seed train.py 5"
     ), "what was typed and a rank that is given back needs"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_manual import gpus, launchers
+from ddp_manual import gpus
+from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.worker import device, process_group
 
@@ -76,13 +77,13 @@ WSL_FILES = ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"]
 def test_nproc_gpu_is_the_number_of_gpus_that_cuda_shows_a_process(host: Host, chosen: str | None, count: int) -> None:
     host(*driver_of(4), chosen=chosen)
     assert gpus.count(chosen) == count
-    assert launchers.likely_backend("auto", "auto") == "nccl"
+    assert machine.likely_backend("auto", "auto") == "nccl"
     if count:
-        assert launchers.ranks_per_host("gpu") == count
+        assert machine.ranks_per_host("gpu") == count
     else:
-        assert launchers.ranks_per_host("auto") == launchers.usable_cores()
+        assert machine.ranks_per_host("auto") == machine.usable_cores()
         with pytest.raises(BadOption, match="--nproc gpu is not a number"):
-            launchers.ranks_per_host("gpu")
+            machine.ranks_per_host("gpu")
 
 
 def test_wsl2_has_no_files_of_a_driver_and_its_gpus_count(host: Host) -> None:
@@ -114,7 +115,7 @@ def test_where_not_all_gpus_are_divided_the_whole_ones_count(host: Host) -> None
 def test_the_ranks_of_a_host_share_out_its_cores_with_gpus_too(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launchers, "usable_cores", lambda: 96)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 96)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)

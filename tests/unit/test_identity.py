@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
+from ddp_manual.environment.kubernetes import Sourced, first_pod
+from ddp_manual.environment.launcher import check_rank_0_is_found, job_port, of_node, of_rank, of_started_rank
+from ddp_manual.environment.slurm import first_host
 from ddp_manual.errors import BadOption
-from ddp_manual.identity import (
-    Sourced,
-    check_rank_0_is_found,
-    first_pod,
-    job_port,
-    of_node,
-    of_rank,
-    of_started_rank,
-)
-from ddp_manual.slurm import first_host
 from tests.conftest import Start
 from tests.unit import launcher_environments as recorded
 

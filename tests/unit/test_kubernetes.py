@@ -16,8 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ddp_manual import WorldSpec, cli, errors, identity, launchers
-from ddp_manual.agent.tasks import command_template
+from ddp_manual import WorldSpec, cli, errors
+from ddp_manual.agent.to_type import rank_command
+from ddp_manual.environment import kubernetes, settings
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN
 from ddp_manual.training.epoch_plan import SYNC_EVERY
 from ddp_manual.worker.process_group import CLOSE_WITHIN
@@ -123,8 +124,8 @@ def test_the_world_size_is_the_number_of_pods(indexed: dict[str, Any]) -> None:
     env = {variable["name"]: variable for variable in container["env"]}
     assert job["completionMode"] == "Indexed"
     assert job["podReplacementPolicy"] == "Failed"
-    assert env[identity.KUBERNETES["world_size"]]["value"] == str(job["completions"]) == str(job["parallelism"])
-    assert identity.KUBERNETES["rank"] not in env  # Kubernetes sets it
+    assert env[kubernetes.KUBERNETES["world_size"]]["value"] == str(job["completions"]) == str(job["parallelism"])
+    assert kubernetes.KUBERNETES["rank"] not in env  # Kubernetes sets it
     marked = re.findall(r"^ *(?:- )?(\w+): \S+ # ranks$", (MANIFESTS / "indexed-job.yaml").read_text(), re.MULTILINE)
     assert marked == ["completions", "parallelism", "value"]
 
@@ -139,8 +140,8 @@ def test_the_token_comes_from_a_secret_and_checkpoints_go_to_a_volume(
     ):
         pod, container = pod_of(job)
         env = {variable["name"]: variable for variable in (started or container)["env"]}
-        assert "value" not in env[launchers.TOKEN_VARIABLE]
-        assert env[launchers.TOKEN_VARIABLE]["valueFrom"]["secretKeyRef"] == {"name": "mnist-token", "key": "token"}
+        assert "value" not in env[settings.TOKEN_VARIABLE]
+        assert env[settings.TOKEN_VARIABLE]["valueFrom"]["secretKeyRef"] == {"name": "mnist-token", "key": "token"}
         mounted = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
         (runs,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
         claim = documents["PersistentVolumeClaim"]
@@ -161,7 +162,7 @@ def test_the_command_line_accepts_what_the_manifests_and_the_readiness_probe_typ
     shell, option, line = container["readinessProbe"]["exec"]["command"]
     words = shlex.split(line)
     assert (shell, option) == ("sh", "-c")
-    assert words[:5] == ["test", f"${identity.KUBERNETES['rank']}", "!=", "0", "||"]
+    assert words[:5] == ["test", f"${kubernetes.KUBERNETES['rank']}", "!=", "0", "||"]
     assert words[5] == "ddp-manual"
     COMMANDS[words[6]].make_context(words[6], words[7:])
     trainer = of_kubeflow["TrainJob"]["spec"]["trainer"]
@@ -171,12 +172,12 @@ def test_the_command_line_accepts_what_the_manifests_and_the_readiness_probe_typ
 
 def test_a_pod_says_how_to_look_at_the_pod_that_is_missing(indexed: dict[str, Any]) -> None:
     name = indexed["Job"]["metadata"]["name"]
-    index, full_name = identity.Sourced(1, "JOB_COMPLETION_INDEX"), f"{name}-1.svc.ns.svc.cluster.local"
-    first = identity.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
+    index, full_name = kubernetes.Sourced(1, "JOB_COMPLETION_INDEX"), f"{name}-1.svc.ns.svc.cluster.local"
+    first = kubernetes.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
     spec = WorldSpec(world_size=2, rank=1, master_addr=first.value, sources={"master_addr": f"from {first.source}"})
     label = "batch.kubernetes.io/job-"
     expected = f"kubectl describe pods --selector {label}name={name},{label}completion-index={{rank}}"
-    assert command_template(spec) == expected
+    assert rank_command(spec, "train") == expected
 
 
 def test_the_image_has_what_the_package_is_made_of_and_nothing_else() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
+from ddp_manual.environment.launcher import FIRST_JOB_PORT, JOB_PORTS, check_rank_0_is_found, of_rank
 from ddp_manual.errors import BadOption
-from ddp_manual.identity import FIRST_JOB_PORT, JOB_PORTS, check_rank_0_is_found, of_rank
 from tests.unit import launcher_environments_mpi as recorded
 
 Environments = list[dict[str, str]]
@@ -111,7 +111,7 @@ def test_an_address_that_was_typed_needs_no_variable(monkeypatch: pytest.MonkeyP
 
 def test_the_launcher_is_the_nearest_process_that_was_started_without_the_ranks_variable() -> None:
     """This Python takes mpirun's place: a program of that name would be a shell's script, and the shell the process."""
-    asks = "from ddp_manual import launchers; print(launchers.launcher_that_set('OMPI_COMM_WORLD_RANK'))"
+    asks = "from ddp_manual.environment import launcher; print(launcher.process_that_set('OMPI_COMM_WORLD_RANK'))"
     shell = f'"{sys.executable}" -c "{asks}"; exit'  # a shell in between, as of a job's script
 
     def launcher(shell: str, **variables: str) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import launchers
 from ddp_manual.agent.program_source import MOST_FILES, MOST_PARTS, check_program, forkable_imports, source_of
+from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import Claim, Hello, RankInfo
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
@@ -353,12 +353,12 @@ def test_variables_that_change_collectives_are_compared_and_those_of_a_host_or_a
         monkeypatch.delenv(name)
     for name, value in {**compared, **dict.fromkeys(not_compared, "1"), "NCCL_NTHREADS": ""}.items():
         monkeypatch.setenv(name, value)
-    assert collective_variables(launchers.network_variables()) == compared
+    assert collective_variables(settings.network_variables()) == compared
 
 
 def test_the_key_of_nccl_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_PSK", "secret" * 10)
-    assert collective_variables(launchers.network_variables())["NCCL_PSK"] == "set"
+    assert collective_variables(settings.network_variables())["NCCL_PSK"] == "set"
 
 
 def test_how_gpus_of_one_host_reach_each_other_is_compared_on_that_host_only() -> None:

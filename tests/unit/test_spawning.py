@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_manual import TrainConfig, WorldSpec, identity, join, launchers, spawn
+from ddp_manual import TrainConfig, WorldSpec, join, spawn
 from ddp_manual import train as train_here
+from ddp_manual.environment import launcher
 from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped, StopSignal
 from ddp_manual.worker.main import as_ours
 from tests.conftest import Start
@@ -77,15 +78,15 @@ def test_an_error_keeps_its_text_and_exit_code_when_it_is_copied_to_another_proc
 
 
 def test_ranks_of_a_launcher_may_not_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in identity.TORCHRUN.values():
+    for name in launcher.TORCHRUN.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launchers.launched_as() is None
+    assert launcher.launched_as() is None
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launchers.launched_as() is None
+    assert launcher.launched_as() is None
 
 
 def test_after_a_signal_all_ranks_are_started_again_unless_a_training_says_how_to_go_on() -> None:

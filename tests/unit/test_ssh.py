@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual import cli, launchers, signals
+from ddp_manual import cli, signals
+from ddp_manual.environment import command_line, machine, rank_variables, settings
 from ddp_manual.launch import ssh
 from ddp_manual.launch.job import Hosts
 from ddp_manual.launch.session_messages import Order, read_from_launcher
@@ -149,9 +150,11 @@ def test_the_remote_folder_may_be_below_the_home_of_each_host(
 def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
     """What ``launch`` tells the second of the hosts a and b."""
     found: list[ssh.HostedLaunch] = []
-    monkeypatch.setattr(launchers, "typed_command", lambda: (["ddp-manual"], ["launch", "--hosts", "a:1,b:1", *typed]))
+    monkeypatch.setattr(
+        command_line, "typed_command", lambda: (["ddp-manual"], ["launch", "--hosts", "a:1,b:1", *typed])
+    )
     monkeypatch.setattr(ssh.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
-    assert cli.run(launchers.typed_command()[1]) == 0
+    assert cli.run(command_line.typed_command()[1]) == 0
     read = read_from_launcher(encode_local(found[0].order(1)).decode())
     assert isinstance(read, Order)
     return read
@@ -177,28 +180,28 @@ def test_every_host_has_the_folder_that_the_command_to_go_on_names(
 def test_the_command_to_go_on_names_exported_variables_without_their_values(
     after: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(launchers.TOKEN_VARIABLE, "hidden")
+    monkeypatch.setenv(settings.TOKEN_VARIABLE, "hidden")
     order = order_of(["--export", "A=hidden,more,B=2", "--export=API_KEY=hidden", *after], monkeypatch)
-    assert order.variables == {"A": "hidden,more", "B": "2", "API_KEY": "hidden", launchers.TOKEN_VARIABLE: "hidden"}
+    assert order.variables == {"A": "hidden,more", "B": "2", "API_KEY": "hidden", settings.TOKEN_VARIABLE: "hidden"}
     go_on = order.job.go_on
     assert go_on.startswith("ddp-manual launch --export A,B,API_KEY --hosts a:1,b:1 ") and "hidden" not in go_on
     assert ("--export 'its own'" in go_on) == ("its own" in after)
 
 
 def test_the_token_of_a_host_stays_where_none_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(launchers.TOKEN_VARIABLE, raising=False)
-    assert launchers.exported(["A=1,2,B=3"]) == {"A": "1,2", "B": "3"}
-    monkeypatch.setenv(launchers.TOKEN_VARIABLE, "of the profile")
-    launchers.set_exported({})
-    assert os.environ[launchers.TOKEN_VARIABLE] == "of the profile"
-    assert launchers.exported([]) == {launchers.TOKEN_VARIABLE: "of the profile"}
+    monkeypatch.delenv(settings.TOKEN_VARIABLE, raising=False)
+    assert settings.exported(["A=1,2,B=3"]) == {"A": "1,2", "B": "3"}
+    monkeypatch.setenv(settings.TOKEN_VARIABLE, "of the profile")
+    rank_variables.put({})
+    assert os.environ[settings.TOKEN_VARIABLE] == "of the profile"
+    assert settings.exported([]) == {settings.TOKEN_VARIABLE: "of the profile"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_rank_0_can_listen_on_the_port_that_its_host_reserved_in_either_family(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with (
-        launchers.reserved_port("") as port,
+        machine.reserved_port("") as port,
         socket.create_server((address, port), family=family),
         socket.socket(family) as another,
         pytest.raises(OSError, match="in use"),

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_manual import cli, join, launchers
+from ddp_manual import cli, join
+from ddp_manual.environment import rank_variables
 from ddp_manual.errors import BadOption, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import config as train_config
@@ -184,7 +185,7 @@ def test_variables_say_where_wandb_keeps_files_for_one_run_only(
     monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
     monkeypatch.setenv("WANDB_CACHE_DIR", "/the/users/own")
     for run in (tmp_path / "first", tmp_path / "second"):
-        with launchers.wandb_files_below(run):
+        with rank_variables.wandb_files_below(run):
             assert os.environ["WANDB_DATA_DIR"] == str(run / "data")
             assert os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
         assert "WANDB_DATA_DIR" not in os.environ

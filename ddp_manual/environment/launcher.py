@@ -1,4 +1,4 @@
-"""Which rank, or which node, of which run the variables of a launcher say that this process is; each with its source.
+"""Which launcher has started this process, and as which rank, or which node, its variables say; each with its source.
 
 A launcher starts one process per rank (torchrun, srun, mpirun, an Indexed Job), or one per node (SkyPilot, dstack,
 Kubeflow's TrainJob, and srun with one task per node), which then starts the ranks of that node.
@@ -6,53 +6,44 @@ Kubeflow's TrainJob, and srun with one task per node), which then starts the ran
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from contextlib import suppress
+from pathlib import Path
 
-from ddp_manual import mpirun, slurm
+from ddp_manual.environment import kubernetes, machine, mpirun, settings, slurm
+from ddp_manual.environment.kubernetes import KUBERNETES, Environment, Sourced
 from ddp_manual.errors import BadOption
-
-Environment = Mapping[str, str]
-
-
-class Sourced(NamedTuple):
-    """The value of an option, and the variable it comes from."""
-
-    value: int | str
-    source: str
-
-    @property
-    def assignment(self) -> str:
-        return f"{self.source}={self.value}"
-
 
 Identity = dict[str, Sourced]
 """Option -> its value and source; an option that no variable tells is missing."""
 
-# Option -> the variable that torchrun sets for it in each rank, as people and other launchers do too.
-TORCHRUN = {
-    "world_size": "WORLD_SIZE",
-    "rank": "RANK",
-    "local_rank": "LOCAL_RANK",
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
+# What to type in front of a rank's own command -> option -> the variable that tells it in each rank.
+STARTERS = {
+    # As people and other launchers set them too.
+    "torchrun": {
+        "world_size": "WORLD_SIZE",
+        "rank": "RANK",
+        "local_rank": "LOCAL_RANK",
+        "master_addr": "MASTER_ADDR",
+        "master_port": "MASTER_PORT",
+    },
+    # Open MPI.
+    "mpirun": {
+        "world_size": "OMPI_COMM_WORLD_SIZE",
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+    },
+    "srun": {"world_size": "SLURM_STEP_NUM_TASKS", "rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"},
+    # MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2.
+    "mpiexec": {"world_size": "PMI_SIZE", "rank": "PMI_RANK", "local_rank": "MPI_LOCALRANKID"},
 }
+TORCHRUN, PMI = STARTERS["torchrun"], STARTERS["mpiexec"]
 # A rank that was started by torchrun, or by this package, has this one, whatever has started torchrun.
 STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-OPEN_MPI = {
-    "world_size": "OMPI_COMM_WORLD_SIZE",
-    "rank": "OMPI_COMM_WORLD_RANK",
-    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-}
-SLURM = {"world_size": "SLURM_STEP_NUM_TASKS", "rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"}
-# MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2.
-PMI = {"world_size": "PMI_SIZE", "rank": "PMI_RANK", "local_rank": "MPI_LOCALRANKID"}
 # What else starts ranks over PMIx, which tells each its number only: prterun, and srun --mpi=pmix.
 PMIX = {"rank": "PMIX_RANK"}
-# An Indexed Job of Kubernetes; nothing in a pod says how many there are, and so its manifest has to.
-KUBERNETES = {"world_size": "WORLD_SIZE", "rank": "JOB_COMPLETION_INDEX"}
-# Where a pod has rank 0's address from; no variable tells it.
-OWN_NAME = "this pod's name"
 
 # Of launchers that start a process per node: what says how many nodes and which, how many ranks or GPUs each has, and
 # where the first one is. A variable that holds several addresses has the first node's first.
@@ -81,6 +72,8 @@ NUMBERS = ("world_size", "rank", "local_rank", "master_port", "nnodes", "node_ra
 
 # Below the ports that Linux gives to connections of its own, 32768 and up.
 FIRST_JOB_PORT, JOB_PORTS = 16384, 16384
+# The processes of mpirun, of mpiexec and of their daemons, and torchrun's Python, as ``ps -o comm`` shows them.
+_PROCESSES = re.compile(r"mpirun|mpiexec|orte|prte|hydra|torchrun|python")
 
 
 def of_rank(environment: Environment) -> Identity:
@@ -90,15 +83,15 @@ def of_rank(environment: Environment) -> Identity:
         BadOption: a variable should hold a number and does not, two launchers disagree, or the launcher has started
             one process for several ranks.
     """
-    plain = of_plain_variables(environment)
+    plain = read(TORCHRUN, environment)
     if STARTED_BY_TORCHRUN in environment and "rank" in plain:
         return plain
     # mpirun may itself run in a task of Slurm, which sets PMI's variables, or in a pod.
     by_mpirun = _of_mpirun(environment)
     inner = by_mpirun or _of_slurm_task(environment)
-    others = [_read(PMIX, environment)]
+    others = [read(PMIX, environment)]
     if not (by_mpirun and slurm.NODES in environment):
-        others.insert(0, _read(PMI, environment))
+        others.insert(0, read(PMI, environment))
     if not by_mpirun:
         others.append(of_pod(environment))
     launched = [found for found in (inner, *others) if "rank" in found]
@@ -106,11 +99,6 @@ def of_rank(environment: Environment) -> Identity:
         launched = [found]
     _check_agreement([*launched, plain])
     return {**(launched[0] if launched else {}), **plain}
-
-
-def of_plain_variables(environment: Environment) -> Identity:
-    """Return what the variables say that torchrun sets, and people."""
-    return _read(TORCHRUN, environment)
 
 
 def of_node(environment: Environment) -> Identity:
@@ -130,42 +118,12 @@ def of_node(environment: Environment) -> Identity:
             next="have mpirun start each rank by itself: mpirun ... ddp-manual run ..., without launch\n"
             "or say which node this is: --nnodes, --node_rank and --master_addr",
         )
-    nodes = (_read(names, environment) for names in NODE_LAUNCHERS)
+    nodes = (read(names, environment) for names in NODE_LAUNCHERS)
     found = next((found for found in nodes if "node_rank" in found), None) or _of_slurm_node(environment)
     if found:
-        plain = of_plain_variables(environment)
+        plain = read(TORCHRUN, environment)
         found |= {name: plain[name] for name in ("master_addr", "master_port") if name in plain}
     return found
-
-
-def first_pod(index: Sourced, host: str, hosts: str) -> Sourced:
-    """Return the full name of the first pod of an Indexed Job, ``<job>-0.<service>.<domain>``, which differs from this
-    pod's own in the index only.
-
-    Args:
-        host: this pod's host name, ``<job>-<index>``.
-        hosts: its /etc/hosts, where Kubernetes writes the full name of a pod whose ``subdomain`` names a Service.
-
-    Raises:
-        BadOption: this pod has another host name, or no full name.
-    """
-    names = next((names for line in hosts.splitlines() if host in (names := line.partition("#")[0].split()[1:])), [])
-    full = next((name for name in [host, *names] if "." in name), host)
-    short, _, domain = full.partition(".")
-    job, _, number = short.rpartition("-")
-    if number != str(index.value):
-        why = f"its host name {host} does not end with -{index.value}, as where hostNetwork is true"
-        add = "MASTER_ADDR to the variables: the address of the pod with index 0"
-    elif not domain:
-        why = f"{host} has no full name in /etc/hosts: the pod template has no subdomain"
-        add = "to the pod template subdomain: the name of a headless Service for the pods of the Job"
-    else:
-        return Sourced(f"{job}-0.{domain}", OWN_NAME)
-    raise BadOption(
-        f"this pod cannot know rank 0's address ({index.assignment})",
-        why=why,
-        next=f"add in the manifest {add}",
-    )
 
 
 def of_started_rank(environment: Environment) -> Identity:
@@ -200,8 +158,7 @@ def check_rank_0_is_found(environment: Environment) -> None:
 def nobody_says_of_how_many(rank: Sourced) -> BadOption:
     """Return the error for a rank whose launcher has not told it the world size, and nor has anyone else."""
     pod = rank.source == KUBERNETES["rank"]
-    names = next((names for names in (TORCHRUN, OPEN_MPI, SLURM, PMI) if names["rank"] == rank.source), {})
-    size = names.get("world_size")
+    size = STARTERS.get(starter_of(rank.source) or "", {}).get("world_size")
     return BadOption(
         f"{rank.assignment} says which rank this is, and nothing says of how many",
         why="this pod belongs to an Indexed Job of Kubernetes, which tells a pod its index only"
@@ -214,12 +171,58 @@ def nobody_says_of_how_many(rank: Sourced) -> BadOption:
     )
 
 
+def starter_of(variable: str) -> str | None:
+    """Return what to type in front of a rank's own command, where a launcher has told the rank by that variable."""
+    return next((typed for typed, names in STARTERS.items() if names["rank"] == variable), None)
+
+
+def launched_as() -> str | None:
+    """Return ``RANK=0, WORLD_SIZE=2`` where a launcher started this process as one of several ranks, otherwise None."""
+    with suppress(BadOption):
+        found = of_rank(settings.variables())
+        if "rank" in found and "world_size" in found and int(found["world_size"].value) > 1:
+            return f"{found['rank'].assignment}, {found['world_size'].assignment}"
+    return None
+
+
+def several_hosts(world_size: int) -> str | None:
+    """Return the variables that show a run on several hosts, such as ``SLURM_STEP_NUM_NODES=2``; None if none do.
+
+    Variables of a whole batch job are not read, since many runs in a job use a single host; nor are torchrun's, which
+    is often tried with two agents on one host.
+    """
+    if settings.count("SLURM_STEP_NUM_NODES") > 1:
+        return settings.listed("SLURM_STEP_NUM_NODES")
+    return mpirun.several_hosts(settings.variables(), world_size)
+
+
+def first_pod() -> Sourced | None:
+    """Return the name of rank 0's pod in an Indexed Job of Kubernetes; None elsewhere."""
+    index = of_pod(settings.variables()).get("rank")
+    hosts = Path("/etc/hosts").read_text(errors="replace") if index is not None else ""
+    return kubernetes.first_pod(index, machine.host_name(), hosts) if index is not None else None
+
+
+def process_that_set(variable: str) -> int | None:
+    """Return the process of a launcher, such as mpirun, that has set a variable for this one: its nearest ancestor that
+    was started without it. A shell in between has it too. None if that ancestor is gone or no launcher, as where a
+    shell has set the variable; or on other systems than Linux."""
+    pid = os.getppid()
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        while pid > 1:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if not any(entry.startswith(f"{variable}=".encode()) for entry in variables):
+                return pid if _PROCESSES.match(Path(f"/proc/{pid}/comm").read_text(errors="replace")) else None
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    return None
+
+
 def job_port(job: int, step: int) -> int:
     """Return the port at which the ranks of a step of a batch job meet, which others hardly share."""
     return FIRST_JOB_PORT + (31 * job + step) % JOB_PORTS
 
 
-def _read(names: Mapping[str, str], environment: Environment) -> Identity:
+def read(names: Mapping[str, str], environment: Environment) -> Identity:
     """Return the options whose variables are set and not empty."""
     found: Identity = {}
     for option, variable in names.items():
@@ -242,9 +245,9 @@ def _number(option: str, variable: str, text: str) -> int:
 
 def _of_mpirun(environment: Environment) -> Identity:
     """Return the rank of a process that mpirun or mpiexec has started, and where its ranks meet."""
-    found = _read(OPEN_MPI, environment)
+    found = read(STARTERS["mpirun"], environment)
     if not found and PMI["local_rank"] in environment:  # which srun --mpi=pmi2 does not set
-        found = _read(PMI, environment)
+        found = read(PMI, environment)
     if "rank" in found and (meeting := mpirun.meeting(environment)):
         found["master_addr"] = Sourced(meeting.host, meeting.host_source)
         if meeting.job is not None:
@@ -256,7 +259,7 @@ def _of_slurm_task(environment: Environment) -> Identity:
     """Return the rank of a task that srun has started; empty in the shell of a batch job."""
     if not slurm.is_task(environment):
         return {}
-    return {**_read(SLURM, environment), **_slurm_address(environment)}
+    return {**read(STARTERS["srun"], environment), **_slurm_address(environment)}
 
 
 def _slurm_address(environment: Environment) -> Identity:
@@ -275,8 +278,8 @@ def _of_slurm_node(environment: Environment) -> Identity:
     if not slurm.is_task(environment):
         return {}
     names = {"nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_PROCID"}
-    tasks = _read({"world_size": "SLURM_STEP_NUM_TASKS"}, environment)["world_size"]
-    found = _read(names, environment)
+    tasks = read({"world_size": "SLURM_STEP_NUM_TASKS"}, environment)["world_size"]
+    found = read(names, environment)
     nodes = int(found["nnodes"].value) if "nnodes" in found else 1
     if tasks.value == nodes:
         return {**found, **_slurm_address(environment)} if nodes > 1 else {}
@@ -293,8 +296,8 @@ def _of_slurm_node(environment: Environment) -> Identity:
 
 def of_pod(environment: Environment) -> Identity:
     """Return the rank of a pod of an Indexed Job, unless it was told that it is a node."""
-    is_node = any("node_rank" in _read(names, environment) for names in NODE_LAUNCHERS)
-    return {} if is_node else _read(KUBERNETES, environment)
+    is_node = any("node_rank" in read(names, environment) for names in NODE_LAUNCHERS)
+    return {} if is_node else read(KUBERNETES, environment)
 
 
 def _of_only_rank_of_node(environment: Environment) -> Identity:
@@ -304,7 +307,7 @@ def _of_only_rank_of_node(environment: Environment) -> Identity:
         BadOption: each node is to have several ranks.
     """
     for names in NODE_LAUNCHERS:
-        found = _read(names, environment)
+        found = read(names, environment)
         if not {"nnodes", "node_rank"} <= found.keys():
             continue
         nproc = found.pop("nproc", Sourced("1", ""))

@@ -14,14 +14,15 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ddp_manual.rank_0 import Search
+from ddp_manual.environment.rank_0 import Search
 
 Environment = Mapping[str, str]
 
-# How many ranks this host has, and how many there are.
-OPEN_MPI_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")
-PMI_SIZES = ("MPI_LOCALNRANKS", "PMI_SIZE")
-RANKS = {"OMPI_COMM_WORLD_RANK": OPEN_MPI_SIZES, "PMI_RANK": PMI_SIZES}
+# Which rank a process is, how many ranks this host has, and how many there are; and how to tell them a variable.
+KINDS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE", "mpirun -x MASTER_ADDR={} ..."),
+    ("PMI_RANK", "MPI_LOCALNRANKS", "PMI_SIZE", "mpiexec -genv MASTER_ADDR {} ..."),
+)
 NAMESPACE = "PMIX_NAMESPACE"
 # Such as 1850736640.0;tcp4://127.0.0.1:52673, where .0 is mpirun, and .1 the first of its daemons.
 STARTED_BY = "PMIX_SERVER_URI2"
@@ -43,10 +44,10 @@ class Meeting(NamedTuple):
 def meeting(environment: Environment) -> Meeting | None:
     """Return where the ranks of mpirun or mpiexec meet; None if no variable tells."""
     job = _job(environment)
-    for sizes in (OPEN_MPI_SIZES, PMI_SIZES):
-        here, total = (environment.get(name, "") for name in sizes)
+    for _, of_host, of_run, _ in KINDS:
+        here, total = environment.get(of_host, ""), environment.get(of_run, "")
         if here and here == total:
-            return Meeting("127.0.0.1", sizes[0], *job)
+            return Meeting("127.0.0.1", of_host, *job)
         if here:
             host = _mpiruns_host(environment)
             return Meeting(*host, *job) if host else None
@@ -55,35 +56,31 @@ def meeting(environment: Environment) -> Meeting | None:
 
 def several_hosts(environment: Environment, world_size: int) -> str | None:
     """Return the variables that show that the ranks of this world are on several hosts; None if none do."""
-    for sizes in (OPEN_MPI_SIZES, PMI_SIZES):
-        here, total = (environment.get(name, "") for name in sizes)
+    for _, of_host, of_run, _ in KINDS:
+        here, total = environment.get(of_host, ""), environment.get(of_run, "")
         if here.isdigit() and total == str(world_size) and int(here) < world_size:
-            return f"{sizes[0]}={here} of {sizes[1]}={total}"
+            return f"{of_host}={here} of {of_run}={total}"
     return None
 
 
 def search_for_rank_0(environment: Environment) -> Search | None:
     """Return how ranks on several hosts find rank 0; None where they are on one host, or mpirun has started none."""
-    rank, world_size = next(
-        ((environment[rank], environment.get(sizes[1], "")) for rank, sizes in RANKS.items() if rank in environment),
-        ("", ""),
-    )
+    rank, _, of_run, told = next((kind for kind in KINDS if kind[0] in environment), ("", "", "", ""))
+    world_size = environment.get(of_run, "")
     spread = several_hosts(environment, int(world_size)) if world_size.isdigit() else None
     if spread is None:
         return None
     own_host = os.uname().nodename
     found = meeting(environment)
     return Search(
-        is_rank_0=rank == "0",
+        is_rank_0=environment[rank] == "0",
         own_host=own_host,
         spread=spread,
         place="mpirun's host",
         host=found.host if found else None,
         source=found.host_source if found else "",
         is_here=_started_by_mpirun_itself(environment),
-        told="mpirun -x MASTER_ADDR={} ..."
-        if "OMPI_COMM_WORLD_RANK" in environment
-        else "mpiexec -genv MASTER_ADDR {} ...",
+        told=told,
         moved=f"start mpirun on {own_host}",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ddp_manual.rank_0 import Search
+from ddp_manual.environment.rank_0 import Search
 
 Environment = Mapping[str, str]
 

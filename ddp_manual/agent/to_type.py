@@ -1,0 +1,74 @@
+"""What a person is told to type: the command of another rank, that of this one again, or one that looks at the run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_manual.environment import command_line
+from ddp_manual.environment.kubernetes import OWN_NAME
+from ddp_manual.options import as_flags
+from ddp_manual.program import without_secrets
+from ddp_manual.world_spec import WorldSpec
+
+# Where rank 0 listens: an address of its own host, which another rank's command has no use for.
+LISTENING = "listen_addr"
+# Options that differ between ranks or runs; they are never copied from one rank's command line to another's.
+PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", LISTENING}
+# Options of which rank 0's value is used; where a run goes on, others take their place.
+OF_RANK_0 = ("run_dir", "resume")
+# The commands that are one rank, or start such ranks.
+OF_RANKS = ("train", "run", "check", "launch", "hosted", "commands")
+
+
+def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {}, rest: str = "") -> str:
+    """Return the command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` in it; where a
+    launcher starts all ranks together, the command that does so; in a pod, the command that shows why a pod is missing.
+
+    Of ranks that ``launch`` has started on this host a single one on another host may be started by hand too.
+
+    Args:
+        command: ``train``, ``run`` or ``check``.
+        options: those that it has besides the options of ``spec``.
+        rest: what comes last, quoted for a shell.
+    """
+    typed, arguments = command_line.typed_command()
+    if spec.started_by:
+        return f"{spec.started_by} ... {shlex.join([*typed, *arguments])}"
+    if spec.source("master_addr") == f"from {OWN_NAME}":
+        job, label = spec.master_addr.partition(".")[0].removesuffix("-0"), "batch.kubernetes.io/job-"
+        return f"kubectl describe pods --selector {label}name={job},{label}completion-index={{rank}}"
+    if arguments[:1] and arguments[0] in OF_RANKS:
+        typed.append(command)
+    words = [shlex.join(typed), f"--world_size {spec.world_size} --rank {{rank}}"]
+    if spec.master_addr != WorldSpec.master_addr:
+        words.append(f"--master_addr {shlex.quote(spec.master_addr)}")
+    if spec.master_port != WorldSpec.master_port:
+        words.append("--master_port {master_port}")
+    given = {name: value for name, value in spec.given_options().items() if name not in PER_RANK_OPTIONS}
+    return " ".join(filter(None, [*words, as_flags({**given, **options}), rest]))
+
+
+def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
+    """Return what starts another rank of a script that joins by itself: with variables, since its flags are not known
+    here."""
+    words = [f"WORLD_SIZE={spec.world_size} RANK={{rank}}"]
+    if spec.master_addr != WorldSpec.master_addr:
+        words.append(f"MASTER_ADDR={spec.master_addr}")
+    if spec.master_port != WorldSpec.master_port:
+        words.append("MASTER_PORT={master_port}")
+    return " ".join([*words, shlex.join(without_secrets(typed))])
+
+
+def typed_again() -> str:
+    """Return the command that was typed in this terminal, without the options with which it is to go on."""
+    program, arguments = command_line.typed_command()
+    return shlex.join([*program, *command_line.without_options(arguments, *OF_RANK_0)])
+
+
+def status_command(**flags: Any) -> str:
+    """Return the command that looks at a run, or has it shrink."""
+    program, arguments = command_line.typed_command()
+    own = program if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
+    return f"{shlex.join([*own, 'status'])} {as_flags(flags)}"

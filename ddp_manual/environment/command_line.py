@@ -1,0 +1,143 @@
+"""What was typed to start this process, and the Python that it starts itself."""
+
+from __future__ import annotations
+
+import getopt
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ddp_manual import orphans, signals
+
+if TYPE_CHECKING:
+    import click
+
+LONGEST_SHEBANG = 4096
+# Of ``python``, as getopt has them.
+PYTHON_OPTIONS = "bBc:dEhiIm:OPqRsSuvVW:xX:?"
+
+
+def program_file() -> Path | None:
+    """Return the Python file that was started; None in a notebook, an interactive session or a console script."""
+    path = Path(sys.argv[0])
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def typed_command() -> tuple[list[str], list[str]]:
+    """Return what was typed: the program, such as ``python run_multi_gpu_train.py``, and its arguments.
+
+    Where a program runs another one, as a debugger does by way of runpy, it is the other one's part of what was typed.
+    """
+    end = len(sys.orig_argv) - (len(sys.argv) - 1)
+    program, arguments = list(sys.orig_argv[:end]), list(sys.orig_argv[end:])
+    if not program or arguments != sys.argv[1:]:
+        program, arguments = [sys.orig_argv[0], sys.argv[0]], sys.argv[1:]
+    if len(program) == 2 and _starts_itself_with(*program):
+        del program[0]  # the kernel has put it there, since it is what the first line of a console script names
+    return [as_typed(program[0]), *program[1:]], arguments
+
+
+def _starts_itself_with(interpreter: str, script: str) -> bool:
+    """Return whether typing the path of ``script`` alone starts it with that interpreter."""
+    if not (os.path.isabs(interpreter) and os.sep in script and os.access(script, os.X_OK)):
+        return False
+    with suppress(OSError), open(script, "rb") as file:
+        first, second = (os.fsdecode(file.readline(LONGEST_SHEBANG)) for _ in range(2))
+        # A path that is long or has a space in it is on the second line, which a shell reads as a command.
+        return first.startswith("#!") and (interpreter in first[2:].split() or second.startswith("'''exec' "))
+    return False
+
+
+def as_typed(program: str) -> str:
+    """Return the name by which a shell finds this program; its path if it finds none, or another one."""
+    name = os.path.basename(program)
+    return name if shutil.which(name) == program else program
+
+
+def without_options(words: Sequence[str], *names: str) -> list[str]:
+    """Return what was typed, without these options and their values."""
+    return _parsed(words, names).args
+
+
+def option_in(words: Sequence[str], *names: str) -> str:
+    """Return the first of these options that was typed, as ``--rank 0``; "" if none was."""
+    values = _parsed(words, names).params
+    return next((f"--{name} {values[name]}" for name in names if values[name] is not None), "")
+
+
+def _parsed(words: Sequence[str], names: Sequence[str]) -> click.Context:
+    """Parse options among others that are not known."""
+    import click  # takes 0.02 s, which workers do without
+
+    options: list[click.Parameter] = [click.Option([f"--{name}"]) for name in names]
+    command = click.Command("", params=options, add_help_option=False)
+    how: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "resilient_parsing": True}
+    return command.make_context("", [*words], token_normalize_func=lambda name: name.replace("-", "_"), **how)
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the environment of a worker: ours, with torch's C++ log quiet, since our own log lines are clearer, and
+    with the mark of what it starts."""
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, orphans.MARK: str(os.getpid())}
+
+
+def start_python(
+    program: Path, descriptors: Sequence[int], who: Sequence[str] = (), *, is_worker: bool = True, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a program of this package, which inherits ``descriptors``. Its arguments are their numbers, our pid and
+    ``who``.
+
+    It starts with signals blocked until it can handle them.
+
+    Args:
+        is_worker: whether the user's program will run in it, as this process was told to run Python, and with what it
+            has inherited.
+    """
+    flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
+    command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
+    with signals.block_in_children():
+        return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=worker_environment(), **options)
+
+
+def python_flags() -> list[str]:
+    """Return the flags of this Python that a program of the user's is to have too: -O, -W, -X and -u."""
+    flags: list[str] = []
+    with suppress(getopt.GetoptError):
+        for flag, value in getopt.getopt(sys.orig_argv[1:], PYTHON_OPTIONS)[0]:
+            if flag in ("-c", "-m"):  # what follows is the program's
+                break
+            flags += [f"{flag}{value}"] if flag in ("-O", "-W", "-X", "-u") else []
+    return flags
+
+
+def _inherited_descriptors() -> list[int]:
+    """Return what this process was given open besides its three streams, as a shell does for ``<(command)``: Python
+    leaves no descriptor of its own to children."""
+    found = []
+    with suppress(OSError):
+        for number in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):  # that of the listing
+                if number > 2 and os.get_inheritable(number):
+                    found.append(number)
+    return found
+
+
+def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:
+    """Become what ``start_python`` has made of this program, with other descriptors; whoever watches this process sees
+    the same one.
+
+    Args:
+        descriptors: those that are inherited.
+        ignored: what ``signals.ignored_at_start`` has returned.
+    """
+    who = [word for word in sys.argv[1:] if "=" in word]
+    with signals.block_in_children():
+        signals.handle_as_any_program(ignored)
+        os.execv(
+            sys.executable, [sys.executable, *python_flags(), sys.argv[0], *map(str, descriptors), str(parent), *who]
+        )

@@ -1,0 +1,135 @@
+"""The variables by which a program and its libraries find out which rank they are, as torchrun sets them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_manual.environment import settings
+from ddp_manual.environment.launcher import TORCHRUN
+
+if TYPE_CHECKING:
+    from ddp_manual.messages import Placed
+
+# Variables of one launcher that would mislead the ranks that another launcher starts below it.
+LAUNCHER_VARIABLES = (
+    *TORCHRUN.values(),
+    *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+)
+
+
+@contextmanager
+def changed(wanted: Mapping[str, str | None], **usual: str) -> Iterator[None]:
+    """Set these variables while the body runs; a value of None unsets the variable.
+
+    Args:
+        usual: values for variables that are not set.
+    """
+    wanted = {**wanted, **{name: os.environ.get(name, value) for name, value in usual.items()}}
+    before = {name: os.environ.get(name) for name in wanted}
+    put(wanted)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def put(values: Mapping[str, str | None]) -> None:
+    """Set these variables; a value of None unsets the variable."""
+    for name in values:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in values.items() if value is not None})
+
+
+@contextmanager
+def set_rank_variables(placed: Placed, interfaces: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables that torchrun would set, for the user's code and libraries, while the body runs.
+
+    Args:
+        interfaces: the variables of gloo and NCCL, for those that the user has not set.
+    """
+    with changed({**_variables_of(placed), **_interface_variables(interfaces)}):
+        yield
+
+
+def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tuple[int, int], hosted: bool) -> None:
+    """Set all the variables that torchrun sets, for good: the program of this process is a rank from now on.
+
+    Args:
+        placed: what rank 0 has said of the place: also where torch's store is, and which run this is.
+        interfaces: the variables for gloo and NCCL that name the network interface.
+        restarts: how often the ranks were started again, without those after a rank was lost, and how often they may
+            be.
+        hosted: whether the store is there already, so that rank 0 joins it as a client too.
+    """
+    place = placed.place
+    wanted: dict[str, str | None] = {
+        **_variables_of(placed),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "TORCHELASTIC_RUN_ID": placed.run.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
+        "OMP_NUM_THREADS": str(settings.cpu_threads(place.local_world_size)),
+        **_interface_variables(interfaces),
+    }
+    if not hosted:
+        wanted["TORCHELASTIC_USE_AGENT_STORE"] = None
+    put(wanted)
+
+
+def _variables_of(placed: Placed) -> dict[str, str]:
+    """Return which rank it is, and where torch's store is, which init_process_group() of any library joins."""
+    place, (address, port) = placed.place, placed.store
+    return {
+        "WORLD_SIZE": str(place.world_size),
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables of gloo and NCCL that the user has not set, and which of them are ours."""
+    chosen = settings.network_variables()
+    told = {name: value for name, value in interfaces.items() if name not in chosen}
+    named = " ".join(f"{name}={value}" for name, value in told.items()) or None
+    return {**dict.fromkeys(settings.inherited_interfaces()), **told, settings.INTERFACES_VARIABLE: named}
+
+
+@contextmanager
+def clean_variables(threads_shared_by: int) -> Iterator[None]:
+    """Start processes in the body without another launcher's variables and with a quiet torch."""
+    # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
+    threads = str(settings.cpu_threads(threads_shared_by))
+    usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
+    with changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual):
+        yield
+
+
+@contextmanager
+def cuda_is_only_looked_for() -> Iterator[None]:
+    """Have ``torch.cuda.is_available`` ask the driver's library NVML in the body. By default it begins to use CUDA,
+    which no fork of this process could use any more; ``import torch.utils.cpp_extension`` calls it where nvcc is."""
+    with changed({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        yield
+
+
+@contextmanager
+def wandb_files_below(folder: Path) -> Iterator[None]:
+    """Keep wandb's files, such as images not uploaded yet, below ``folder`` instead of the user's home, unless the
+    user's variables say where."""
+    usual = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
+    with changed({}, **usual):
+        yield
