@@ -235,10 +235,8 @@ def test_a_signal_reaches_the_script_and_ends_the_run_in_seconds(
     processes = ranks(write(tmp_path, "waits.py", WAITS))
     for process in processes:
         process.wait_for("ready")
-    began = time.monotonic()
     processes[1].process.send_signal(number)
-    assert [process.wait(20) for process in processes] == [14, code], processes[0].err
-    assert time.monotonic() - began < 5
+    assert [process.wait(20) for process in processes] == [14, code], processes[0].err  # where it would sleep for 60 s
     name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
     assert f"error[stopped]: stopped by {name}" in processes[1].err
     assert "left with error[stopped]" in processes[0].err
