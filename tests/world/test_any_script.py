@@ -112,7 +112,7 @@ VARIABLES = """
 """
 
 
-@pytest.mark.parametrize("started", ["run", "launch", "run --no_python"])
+@pytest.mark.parametrize("started", ["run", "launch", "launch --start exec", "run --no_python"])
 def test_a_program_gets_the_variables_that_torchrun_sets_and_opens_a_process_group_with_them_alone(
     ranks: Ranks, start: Start, tmp_path: Path, started: str
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_program_gets_the_variables_that_torchrun_sets_and_opens_a_process_gro
     elif started == "run --no_python":
         processes = ranks(sys.executable, script, options=("--run_id", "mine", "--no_python"))
     else:
-        processes = [start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)]
+        processes = [start(*DDP_MANUAL, *started.split(), "--nproc", 2, script, cwd=tmp_path)]
     assert [process.wait() for process in processes] == [0] * len(processes), processes[0].err
     lines = [line[line.index("{") :] for process in processes for line in process.out.splitlines() if "{" in line]
     seen = sorted(map(json.loads, lines), key=lambda variables: variables["RANK"])
@@ -150,6 +150,8 @@ ENDS = """
     if rank == 1:
         if how == "exit":
             sys.exit(3)
+        if how == "words":
+            sys.exit("it says why")
         if how == "_exit":
             os._exit(4)
         if how == "raise":
@@ -169,7 +171,7 @@ ENDS = """
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("exit", 3, "error[training-failed]: rank 1 on {host}: the program exited with code 3"),
+        ("words", 1, "error[training-failed]: rank 1 on {host}: SystemExit: it says why"),
         ("_exit", 4, "is gone: its worker exited with code 4 without a word"),
         ("raise", 1, "error[training-failed]: rank 1 on {host}: ValueError: boom"),
         ("hook", 1, "own hook: boom"),
@@ -185,7 +187,7 @@ def test_the_end_of_a_script_is_the_ranks_and_the_others_are_told(
     assert said in processes[1].err + processes[1].out
     assert said.partition(": ")[2] in processes[0].err or how == "hook"
     assert [line.startswith("error[") for line in processes[0].err.splitlines()].count(True) == 1
-    if how in ("exit", "raise", "hook"):
+    if how in ("words", "raise", "hook"):
         assert "atexit 1" in processes[1].out and "error[" in processes[1].err
     if how == "raise":
         assert 'ends.py", line ' in processes[0].err and "script.py" not in processes[0].err
@@ -449,4 +451,5 @@ def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start
     launch = start(*DDP_MANUAL, "launch", "--nproc_per_node=2", "--standalone", script, "exit", cwd=folder)
     assert launch.wait(60) == 3, launch.err
     assert "rank 1 failed first, with exit code 3: error[training-failed]" in launch.err
+    assert "the program exited with code 3" in launch.err
     assert [*folder.iterdir()] == []
