@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -295,6 +296,19 @@ def start_rank(start: Start, rank_command: Callable[..., list[object]]) -> Start
         return start(*rank_command(rank, world_size, *options), **env)
 
     return start_rank
+
+
+@pytest.fixture
+def start_joined(start: Start, port: int, tmp_path: Path) -> Start:
+    """Start ranks 0, 1, ... of a script, given as text, that calls ``join`` by itself."""
+
+    def start_joined(code: str, *arguments: object, ranks: int = 2, **env: str) -> list[RankProcess]:
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(code))
+        meeting = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port), **env}
+        return [start(sys.executable, script, *arguments, RANK=str(rank), **meeting) for rank in range(ranks)]
+
+    return start_joined  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="session")

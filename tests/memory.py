@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,6 @@ class MemoryGroup:
         """Return a command that runs ``words`` in the group from its first instruction on, with the same process id."""
         return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self._folder / "cgroup.procs", *words]
 
-    @property
-    def killed(self) -> int:
-        """The number of processes that the OOM killer has ended."""
-        text = (self._folder / ("memory.events" if self._has("memory.events") else "memory.oom_control")).read_text()
-        return int(dict(line.split() for line in text.splitlines())["oom_kill"])
-
     def _has(self, name: str) -> bool:
         return (self._folder / name).exists()
 
@@ -45,38 +40,30 @@ class MemoryGroup:
         (self._folder / name).write_text(str(value))
 
 
-MakeGroup = Callable[[int], MemoryGroup]
-
-
 @contextmanager
-def memory_groups(private: Path) -> Iterator[MakeGroup]:
-    """Yield a function that makes groups with a limit in bytes, and remove them at the end; skip if none can be made.
+def memory_group(most: int, private: Path) -> Iterator[MemoryGroup]:
+    """Make a group with a limit of ``most`` bytes, and remove it at the end; skip the test if none can be made.
 
     Args:
         private: a folder for a mount of our own, where the machine's are not there or may not be written.
     """
     reasons: list[str] = []
-    made: list[Path] = []
     mounted: list[Path] = []
-
-    def make(most: int) -> MemoryGroup:
-        for parent in (*_mounts(), *_own_mounts(private, mounted, reasons)):
-            folder = parent / f"ddp-manual-test-{os.getpid()}-{len(made)}"
-            try:
-                if (parent / "cgroup.subtree_control").exists():
-                    (parent / "cgroup.subtree_control").write_text("+memory")
-                folder.mkdir()
-                made.append(folder)
-                return MemoryGroup(folder, most)
-            except OSError as error:
-                reasons.append(str(error))
+    for parent in chain(_mounts(), _own_mounts(private, mounted, reasons)):
+        folder = parent / f"ddp-manual-test-{os.getpid()}"
+        try:
+            if (parent / "cgroup.subtree_control").exists():
+                (parent / "cgroup.subtree_control").write_text("+memory")
+            folder.mkdir()
+            break
+        except OSError as error:
+            reasons.append(str(error))
+    else:
         pytest.skip(f"no memory cgroup can be made: {'; '.join(reasons) or 'none is mounted, and none can be'}")
-
     try:
-        yield make
+        yield MemoryGroup(folder, most)
     finally:
-        for folder in made:
-            _remove(folder)
+        _remove(folder)
         for place in mounted:
             subprocess.run(["umount", place], check=True)
 

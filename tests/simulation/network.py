@@ -168,15 +168,6 @@ class Transport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._address if name == "sockname" else default
 
-    def pause_reading(self) -> None:
-        """Do nothing: a stream's limit is not reached here."""
-
-    def resume_reading(self) -> None:
-        """Do nothing, likewise."""
-
-    def is_reading(self) -> bool:
-        return True
-
 
 class Network:
     """All hosts, and what is between them."""

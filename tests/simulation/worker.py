@@ -123,7 +123,6 @@ class Program:
         self._stopped_with: Stopped | None = None
         self._agent: SimulatedWorker | None = None
         self._waiting: list[Callable[[], None]] = []
-        self._said_last = 0.0
         run.programs[self.pid] = self
         self._beat()
 
@@ -451,9 +450,6 @@ class SimulatedWorker(Worker):
             return "its worker is stopped: SIGSTOP"
         await asyncio.sleep(0.15)
         return 'File "train.py", line 10, in main'
-
-    async def read_output(self) -> None:
-        """Do nothing: its output goes nowhere."""
 
     def close(self) -> None:
         self.closed = True

@@ -9,12 +9,15 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from ddp_manual import launchers
 from ddp_manual.agent.connection import COSTS_AT_LEAST, LONGEST_READ, MOST_UNREAD, MOST_UNSENT, Connection
+from ddp_manual.errors import BadOption
 from ddp_manual.messages import Heartbeat, Hello, Look, Signed, read_from_rank
 from ddp_manual.protocol.seal import Seal, Unsealed, claimed
 from ddp_manual.wire import (
@@ -304,6 +307,24 @@ def test_a_message_is_not_opened_by_another_token_for_another_purpose_or_if_it_w
     signed = Seal(signs).close(Hello, "1", HELLO)
     with pytest.raises(Unsealed, match=reason):
         Seal(token).open(kind(msgspec.Raw(as_json(content)), signature=signed.signature), nonce, decode)
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "why"),
+    [
+        (b"\n", "holds no token", "it is empty"),
+        (b"x" * 1_000_000, "holds no token", "it is longer than 4096 bytes"),
+        (None, "cannot be read", "No such file or directory"),
+    ],
+)
+def test_an_unusable_token_is_refused(tmp_path: Path, content: bytes | None, what: str, why: str) -> None:
+    """Before anything listens: tests/unit/test_launching."""
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadOption, match=f"--token_file {file} {what}") as caught:
+        launchers.token(str(file))
+    assert caught.value.why.startswith(why)
 
 
 CLEAR = "\x1b[2J"

@@ -75,10 +75,10 @@ def test_where_nothing_was_asked_a_step_costs_a_microsecond_and_says_nothing() -
         said = world._reporter.said  # type: ignore[attr-defined]
         assert not world.stop_after_this_step()
         before = len(said)
-        started = time.perf_counter()
+        started = time.thread_time()  # the machine has other work too
         for _ in range(1000):
             world.stop_after_this_step()
-        assert (time.perf_counter() - started) / 1000 < 5e-6
+        assert (time.thread_time() - started) / 1000 < 5e-6
         assert len(said) == before
 
 

@@ -134,7 +134,7 @@ VARIABLES = """
 """
 
 
-@pytest.mark.parametrize("started", ["run", "launch", "run --no_python"])
+@pytest.mark.parametrize("started", ["run", "launch", "launch --start exec", "run --no_python"])
 def test_a_program_gets_the_variables_that_torchrun_sets_and_opens_a_process_group_with_them_alone(
     ranks: Ranks, start: Start, tmp_path: Path, started: str
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_program_gets_the_variables_that_torchrun_sets_and_opens_a_process_gro
     elif started == "run --no_python":
         processes = ranks(sys.executable, script, options=("--run_id", "mine", "--no_python"))
     else:
-        processes = [start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)]
+        processes = [start(*DDP_MANUAL, *started.split(), "--nproc", 2, script, cwd=tmp_path)]
     assert [process.wait() for process in processes] == [0] * len(processes), processes[0].err
     lines = [line[line.index("{") :] for process in processes for line in process.out.splitlines() if "{" in line]
     seen = sorted(map(json.loads, lines), key=lambda variables: variables["RANK"])
@@ -172,6 +172,8 @@ ENDS = """
     if rank == 1:
         if how == "exit":
             sys.exit(3)
+        if how == "words":
+            sys.exit("it says why")
         if how == "_exit":
             os._exit(4)
         if how == "raise":
@@ -191,7 +193,7 @@ ENDS = """
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("exit", 3, "error[training-failed]: rank 1 on {host}: the program exited with code 3"),
+        ("words", 1, "error[training-failed]: rank 1 on {host}: SystemExit: it says why"),
         ("_exit", 4, "is gone: its worker exited with code 4 without a word"),
         ("raise", 1, "error[training-failed]: rank 1 on {host}: ValueError: boom"),
         ("hook", 1, "own hook: boom"),
@@ -207,7 +209,7 @@ def test_the_end_of_a_script_is_the_ranks_and_the_others_are_told(
     assert said in processes[1].err + processes[1].out
     assert said.partition(": ")[2] in processes[0].err or how == "hook"
     assert [line.startswith("error[") for line in processes[0].err.splitlines()].count(True) == 1
-    if how in ("exit", "raise", "hook"):
+    if how in ("words", "raise", "hook"):
         assert "atexit 1" in processes[1].out and "error[" in processes[1].err
     if how == "raise":
         assert 'ends.py", line ' in processes[0].err and "script.py" not in processes[0].err
@@ -257,10 +259,8 @@ def test_a_signal_reaches_the_script_and_ends_the_run_in_seconds(
     processes = ranks(write(tmp_path, "waits.py", WAITS))
     for process in processes:
         process.wait_for("ready")
-    began = time.monotonic()
     processes[1].process.send_signal(number)
-    assert [process.wait(20) for process in processes] == [14, code], processes[0].err
-    assert time.monotonic() - began < 5
+    assert [process.wait(20) for process in processes] == [14, code], processes[0].err  # where it would sleep for 60 s
     name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
     assert f"error[stopped]: stopped by {name}" in processes[1].err
     assert "left with error[stopped]" in processes[0].err
@@ -473,4 +473,5 @@ def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start
     launch = start(*DDP_MANUAL, "launch", "--nproc_per_node=2", "--standalone", script, "exit", cwd=folder)
     assert launch.wait(60) == 3, launch.err
     assert "rank 1 failed first, with exit code 3: error[training-failed]" in launch.err
+    assert "the program exited with code 3" in launch.err
     assert [*folder.iterdir()] == []

@@ -191,11 +191,9 @@ def test_ranks_join_twice_below_torchrun_and_below_torchs_own_spawn(start: Start
     ],
 )
 def test_how_a_script_exits_inside_join_is_how_its_rank_has_ended(
-    start: Start, tmp_path: Path, port: int, body: str, codes: list[int], said: str
+    start_joined: Start, body: str, codes: list[int], said: str
 ) -> None:
-    text = f"import sys, time, ddp_manual\nwith ddp_manual.join(peer_timeout=3) as world:\n    {body}\n"
-    script, meeting = _written(tmp_path, text), {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(2)]
+    ranks = start_joined(f"import sys, time, ddp_manual\nwith ddp_manual.join(peer_timeout=3) as world:\n    {body}\n")
     assert [rank.wait(30) for rank in ranks] == codes, ranks[1].err
     assert said in ranks[0].err and ("error[" in ranks[0].err) is bool(said)
 
@@ -208,13 +206,12 @@ if os.path.basename(sys.orig_argv[1]) == "agent":
 """
 
 
-def test_a_rank_that_works_on_after_rank_0_has_left_ends_well(start: Start, tmp_path: Path, port: int) -> None:
+def test_a_rank_that_works_on_after_rank_0_has_left_ends_well(start_joined: Start, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SOON)
     body = (
         "import time, ddp_manual\nwith ddp_manual.join() as world:\n    time.sleep(6 * world.rank)\nprint('came out')\n"
     )
-    script, env = _written(tmp_path, body), {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "MASTER_PORT": str(port)}
-    ranks = [start(sys.executable, script, RANK=str(rank), WORLD_SIZE="2", **env) for rank in range(2)]
+    ranks = start_joined(body, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert [rank.wait(30) for rank in ranks] == [0, 0], ranks[1].err
     assert "rank 0 has finished and left; this rank goes on alone" in ranks[1].err
     assert "came out" in ranks[1].out

@@ -199,10 +199,9 @@ def test_a_text_that_is_higher_than_the_terminal_is_cut_until_it_is_the_last(
 
 
 def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_has_room_for(
-    start: Start, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, start_joined: Start, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+    ranks = start_joined(
         "import time, ddp_manual\n"
         "with ddp_manual.join(device='cpu') as world:\n"
         "    world.progress(epoch=3)\n"
@@ -210,8 +209,6 @@ def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_h
         "        world.progress(step=step, samples_per_second=50 + world.rank)\n"
         "    time.sleep(600)\n"
     )
-    meeting = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-    ranks = [start(sys.executable, script, RANK=str(rank), **meeting) for rank in range(2)]
     ranks[0].wait_for("process group ready")
     wait_until(lambda: [now["step"] for now in looked(start, port)["progress"] or ()] == [7, 7])
     seen = looked(start, port)

@@ -230,24 +230,3 @@ def test_launch_passes_the_token_on_and_leaves_it_in_no_file(start: Start, tmp_p
     places = dict(everything_in(tmp_path))
     assert {tmp_path / "run" / name for name in ("log-rank0.txt", "log-rank1.txt")} <= {*places}
     assert [place for place, text in places.items() if TOKEN.encode() in text] == []
-
-
-def test_an_unusable_token_is_refused_before_anything_listens(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("\n")
-    (tmp_path / "large").write_bytes(b"x" * 1_000_000)
-    run = [*RUN, "--world_size", 2, "--rank", 0]
-    expected: dict[RankProcess, tuple[str, str]] = {
-        start("env", "DDP_MANUAL_TOKEN=", *run, *WORKS): ("DDP_MANUAL_TOKEN holds no token", "it is empty"),
-    }
-    for name, what, why in (
-        ("empty", "holds no token", "it is empty"),
-        ("large", "holds no token", "it is longer than 4096 bytes"),
-        ("missing", "cannot be read", "No such file or directory"),
-        (".", "cannot be read", "Is a directory"),
-    ):
-        file = tmp_path / name
-        expected[start(*run, "--token_file", file, *WORKS)] = (f"--token_file {file} {what}", why)
-    for rank, (what, why) in expected.items():
-        assert rank.wait() == 2
-        assert last_error(rank.err).startswith(f"error[bad-option]: {what}\n  why:  {why}")
-        assert "listening at" not in rank.err
