@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import Beat, LastWords, Losses, Place, RunInfo, Verdict
@@ -127,6 +129,22 @@ def test_the_words_of_another_rank_end_this_one_unless_its_own_worker_says_the_s
         shell.passes(10.0 + SAME_WITHIN)
         assert shell.error is not None
         assert shell.error.what.startswith("my own words" if says_so else "rank 2 (b, pid 7) left with ")
+
+
+@pytest.mark.parametrize("ticks_first", [False, True])
+def test_a_rank_that_was_given_up_while_it_was_stopped_is_told_so_and_not_to_look_at_itself(ticks_first: bool) -> None:
+    next = "look whether a can be reached, and whether its process runs: ps -o stat= -p 7\nthen start all ranks again"
+    silent = Verdict(
+        "peer-lost", "rank 1 has been silent for 60 s", "why", next, 14, rank=1, host="a", pid=7, judged=True
+    )
+    one, shell = working()
+    for tick in range(40):
+        one.tick(3.0 + tick / 10)
+    if ticks_first:
+        one.tick(90.0)
+    one.take(messages.RunEnds(silent), 90.0)
+    assert shell.error is not None and shell.error.next == "start all ranks again"
+    assert "this rank was itself stopped for 83 s, as by Ctrl-Z" in shell.error.why
 
 
 def test_a_timer_of_a_replaced_worker_does_nothing() -> None:
