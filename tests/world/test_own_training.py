@@ -61,7 +61,10 @@ def test_it_ends_bit_for_bit_as_undisturbed_after_ctrl_c_and_after_a_killed_rank
     for rank in stopped:
         assert "stopped by Ctrl-C (SIGINT) on rank 1 after the same step as all ranks" in rank.err
     step = int(torch.load(tmp_path / "stopped" / "checkpoint.pt", weights_only=True)["step"])
-    assert 200 < step < STEPS and f"after step {step} the losses are" in stopped[0].out
+    assert 200 < step < STEPS and f"after step {step} of {STEPS} the losses are" in stopped[0].out
+    for number, rank in enumerate(stopped):
+        go_on = f"rank {number} was stopped after step {step} of {STEPS}: to go on, type the same command again"
+        assert go_on in rank.out
     again = [train(rank, "stopped") for rank in (0, 1)]
     again[0].wait_for("process group ready")
     worker_of(again[0]).kill()  # its agent starts another one
