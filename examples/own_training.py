@@ -55,7 +55,7 @@ with ddp_manual.join() as world:
         loss.backward()
         optimizer.step()
         step += 1
-        world.progress(step=step)
+        world.progress(step=step, loss=loss.item() if step % 50 == 0 else None)  # reading it waits for a GPU
         ddp_manual.hold(model, optimizer, step, per_rank=torch.get_rng_state())
         stops = world.stop_after_this_step()
         if stops or step == steps or step % 200 == 0:
@@ -65,4 +65,6 @@ with ddp_manual.join() as world:
             break
     losses = world.gather(loss.item() if step else None)
     if world.rank == 0:
-        print(f"after step {step} the losses are {losses}")
+        print(f"after step {step} of {steps} the losses are {losses}")
+    if step < steps:
+        print(f"rank {world.rank} was stopped after step {step} of {steps}: to go on, type the same command again")

@@ -42,6 +42,8 @@ LEAVE_TIMEOUT = 60.0
 # What is being saved when the run ends is finished first: a checkpoint, or what a program does about a signal that has
 # asked it to stop, on this host or another one. torchrun gives as long.
 SAVE_WITHIN = 30.0
+# Seconds after which a process that did not run was stopped, and not only slow.
+A_PAUSE = 5.0
 Answered = messages.AskStacks | messages.AskRecords | messages.Probe | messages.News | messages.Refused
 # Collectives, before which a program that holds its state has held it once, or has asked for what is held.
 HOLDS_BEFORE = 20
@@ -166,6 +168,8 @@ class AgentProtocol:
         self._expired: DdpManualError | None = None
         """Why the run ends after a last step, for which a rank is missing."""
         self._now = self._heard = self._ticked = now
+        self._paused = 0.0
+        """Seconds for which this process did not run when it was stopped for the last time."""
         self._silence = Silence(lambda _: "rank 0")
         self._next_beat = 0.0
         self._worker_number = 0
@@ -277,6 +281,12 @@ class AgentProtocol:
                 keeps_seat = self.run is not None and self.run.on_loss != LEAVE
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"
                 error.why = f"that is this rank; {others}\n{error.why}"
+            stopped = max(self._paused, self._now - self._ticked)
+            if is_of_this_rank and "has been silent" in error.what and stopped >= A_PAUSE:
+                error.why = (
+                    f"this rank was itself stopped for {stopped:.0f} s, as by Ctrl-Z, or with its host\n{error.why}"
+                )
+                error.next = error.next.partition("\nthen ")[2] or self.again  # not: look at your own process
         elif own is not None:
             own.next = verdict.next if ours else own.next  # which says whether its seat is kept
             error = own if ours or own.identifier == verdict.identifier else error
@@ -626,6 +636,7 @@ class AgentProtocol:
         """Do what only time brings."""
         self._now = now
         passed, self._ticked = now - self._ticked, now
+        self._paused = passed if passed >= A_PAUSE else self._paused
         match self.signals.look(self._shell.worker.beat, now):
             case str(unreached):
                 self._shell.log(unreached)

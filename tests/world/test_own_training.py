@@ -64,7 +64,10 @@ def test_it_ends_bit_for_bit_as_undisturbed_after_ctrl_c_the_end_of_a_host_and_a
     for rank in stopped:
         assert "stopped by Ctrl-C (SIGINT) on rank 1 after the same step as all ranks" in rank.err
     step = int(torch.load(tmp_path / "stopped" / "checkpoint.pt", weights_only=True)["step"])
-    assert 200 < step < STEPS and f"after step {step} the losses are" in stopped[0].out
+    assert 200 < step < STEPS and f"after step {step} of {STEPS} the losses are" in stopped[0].out
+    for number, rank in enumerate(stopped):
+        go_on = f"rank {number} was stopped after step {step} of {STEPS}: to go on, type the same command again"
+        assert go_on in rank.out
     ended = [train(rank, "stopped") for rank in (0, 1)]
     ended[0].wait_for("did step")
     for process in (worker_of(ended[1]), ended[1].process):  # as a host that shuts down does
