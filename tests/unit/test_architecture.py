@@ -68,7 +68,7 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 9050
+MOST_LINES_OF_AGENT_AND_WORKER = 8820
 
 
 def room(path: Path) -> str:
