@@ -284,7 +284,7 @@ class RankProcess(SpawnProcess):
             except BaseException as error:
                 if isinstance(error, SystemExit) and not error.code:
                     return
-                ours = as_ours(self.spec.rank, error, after_a_signal=START_AGAIN)
+                ours = as_ours(self.spec.rank, error, START_AGAIN, whole=self.spec.full_traceback)
                 self.write_error(ours, None if ours is error else error)
                 end_process(ours.exit_code)
 
