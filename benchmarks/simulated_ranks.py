@@ -91,7 +91,7 @@ def run_info(world_size: int) -> RunInfo:
         launched=None,
         peer_timeout=10.0,
         stall_timeout=300.0,
-        script=False,
+        resumes=True,
     )
 
 

@@ -167,6 +167,10 @@ class ProgramBegins(Message):
     """Whether it hears its agent: an executable does not."""
 
 
+class Replaced(Message):
+    """The program has become another one by exec, as its agent itself finds out; nothing follows from it."""
+
+
 class Joins(Message):
     """The program calls ``join``: it will say when it has done its work, and leaves in order."""
 
@@ -260,9 +264,9 @@ class Noticed(Message):
 
 
 FromWorker = (
-    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | ProgramBegins | Joins | TakesStops
-    | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed | Left | Result
-    | IsQuiet | IsSaving | MayEnd | Noticed
+    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | ProgramBegins | Replaced | Joins
+    | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed | Left
+    | Result | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 
 read: Read[FromWorker] = local_reader_of(FromWorker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -346,9 +347,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """Append a line to a ``.jsonl`` file, in a single write."""
-    with writing(path, "--run_dir"), open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(content, allow_nan=False) + "\n")
+    """Append a line to a ``.jsonl`` file, in a single write; of a line for which there is no room nothing stays."""
+    line = f"{json.dumps(content, allow_nan=False)}\n".encode()
+    with writing(path, "--run_dir"), open(path, "ab", buffering=0) as file:
+        begin = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(begin)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def keep_json_lines(path: Path, wanted: Callable[[Any], bool]) -> None:

@@ -75,6 +75,7 @@ class WorldSpec(Options):
     allow_mismatch: bool = rendezvous(
         False, "Go on, with a warning, where code, versions or variables differ between ranks."
     )
+    full_traceback: bool = rendezvous(False, "Show the frames of libraries too, where this rank's own code has raised.")
     on_loss: str = loss(
         LEAVE,
         "When a rank is lost: leave ends the run; wait keeps its seat until its command is typed again, and then goes "

@@ -45,6 +45,10 @@ from ddp_manual.world_spec import WorldSpec
 REPLY_WITHIN = 1.0
 # Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
 RANK_0_FIRST = 1.0
+WITHOUT_A_TOKEN = (
+    "can read arguments and stacks, take a seat or end the run; to prevent that: "
+    "(umask 077; openssl rand -hex 32 > token), and --token_file token for each rank"
+)
 
 _read_run: Read[RunInfo] = reader_of(RunInfo)
 
@@ -291,6 +295,8 @@ class Join:
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
+        if not (self.seal or run.only_on_its_host or spec.world_size == 1):
+            self._log(f"anybody who reaches {step.detail} {WITHOUT_A_TOKEN}")
         if not (spec.alone or spec.agent_store):
             if beside := hint(spec):
                 self._log(f"{beside}; this one is another run")

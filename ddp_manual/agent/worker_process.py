@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
@@ -45,6 +46,8 @@ KILLED_WITHIN = 10.0
 GRACE = 0.7
 WAY_OUT = 10.0
 ANSWER_WITHIN = 0.5
+# A process that ends closes its descriptors before the kernel says that it has ended.
+REPLACED_AFTER = 0.5
 
 
 class Worker:
@@ -89,6 +92,10 @@ class Worker:
         self.children = orphans.Children()
         if process is not None:
             orphans.is_own(process)
+        self._command = b""
+        """How the program was started, as the kernel knows it."""
+        self._is_replaced = False
+        """Whether it has become another one, which has no channel and ends like an executable."""
         self._fault_text = ""
         self._is_blocked = False
         self._spoke_at = time.monotonic()
@@ -103,7 +110,7 @@ class Worker:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
         loop = asyncio.get_running_loop()
         connection = self._connection = Connection(from_worker.read, longest=LONGEST_ANSWER)
-        connection.handle(lambda message: self._take(message, take), lambda reason: None)
+        connection.handle(lambda message: self._take(message, take), lambda reason: self._closed(take))
         os.set_blocking(self._faults, False)
         loop.add_reader(self._faults, self._read_faults)
         self._watching = asyncio.create_task(self._watch(gone))
@@ -116,6 +123,8 @@ class Worker:
             case from_worker.Born():
                 self.pid = message.pid
                 self._look_at_memory()
+            case from_worker.Loaded():  # it waits for its place
+                self._command = self._command_line()
             case from_worker.RecordsMemory():
                 try:
                     self.records.open(self.pid, message.descriptor)
@@ -131,6 +140,21 @@ class Worker:
                 self.beat, self._is_blocked = message.beat or self.beat, message.blocked
         take(message)
 
+    def _closed(self, take: Callable[[from_worker.FromWorker], None]) -> None:
+        """Find out whether the program, whose channel is closed, has not ended, but is another one now."""
+
+        def look() -> None:
+            if self._command and not self.ended and self._command_line() not in (b"", self._command):
+                self.hears, self._is_replaced = False, True
+                take(from_worker.Replaced())
+
+        asyncio.get_running_loop().call_later(REPLACED_AFTER, look)
+
+    def _command_line(self) -> bytes:
+        with suppress(OSError):
+            return Path(f"/proc/{self.pid}/cmdline").read_bytes()
+        return b""
+
     def heartbeat(self) -> Beat:
         """Return what the worker does now, as the next heartbeat is to say it."""
         self.beat = replace(self.beat, stopped=self.stopped_by(), calls=self.records.for_beat())
@@ -140,7 +164,8 @@ class Worker:
     @property
     def is_gone(self) -> bool:
         """Return whether the worker has ended, or has closed its channel, as a process does that is just ending."""
-        return self.ended or (self._connection is not None and self._connection.closed)
+        closed = self._connection is not None and self._connection.closed
+        return self.ended or (closed and not self._is_replaced)
 
     async def _watch(self, gone: Callable[[], None]) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()

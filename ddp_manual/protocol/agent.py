@@ -342,6 +342,9 @@ class AgentProtocol:
             case from_worker.NotCompared():
                 why = f"the collectives of this rank are not compared with those of others: {message.why}"
                 self._shell.log(why)
+            case from_worker.Replaced() if self._spec.rank == 0 and self._spec.world_size > 1:
+                self.work.is_replaced = True
+                self._shell.log(f"{verdicts.STORE_REPLACED}; {verdicts.WITHOUT_PYTHON}")
             case from_worker.ProgramBegins():
                 self.signals.worker_handles(Handling.BY_ITSELF)
                 if self.signals.passed_on:
@@ -437,7 +440,9 @@ class AgentProtocol:
             return
         info = replace(self._shell.info, pid=worker.pid)
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
-        verdict = verdicts.lost(info, worker.beat, self.again, status=worker.status, oom=oom, stack=stack)
+        verdict = verdicts.lost(
+            info, worker.beat, self.again, status=worker.status, oom=oom, stack=stack, replaced=self.work.is_replaced
+        )
         error = verdicts.error_for(self._spec.rank, verdict)
         if self.work.words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
             self._shell.fail(error)

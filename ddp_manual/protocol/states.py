@@ -26,6 +26,8 @@ class Work:
     """Whether it has told its agent to go, since it goes on by itself."""
     own_words: DdpManualError | None = None
     """What it has failed with."""
+    is_replaced: bool = False
+    """Whether its program has become another one by exec, and torch's store is gone with it."""
     has_broken: bool = False
     """Whether a broken collective is what it has failed with."""
     words_of_another: str | None = None

@@ -71,13 +71,23 @@ def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:
     )
 
 
-def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: bool, stack: str) -> Verdict:
+STORE_REPLACED = (
+    "rank 0's program has become another one (exec), without torch's store, which was in its process: no rank can open "
+    "a process group"
+)
+WITHOUT_PYTHON = "start it with --no_python, as --no_python python train.py: then torch hosts the store in the program"
+
+
+def lost(
+    info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: bool, stack: str, replaced: bool = False
+) -> Verdict:
     """Make the verdict that an agent sends whose worker has ended without a word.
 
     Args:
         status: its exit code, or minus the signal's number; None if nobody could see that.
         oom: whether the kernel ended it because memory ran out.
         stack: the Python stack that a native crash has left.
+        replaced: whether its program had become another one, on rank 0.
     """
     next = "look at its last lines"
     if status is None:
@@ -101,6 +111,8 @@ def lost(info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: boo
         what = f"its worker exited with code {status} without a word"
         why = "the program ended itself, or its interpreter could not go on"
     where = f"it was {beat.last_seen()}, when it was last heard"
+    if replaced:
+        why, next = f"{why}\n{STORE_REPLACED}", WITHOUT_PYTHON
     return lost_rank(
         info,
         f"is gone: {what}",

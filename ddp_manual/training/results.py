@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_manual import run_folder, terminal
-from ddp_manual.errors import DdpManualError, writing
+from ddp_manual.errors import DdpManualError, DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import checkpoint_files, own_code, pictures
 from ddp_manual.training.checkpoint import History, on_cpu, pack
@@ -45,7 +45,8 @@ class RunFiles:
     the trackers.
 
     Every method raises DiskFull or BadOption when the folder cannot take a file, except for the pictures and the
-    predictions, which ``ddp-manual evaluate`` can make again: without them the run goes on.
+    predictions, which ``ddp-manual evaluate`` can make again, and for metrics on a full disk: without them the run goes
+    on.
 
     Args:
         keep: how many of the newest checkpoints stay.
@@ -58,6 +59,7 @@ class RunFiles:
         self._trackers = trackers
         self._accuracies: list[float] = []
         self._resumes_after: int | None = None
+        self._disk_was_full = False
 
     def start(self, settings: Mapping[str, Any], train: Split) -> None:
         """Write ``config.json`` and the picture of the first images."""
@@ -98,7 +100,12 @@ class RunFiles:
 
     def add_metrics(self, metrics: Metrics) -> None:
         values = asdict(metrics)
-        run_folder.append_json_line(self._paths.metrics, values)
+        try:
+            run_folder.append_json_line(self._paths.metrics, values)
+        except DiskFull as error:  # a checkpoint that is not written would end the run
+            if not self._disk_was_full:
+                logger.warning("%s: metrics are missing there until there is room", error.what)
+            self._disk_was_full = True
         step = values.pop("step")
         self._trackers.scalars(step, {TRACKED_NAMES.get(name, name): value for name, value in values.items()})
 

@@ -256,9 +256,12 @@ class Rank:
             return
         self.reporter.unwinding = True
         self.reporter.send_beat()
-        words, by_torch = LastWords.of(as_ours(self.spec.rank, error)), was_raised_by_torch(error)
+        words, by_torch = self._in_words(error), was_raised_by_torch(error)
         how = (is_broken_collective(error), by_torch, isinstance(error, SystemExit))
         self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
+
+    def _in_words(self, error: BaseException) -> LastWords:
+        return LastWords.of(as_ours(self.spec.rank, error, whole=self.spec.full_traceback))
 
     def _conclude(self, error: BaseException) -> BaseException:
         """Tell the agent that ``error`` ends this rank; return that, or where the agent says it the failure behind it.
@@ -285,9 +288,12 @@ class Rank:
         return cause if isinstance(cause, errors.PeerGone) else error
 
 
-def as_ours(rank: int, error: BaseException) -> errors.DdpManualError:
-    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's
-    end."""
+def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> errors.DdpManualError:
+    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
+
+    Args:
+        whole: whether its traceback has the frames of libraries too.
+    """
     if isinstance(error, errors.DdpManualError):
         return error
     if isinstance(error, (errors.StopSignal, KeyboardInterrupt)):
@@ -305,7 +311,7 @@ def as_ours(rank: int, error: BaseException) -> errors.DdpManualError:
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     failed = errors.TrainingFailed(
         f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",
-        why=own_traceback(error),
+        why=own_traceback(error, whole=whole),
         next="leave init_process_group out: the process group is open, and is closed at the end"
         if opened_twice
         else "fix the code or the data that raised it, then start all ranks again",

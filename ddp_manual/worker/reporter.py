@@ -282,9 +282,9 @@ def writes_a_file() -> bool:
     return any(frame.f_code.co_name in _SAVE and frame.f_code.co_filename.endswith(_SAVING) for frame in frames)
 
 
-def own_traceback(error: BaseException) -> str:
+def own_traceback(error: BaseException, *, whole: bool = False) -> str:
     """Return the traceback of an exception, and of what it was raised from, with the frames of the user's program and
-    the innermost one; without such frames all of it."""
+    the innermost one; without such frames, or the ``whole`` one, all of it."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     left_out, pending = 0, [(shown, error)]
     while pending:
@@ -293,11 +293,11 @@ def own_traceback(error: BaseException) -> str:
         pending += [(other, of) for other, of in of_raised if other is not None and of is not None]
         is_own = [not _is_library(frame) for frame, _ in traceback.walk_tb(raised.__traceback__)]
         own = [frame for frame, kept in zip(one.stack[:-1], is_own, strict=False) if kept]
-        if any(is_own):
+        if any(is_own) and not whole:
             left_out += len(one.stack) - len(own) - 1
             one.stack = traceback.StackSummary.from_list([*own, one.stack[-1]])
     text = "".join(shown.format()).rstrip()
-    return f"{text}\n({counted(left_out, 'frame')} of libraries left out)" if left_out else text
+    return f"{text}\n({counted(left_out, 'frame')} of libraries left out: --full_traceback)" if left_out else text
 
 
 def _file(frame: FrameType) -> str:

@@ -58,6 +58,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
     """
+    os.set_inheritable(channel, False)  # its end says that the program has become another one
     reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()))
     start = reporter.wait(from_agent.Start)
     program, rank = start.program, Rank(reporter, start, HeldMemory(held))

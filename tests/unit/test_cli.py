@@ -29,6 +29,7 @@ FLAGS = {
         "--collectives",
         "--token_file",
         "--allow_mismatch",
+        "--full_traceback",
     ],
     "lost ranks": [
         "--on_loss",
@@ -187,6 +188,7 @@ def test_each_switch_has_an_opposite(capsys: pytest.CaptureFixture[str]) -> None
     pairs = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " / " in line]
     assert pairs == [
         ["--allow_mismatch", "/", "--no_allow_mismatch"],
+        ["--full_traceback", "/", "--no_full_traceback"],
         ["--on_loss_of_own_code", "/", "--no_on_loss_of_own_code"],
         ["--flip", "/", "--no_flip"],
         ["--sync_bn", "/", "--no_sync_bn"],

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ddp_manual import launchers
 from ddp_manual.agent.connection import COSTS_AT_LEAST, LONGEST_READ, MOST_UNREAD, MOST_UNSENT, Connection
+from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import Heartbeat, Hello, Look, Signed, read_from_rank
 from ddp_manual.protocol.seal import Seal, Unsealed, claimed
@@ -323,7 +323,7 @@ def test_an_unusable_token_is_refused(tmp_path: Path, content: bytes | None, wha
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BadOption, match=f"--token_file {file} {what}") as caught:
-        launchers.token(str(file))
+        settings.token(str(file))
     assert caught.value.why.startswith(why)
 
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -21,6 +23,7 @@ from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Predictions, evaluate
+from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.results import RunFiles, confusion_table, table, write_predictions
 from ddp_manual.training.trackers import Trackers
 
@@ -88,6 +91,27 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_witho
     assert not list(tmp_path.iterdir())
     with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
         run_folder.replace_files({tmp_path / "predictions.csv": no_room()})
+
+
+def test_the_training_goes_on_without_metrics_for_which_the_disk_has_no_room_and_a_line_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, files = RunPaths(tmp_path).metrics, RunFiles(RunPaths(tmp_path), keep=1, trackers=Trackers(()))
+    file.symlink_to("/dev/full")
+    shown: dict[str, Any] = {
+        "epoch": 1,
+        "loss": 0.5,
+        "accuracy": 0.9,
+        "lr": 0.1,
+        "samples_per_second": 100.0,
+        "seconds": 1.0,
+    }
+    for step in (10, 20):
+        files.add_metrics(Metrics(step=step, **shown))
+    assert caplog.messages == [f"no space left to write {file}: metrics are missing there until there is room"]
+    file.unlink()
+    files.add_metrics(Metrics(step=30, **shown))
+    assert json.loads(file.read_text())["step"] == 30
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import pdb  # noqa: T100  # to look for its prompt
 import sys
@@ -178,6 +179,22 @@ def test_a_module_of_a_library_that_is_the_program_is_named_by_its_own_lines(tmp
     caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this test
     assert raised_at(caught.value) == "tool.py:2 in main"
     assert "in main" in own_traceback(caught.value)
+
+
+def test_a_traceback_has_the_frames_of_libraries_if_they_are_wanted(tmp_path: Path) -> None:
+    """A package that was installed in development mode is no library: it lies beside the program."""
+    library, package = tmp_path / "site-packages" / "tool.py", tmp_path / "src" / "mine.py"
+    program: dict[str, Any] = {"loads": json.loads}
+    for path, text in ((library, "def call(one):\n    one()\n"), (package, "def read():\n    loads('{')\n")):
+        path.parent.mkdir()
+        path.write_text(text)
+        exec(compile(text, str(path), "exec"), program)
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        program["call"](program["read"])
+    short, whole = own_traceback(caught.value), own_traceback(caught.value, whole=True)
+    assert 'mine.py", line 2, in read' in short and "in call" not in short
+    assert "of libraries left out: --full_traceback)" in short
+    assert 'mine.py", line 2, in read' in whole and 'tool.py", line 2, in call' in whole and "left out" not in whole
 
 
 def test_the_stacks_that_faulthandler_writes_of_this_process_are_readable() -> None:

@@ -120,6 +120,28 @@ def test_a_program_has_the_flags_of_python_and_the_descriptors_that_it_was_start
     assert unbuffered or "launch" in started  # where a pipe is read line by line
 
 
+BECOMES_ANOTHER = """
+    import os, sys, time
+    if sys.argv[1:]:
+        time.sleep(2)
+        sys.exit(3)
+    if os.environ["RANK"] == "0":
+        os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
+    time.sleep(60)
+"""
+
+
+def test_a_script_on_rank_0_that_executes_itself_is_told_that_it_takes_the_store_along(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    processes = ranks(write(tmp_path, "script.py", BECOMES_ANOTHER))
+    assert [process.wait() for process in processes] == [3, 14], processes[0].err
+    line, error = processes[0].err.split("error[")
+    for said in (line, error, processes[1].err.partition("error[")[2]):
+        assert "rank 0's program has become another one (exec), without torch's store" in said
+        assert "start it with --no_python" in said
+
+
 VARIABLES = """
     import json, os, sys
     import torch, torch.distributed as dist

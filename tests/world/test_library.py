@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
