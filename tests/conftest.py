@@ -235,13 +235,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(autouse=True)
 def _environment(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
     """Restore the environment: a rendezvous in this process sets variables that later processes must not inherit.
-    Caches are not made in the user's folder.
+    Caches are not made in the user's folder, and lines are as wide as they are.
 
     Hide GPUs from a test that is not marked ``gpu``, and from the processes it starts. One that is marked uses GPUs in
     the processes it starts: in this process CUDA may have begun without any.
     """
     before = dict(os.environ)
     os.environ["XDG_CACHE_HOME"] = str(shared_folder / "cache")
+    os.environ.pop("COLUMNS", None)  # which pytest-xdist sets
     if not request.node.get_closest_marker("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     yield

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -35,6 +36,7 @@ OF_RANK_0 = ("run_dir", "resume")
 LISTENING = "listen_addr"
 
 
+PrintError = Callable[[DdpManualError], None]
 TRAINING = Program(kind=MODULE, name="ddp_manual.training")
 # What it imports besides torch, which a process that forks workers has before.
 TRAINING_IMPORTS = ("ddp_manual.training.program",)
@@ -187,17 +189,29 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
 
 
 def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
-    """Run one rank, and print the error that ends it."""
+    """Run one rank, and print how it ends."""
+    began = time.monotonic()
+
+    def print_error(error: DdpManualError) -> None:
+        terminal.print_error(error, time.monotonic() - began)
+
+    ended = _run_in_this_terminal(spec, task, print_error)
+    if ended.error is None:
+        terminal.log(f"{task.name or 'training'} finished after {terminal.duration(time.monotonic() - began)}")
+    return ended
+
+
+def _run_in_this_terminal(spec: WorldSpec, task: Task, print_error: PrintError) -> Ended:
     if spec.on_loss == LEAVE or not task.prepare:
-        return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
+        return asyncio.run(agent_in_this_terminal(spec, task, print_error).run())
     check_torch_is_installed()
     # It has torch when a worker has to be replaced, which then takes a fork.
     with closing(Forker(1, task.program, TRAINING_IMPORTS, in_terminal=True)) as spare:
         start_worker = partial(spare.start, spec.rank, spec.world_size)
-        agent = Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=terminal.print_error)
+        agent = Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=print_error)
         return asyncio.run(agent.run())
 
 
-def agent_in_this_terminal(spec: WorldSpec, task: Task, print_error: Callable[[DdpManualError], None]) -> Agent:
+def agent_in_this_terminal(spec: WorldSpec, task: Task, print_error: PrintError) -> Agent:
     start_worker = partial(start_process, spec.rank, spec.world_size, program=task.program)
     return Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=print_error)

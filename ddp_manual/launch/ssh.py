@@ -38,6 +38,7 @@ from ddp_manual.options import as_flags
 from ddp_manual.program import without_secrets
 from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.terminal import in_words, say
+from ddp_manual.wrapping import whole
 
 # Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
 OPEN_AGAIN_AFTER = 5.0
@@ -197,7 +198,7 @@ class HostedLaunch(Launch):
         self.lost = self.lost or PeerLost(
             f"the connection to host {host} has ended, and {self.ranks_in_words(lost.number)} with it",
             why=f"{host}: {cause}",
-            next=f"{remedy}\nthen start again:\n{self.job.go_on}",
+            next=f"{remedy}\nthen start again:\n{whole(self.job.go_on)}",
         )
         was_stopped = any(rank in lost.ranks and error.identifier == "stopped" for rank, error in self.failed)
         within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so

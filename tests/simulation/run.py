@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ddp_manual import launchers, signals
+from ddp_manual import launchers, signals, terminal
 from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.task import Task
@@ -36,6 +36,7 @@ from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call, states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import wrapped
 from tests.simulation.moments import Moments, watched
 from tests.simulation.network import EMPTY, Host, Listener, Network
 from tests.simulation.plan import FOR_EVER, STATES, THAT, Fault, Plan
@@ -50,6 +51,13 @@ AT_THE_END = (1, 2, 3, 7, 9, 12, 15, 16, 17, 19, 20)
 # How often a rank is typed again whose workers die one after the other.
 TYPES_DYING_AGAIN = 40
 PROGRAM = UsersProgram(kind="script", name="train.py")
+# Of the terminals in which ranks are typed.
+COLUMNS = 80
+
+
+def on_screen(line: str) -> str:
+    """Return a rank's line as a terminal shows it, without the rank in front."""
+    return wrapped(line, COLUMNS).partition("] ")[2]
 
 
 class Writer:
@@ -259,7 +267,7 @@ class Run:
 
         def print_error(error: DdpManualError) -> None:
             rank.errors.append(error)
-            self._say(rank, error.render())
+            self._say(rank, error.render(COLUMNS), is_error=True)
 
         return main.Agent(
             spec, task, start_worker=start_worker, log=lambda line: self._say(rank, line), print_error=print_error
@@ -319,13 +327,13 @@ class Run:
 
         self._launches.append(self.loop.create_task(attempt()))
 
-    def _say(self, rank: Rank, line: str) -> None:
+    def _say(self, rank: Rank, line: str, *, is_error: bool = False) -> None:
         if self.over is not None:
             return
-        if rank.errors and not (line.startswith("error[") and len(rank.errors) == 1):
+        if rank.errors and not (is_error and len(rank.errors) == 1):
             self.break_invariant(16, f"{rank.who} says after its error: {line!r}")
         rank.lines.append((self.loop.now, line))
-        self.see(rank.who, line)
+        self.see(rank.who, line if is_error else on_screen(f"{terminal.tag(rank.number)} {line}"))
 
     def _ended(self, rank: Rank, done: asyncio.Task[Any]) -> None:
         if self.over is not None:
@@ -786,10 +794,18 @@ def patched(run: Run) -> Iterator[None]:
         def __init__(self, log: Any, rank: int, writer: Any) -> None:
             self._rank = rank
 
-        def print(self, line: str) -> None:
+        def print(self, line: str, *, shown: bool = True) -> None:
+            if shown:
+                run.see(self._who, on_screen(line))
+
+        def print_error(self, error: DdpManualError, *, shown: bool) -> None:
+            if shown:
+                run.see(self._who, error.render(COLUMNS - len(terminal.tag(self._rank)) - 1))
+
+        @property
+        def _who(self) -> str:
             process = PROCESS.get()
-            rank = next(one for one in run.ranks if one.process is process and one.number == self._rank)
-            run.see(rank.who, line)
+            return next(one.who for one in run.ranks if one.process is process and one.number == self._rank)
 
     def here() -> Host:
         process = PROCESS.get()

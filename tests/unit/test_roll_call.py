@@ -140,7 +140,7 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
     news = News(here=1, named=["0 (a)"], missing=[(1, 2)])
     error = missing_ranks_error(news, RUN, 15.0, ())
     assert error.what == "2 of 3 ranks never joined within 15 s: ranks 1-2"
-    assert error.next.splitlines()[:2] == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
+    assert error.next.splitlines()[:2] == ["  train --rank 1 --data '{x}'", "  train --rank 2 --data '{x}'"]
     assert "start the others again" in error.next
 
 
@@ -527,7 +527,7 @@ def test_a_rank_is_taken_once_the_process_that_holds_it_was_heard_from() -> None
     assert isinstance(error, RankTaken)
     assert error.what == "rank 1 is taken by b (pid 7)"
     assert "frozen" not in error.why
-    assert error.next == "train --rank 2 --data '{x}'"
+    assert error.next == "  train --rank 2 --data '{x}'"
     assert roll_call.news().refused[0].startswith("rank 1 (c, pid 8) was refused: rank-taken: ")
 
 
@@ -538,7 +538,7 @@ def test_a_frozen_process_keeps_its_rank_and_is_named_with_the_command_that_ends
     error = roll_call.admit(again, 1.3, 0.5, 0.0)
     assert isinstance(error, RankTaken)
     assert "it is frozen" in error.why
-    assert error.next.startswith("on b: kill -9 7\n")
+    assert error.next.startswith("on b:\n  kill -9 7\n")
 
 
 def test_the_rank_of_a_process_that_is_gone_is_free() -> None:

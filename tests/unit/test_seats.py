@@ -56,7 +56,7 @@ def test_what_is_said_of_a_loss_waits_until_all_have_said_what_they_hold_and_is_
     said = seats.kept(KEEPS, [0, 1], [2])
     assert said is not None
     assert said.startswith("rank 2 (b, pid 7) is gone: SIGKILL. Its seat is kept; state of step 6 is held by rank 1\n")
-    assert said.endswith("or go on without it: ddp-manual status --shrink")
+    assert said.endswith("or go on without it:\n  ddp-manual status --shrink")
     assert seats.kept(KEEPS, [0, 1], [2]) is None
 
 
