@@ -38,6 +38,8 @@ class _CurrentStderr(logging.Handler):
     over_bar = False
     in_place = ""
     """The line that the next one replaces."""
+    whole = ""
+    """What was said in lines that stay, since it has no room in one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         clear = _clear_line() if self.over_bar or self.in_place else ""
@@ -45,13 +47,16 @@ class _CurrentStderr(logging.Handler):
         _print(clear + wrapped(self.tag + self.format(record), width_of(sys.stderr)))
 
     def show_in_place(self, line: str) -> bool:
-        if not _clear_line():
+        if not (_clear_line() and _is_in_foreground()):
             return False
         if line or self.in_place:
             room = (width_of(sys.stderr) or sys.maxsize) - 1  # the cursor stays on the same row
             shown = line and self.tag + line
             if len(shown) > room:
                 text, paren, waited = shown.rpartition(" (")
+                if text != self.whole:
+                    self.whole = text
+                    _print(_clear_line() + wrapped(text, room + 1))
                 shown = f"{text[: room - len(waited) - 6]} ...{paren}{waited}"
             _print(_clear_line() + shown, end="")
         self.in_place = line
@@ -144,6 +149,13 @@ def print_error(error: DdpManualError, took: float | None = None) -> None:
         text += f"\n  exit code {error.exit_code}, after {duration(took)}"
     with unread.never_block():
         _print(_clear_line() + show_cursor + in_colour(text, sys.stderr))
+
+
+def _is_in_foreground() -> bool:
+    """Return whether nobody types at the terminal, as beside a process in the background."""
+    with suppress(OSError, ValueError):
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    return False
 
 
 def _clear_line() -> str:

@@ -96,6 +96,7 @@ class Coordinator:
             if at_work := self.protocol.at_work(late):
                 waiting.about(f"keeping the store for {in_words(as_ranges(at_work))}, still at work")
             await asyncio.sleep(0.02)
+        waiting.ends()
 
     def end(self, error: DdpManualError | None = None) -> None:
         self.protocol.end(error, time.monotonic())

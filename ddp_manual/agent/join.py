@@ -258,6 +258,7 @@ class Join:
         self._news = None
 
     def fail(self, error: DdpManualError) -> None:
+        self._waiting.ends()
         if self._roll_call is not None:
             self._steps.end(self._roll_call, error.what, "failed")
 

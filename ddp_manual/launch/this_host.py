@@ -230,7 +230,7 @@ class Ranks:
 
     def take_signal(self, number: int) -> None:
         self._is_stopping |= number in signals.STOP
-        self._passes_on = True  # each rank would say so
+        self._passes_on = number in signals.STOP  # launch says so for all
         # In our own training rank 0 saves for all.
         for agent in self.agents[: 1 if number == signals.SAVE and self.job.program is None else None]:
             agent.take_signal(number)

@@ -32,7 +32,8 @@ def on_screen() -> Iterator[Screen]:
     """Have stderr be a terminal 40 columns wide, of rank 0."""
     variables = {"COLUMNS": "40", "NO_COLOR": "1"}
     screen = mock.patch.object(sys, "stderr", Screen())
-    with screen as shown, mock.patch.dict(os.environ, variables), terminal.log_as_found():
+    foreground = mock.patch.object(terminal, "_is_in_foreground", return_value=True)
+    with screen as shown, foreground, mock.patch.dict(os.environ, variables), terminal.log_as_found():
         terminal.log_to_stderr(0)
         yield shown
 
@@ -97,7 +98,8 @@ def test_a_terminal_has_one_line_about_waiting_below_the_command_to_type(clock: 
             waiting.advise([whole(COMMAND)])
 
         pass_seconds(clock, 3, look)
-        assert screen.getvalue().count("\n") == 2
+        assert screen.getvalue().count("\n") == 4
+        assert "waiting for rank 1; 1 of 2\n  here: 0 (hostA)\n" in screen.getvalue()
         before, _, last = screen.getvalue().rpartition("\r\x1b[2K")
         assert f"[rank 0] to start what is missing:\n  {COMMAND}\n" in before
         assert last == "[rank 0] wait ... (waited 3 s of 600 s)" and len(last) < 40
@@ -129,9 +131,9 @@ def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_pro
     shown = screen.getvalue().splitlines()
     assert shown[:5] == [*own, *own, f"[rank 0] {long}"]
     assert shown[5:] == [
-        "[rank 0] error[rank-missing]: a line that",
-        "[rank 0]   is a good deal wider than the",
-        "[rank 0]   terminal",
+        "[rank 0] error[rank-missing]: a line",
+        "[rank 0]   that is a good deal wider",
+        "[rank 0]   than the terminal",
         "[rank 0]   next: type this",
     ]
     logged = path.read_text().splitlines()

@@ -80,7 +80,7 @@ def test_check_shows_every_step_on_rank_0_and_measures_with_the_bus_bandwidth_of
 def test_check_of_a_rank_alone_shows_what_this_host_can_find_out_and_exits_with_3(start: Start, port: int) -> None:
     alone = start_check(start, port, 1, 2, "--join_timeout", 3, NCCL_DEBUG="WARN")
     assert alone.wait(30) == 3
-    table, verdict = alone.out.split("rank 1 on ")
+    table, verdict = re.split("^rank 1 on ", alone.out, flags=re.MULTILINE)
     assert "\nerror[master-refused]: nothing has listened for 3 s at rank 0's address 127.0.0.1:" in verdict
     rest = table.splitlines()
     assert any(line.strip().startswith("\N{CHECK MARK}  device") for line in rest)
