@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -105,7 +106,8 @@ class Launch:
         rank, error = failed
         # Of a peer that is gone all ranks say the same, none of which has failed itself.
         first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
-        say(f"{first}, with exit code {error.exit_code}, after {took}")
+        why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # whoever opens a file looks at its end
+        say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
         if has_saved or may_be_fixed(error):
             say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}")
         return error.exit_code

@@ -89,8 +89,8 @@ FAULTS = {
         *("abort@1:300", "peer-lost", r"is gone: SIGABRT\n", rf"its Python stack:.*in strike.*{STACK}", (14, 134)),
     ),
     "its code raises": Fault(
-        *("raise@1:300", "peer-failed", r"left with error\[training-failed\]\n"),
-        *(r"in main.*ValueError: this rank was told to fail\n", (14, 1)),
+        *("raise@1:300", "peer-failed", r"left with error\[training-failed\]: ValueError: this rank was told to fail"),
+        *(r"in main.*ValueError: this rank was told to fail\n|look at its terminal, which has the trace", (14, 1)),
     ),
     "it is in a dead loop": Fault(
         *("loop@1:300", "peer-stalled", "is stuck while others wait: rank 0 waits for "),
@@ -137,10 +137,10 @@ def test_what_happens_to_a_worker_is_named_by_all_ranks(
 
 def last_lines(text: str) -> str:
     """Return the error, which has to be the very end of the text."""
-    pattern = r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z"
-    match = re.search(pattern, text, re.MULTILINE)
+    error = r"^(error\[[a-z-]+\]: .*\n(?:  why:  .*\n(?: {8}.*\n|\n)*)?  next: .*\n(?: {8}.*\n)*)"
+    match = re.search(error + r"  exit code \d+, after .*\n\Z", text, re.MULTILINE)
     assert match, text
-    return match[0]
+    return match[1]
 
 
 def left_behind(ranks: Sequence[RankProcess], port: int) -> list[str]:
@@ -316,7 +316,7 @@ LOST = {
     "agent": (r"is gone without a word\n", WHERE_SOCKETS_CLOSE),
     "freeze": (rf"has been silent for {PEER_TIMEOUT + 1}(\.\d)? s\n", WHERE_SILENT),
     "abort": (r"is gone: SIGABRT\n", WHERE_SOCKETS_CLOSE),
-    "raise": (r"left with error\[training-failed\]\n", WHERE_SOCKETS_CLOSE),
+    "raise": (r"left with error\[training-failed\]: ", WHERE_SOCKETS_CLOSE),
     "loop": ("is stuck while others wait", WHERE_STUCK),
 }
 FROM_OUTSIDE = ("kill", "stop", "agent", "freeze")

@@ -85,6 +85,7 @@ def test_all_ranks_are_started_tagged_and_logged(launch: Start, tmp_path: Path) 
         assert "process group ready" in (tmp_path / "run" / f"log-rank{rank}.txt").read_text()
         assert f"[rank {rank}] [rank {rank}]" not in launcher.err
     assert launcher.out.startswith("[rank 0] mlp on synthetic: ")
+    assert launcher.err.splitlines()[-1].startswith("all ranks finished after ")
 
 
 def test_the_command_that_launch_prints_shows_its_run(launch: Start, start: Start) -> None:
@@ -100,8 +101,8 @@ def test_the_command_that_launch_prints_shows_its_run(launch: Start, start: Star
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(launch: Start) -> None:
     launcher = launch(2, "--batch_size", DRAWN["train"])
     assert launcher.wait() == 2
-    assert launcher.err.count("error[bad-option]: ") == launcher.err.count("  why:  ") == 1  # both say the same
-    assert " failed first, with exit code 2, after " in launcher.err
+    assert launcher.err.count("  why:  ") == 1  # both would say the same
+    assert re.search(r" failed first, with exit code 2, after .*: error\[bad-option]: ", launcher.err)
 
 
 def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) -> None:
@@ -112,7 +113,7 @@ def test_a_killed_rank_ends_the_others_and_gives_its_exit_code(launch: Start) ->
     ranks[1].kill()
     assert launcher.wait(20) == 128 + signal.SIGKILL
     assert "rank 1 failed first, with exit code 137, after " in launcher.err
-    assert launcher.err.count("error[peer-lost]: rank 1 (") == 1
+    assert launcher.err.count("  why:  ") == 1
     again = f"{launcher.typed} --resume auto"
     assert launcher.err.endswith(f"\nto start again:\n  {again}\n")
     assert launcher.err.count("--resume auto") == 1

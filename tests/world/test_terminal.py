@@ -146,6 +146,7 @@ def test_the_bar_fits_80_columns_and_gives_way_to_an_error_whose_command_can_be_
 ) -> None:
     first = [typed(rank, "--checkpoint_steps", 20) for rank in range(2)]
     terminal, other = at_terminal(first[0]), start("sh", "-c", f"exec {first[1]}", cwd=REPOSITORY)
+    terminal.wait_for(lambda lines: any(line.startswith("[rank 0] saved") for line in lines))
     bar = next(line for line in terminal.wait_for(has_bar) if BAR.match(line))
     assert len(bar.rstrip()) <= 77  # so that ^C, which the terminal shows, does not begin another line
     os.kill(other.worker, signal.SIGKILL)

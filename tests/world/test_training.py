@@ -130,6 +130,7 @@ def test_four_ranks_with_the_defaults_read_99_percent_of_real_mnist_after_2_epoc
     assert (run / "samples.png").read_bytes().startswith(b"\x89PNG")
     assert "test accuracy" in ranks[0].out
     assert all(rank.out == "" for rank in ranks[1:])
+    assert all("] training finished after " in rank.err.splitlines()[-1] for rank in ranks)
     for number, rank in enumerate(ranks):
         assert all(line.startswith((f"[rank {number}] ", "  ")) for line in rank.err.splitlines())
 
