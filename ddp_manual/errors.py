@@ -9,16 +9,22 @@ import copyreg
 import errno
 import signal
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ddp_manual.wrapping import labelled, wrapped
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 TRACEBACK_FRAMES = 10
+TRACEBACK = "Traceback (most recent call last):"
+# Lines that a rank repeats of why another one has failed.
+LONGEST_WHY_OF_A_PEER = 2
+SAVED = "rank 0 has saved a checkpoint"
+"""Begins why a run that was stopped has lost nothing."""
 EVERY_ERROR: dict[str, type[DdpManualError]] = {}
 """Identifier -> class."""
 
@@ -29,13 +35,16 @@ class DdpManualError(Exception):
     Args:
         what: One line saying what happened, naming rank and host if they are known.
         why: The observed facts, such as what was tried and what answered. May span lines; "" if ``what`` says it all.
-        next: The command to type or the setting to change. May span lines; "" if there is nothing to do.
+        next: The command to type or the setting to change. May span lines, of which those with a command begin with
+            two spaces, see ``wrapping``; "" if there is nothing to do.
     """
 
     identifier: str
     exit_code: int
     on_its_rank: tuple[str, int] | None = None
     """Identifier and exit code of this failure on the rank that it is about, where that is another rank."""
+    of_rank: int | None = None
+    """That rank, if it has said itself why it has failed."""
 
     def __init_subclass__(cls, identifier: str | None = None, exit_code: int | None = None) -> None:
         """Take what the class does not have from its family."""
@@ -53,19 +62,26 @@ class DdpManualError(Exception):
 
     def __str__(self) -> str:
         """Include why and next, so that the end of a traceback shows them."""
-        return self.render().split(": ", 1)[1]
+        return self.render().removeprefix(f"error[{self.identifier}]: ")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support copies to another process; Exception would call the class with ``args``, without the keywords."""
         return copyreg.__newobj__, (type(self), self.what), self.__dict__  # type: ignore[attr-defined]
 
-    def render(self) -> str:
-        """Return the three-part text that ends every failing rank's stderr."""
-        lines = [f"error[{self.identifier}]: {self.what}"]
-        for label, text in (("  why:  ", self.why), ("  next: ", self.next)):
-            if text:
-                lines.append(textwrap.indent(text, " " * len(label)).replace(" " * len(label), label, 1))
-        return "\n".join(lines)
+    def render(self, width: int | None = None) -> str:
+        """Return the three-part text that ends every failing rank's stderr.
+
+        Args:
+            width: of the terminal, in columns; None: lines are not wrapped.
+        """
+        headline, why, next = self.shown
+        parts = (labelled("  why:  ", why, width), labelled("  next: ", next, width))
+        return "\n".join([wrapped(headline, width), *(part for part in parts if part.strip() not in ("why:", "next:"))])
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """The headline, why and next as a terminal shows them."""
+        return f"error[{self.identifier}]: {self.what}", self.why, self.next
 
     def as_dict(self) -> dict[str, str]:
         """Return the fields that agents tell each other and ``failure-rank<k>.json`` holds."""
@@ -97,7 +113,6 @@ class TokenMismatch(RanksDoNotBelongTogether, identifier="token-mismatch"): ... 
 class RankTaken(DdpManualError, identifier="rank-taken", exit_code=13): ...  # another process holds this rank
 
 class PeerGone(DdpManualError, exit_code=14): ...  # another rank is gone
-class PeerFailed(PeerGone, identifier="peer-failed"): ...  # another rank reported an error
 class PeerLost(PeerGone, identifier="peer-lost"): ...  # it vanished, and reported no error
 class PeerStalled(PeerGone, identifier="peer-stalled"): ...  # it lives, but others wait for it in vain
 class CollectiveMismatch(PeerGone, identifier="collective-mismatch"): ...  # ranks called different collectives
@@ -126,6 +141,19 @@ class PeerUnreachable(DdpManualError, identifier="peer-unreachable", exit_code=1
 # fmt: on
 
 
+class PeerFailed(PeerGone, identifier="peer-failed"):
+    """Another rank reported an error."""
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """Leave what is long, such as a traceback, to the terminal of that rank."""
+        headline, why, next = super().shown
+        if len(why.splitlines()) <= LONGEST_WHY_OF_A_PEER:
+            return headline, why, next
+        rest = "traceback" if TRACEBACK in why else "rest"
+        return headline, "", f"look at its terminal, which has the {rest}\n{next}"
+
+
 class Stopped(DdpManualError, identifier="stopped"):
     """A signal asked this process to stop; the exit code is 128 + its number.
 
@@ -136,6 +164,12 @@ class Stopped(DdpManualError, identifier="stopped"):
     def __init__(self, number: int, where: str = "", *, why: str = "", next: str = "") -> None:
         super().__init__(" ".join(filter(None, (f"stopped by {asked_by(number)}", where))), why=why, next=next)
         self.exit_code = 128 + number  # the only code that is not fixed per class
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """Call it no error where nothing is lost: somebody has asked for it."""
+        headline, why, next = super().shown
+        return self.what if SAVED in why else headline, why, next
 
 
 def signal_name(number: int) -> str:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import logging
-import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from ddp_manual import unread
 from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
-from ddp_manual.run_folder import RunPaths
+from ddp_manual.wrapping import wrapped
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
@@ -29,10 +25,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ddp_manual")
 COLOURS = (36, 33, 32, 35, 34, 31)
-# Seconds. With POLL_EVERY and Python's own start, the first line about waiting comes within a second.
-FIRST_LINE = 0.6
-LINE_EVERY = 10.0
-POLL_EVERY = 0.2
 # Ranges of ranks that a sentence names.
 MOST_RANGES = 16
 
@@ -43,8 +35,33 @@ Say = Callable[[str], None]
 class _CurrentStderr(logging.Handler):
     """Looks up sys.stderr for each line, since a progress bar replaces it while it is drawn."""
 
+    tag = ""
+    over_bar = False
+    in_place = ""
+    """The line that the next one replaces."""
+    whole = ""
+    """What was said in lines that stay, since it has no room in one."""
+
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        clear = _clear_line() if self.over_bar or self.in_place else ""
+        self.in_place = ""
+        _print(clear + wrapped(self.tag + self.format(record), width_of(sys.stderr)))
+
+    def show_in_place(self, line: str) -> bool:
+        if not (_clear_line() and _is_in_foreground()):
+            return False
+        if line or self.in_place:
+            room = (width_of(sys.stderr) or sys.maxsize) - 1  # the cursor stays on the same row
+            shown = line and self.tag + line
+            if len(shown) > room:
+                text, paren, waited = shown.rpartition(" (")
+                if text != self.whole:
+                    self.whole = text
+                    _print(_clear_line() + wrapped(text, room + 1))
+                shown = f"{text[: room - len(waited) - 6]} ...{paren}{waited}"
+            _print(_clear_line() + shown, end="")
+        self.in_place = line
+        return True
 
 
 def tag(rank: int) -> str:
@@ -57,12 +74,15 @@ def log_to_stderr(rank: int | None, *, over_bar: bool = False) -> None:
     Args:
         over_bar: whether another process may be drawing its progress bar, which each line then replaces.
     """
-    handler = next((found for found in LOGGER.handlers if isinstance(found, _CurrentStderr)), _CurrentStderr())
+    handler = _handler() or _CurrentStderr()
     LOGGER.addHandler(handler)
     LOGGER.propagate = False
-    line = "%(message)s" if rank is None else f"{tag(rank)} %(message)s"
-    handler.setFormatter(logging.Formatter(_clear_line() + line if over_bar else line))
+    handler.tag, handler.over_bar = "" if rank is None else f"{tag(rank)} ", over_bar
     LOGGER.setLevel(logging.INFO)
+
+
+def _handler() -> _CurrentStderr | None:
+    return next((found for found in LOGGER.handlers if isinstance(found, _CurrentStderr)), None)
 
 
 @contextmanager
@@ -77,22 +97,66 @@ def log_as_found() -> Iterator[None]:
         LOGGER.setLevel(level)
 
 
-def log(line: str) -> None:
-    LOGGER.info("%s", line)
+class _Log:
+    """Shows lines to the person at this terminal, with the rank in front."""
+
+    def __call__(self, line: str) -> None:
+        LOGGER.info("%s", line)
+
+    def in_place(self, line: str) -> bool:
+        """Show a line until the next one; return whether this terminal can do that."""
+        handler = _handler()
+        return handler is not None and handler.show_in_place(line)
+
+
+log = _Log()
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, unless its reader has gone."""
+    """Print a line on stderr."""
+    _print(wrapped(line, width_of(sys.stderr)))
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """Print on stderr, unless its reader has gone."""
     with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
-def print_error(error: DdpManualError) -> None:
+def width_of(sink: TextIO) -> int | None:
+    """Return how wide lines for a person are: as COLUMNS says, or the terminal; None in a file or a pipe, where a
+    message is one line, which is found and counted as such."""
+    if (columns := settings.columns()) is not None:
+        return columns
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sink.fileno()).columns or None
+    return None
+
+
+def stdout_width() -> int | None:
+    return width_of(sys.stdout)
+
+
+def print_error(error: DdpManualError, took: float | None = None) -> None:
     """Print the error that ends this process, in place of a progress bar; the exit code also says it, in case the
-    terminal is gone."""
+    terminal is gone.
+
+    Args:
+        took: seconds that the rank has run.
+    """
     show_cursor = "\x1b[?25h" if _clear_line() else ""  # an interrupted progress bar leaves it hidden
+    text = error.render(width_of(sys.stderr))
+    if took is not None:
+        text += f"\n  exit code {error.exit_code}, after {duration(took)}"
     with unread.never_block():
-        say(_clear_line() + show_cursor + in_colour(error.render(), sys.stderr))
+        _print(_clear_line() + show_cursor + in_colour(text, sys.stderr))
+
+
+def _is_in_foreground() -> bool:
+    """Return whether nobody types at the terminal, as beside a process in the background."""
+    with suppress(OSError, ValueError):
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    return False
 
 
 def _clear_line() -> str:
@@ -109,10 +173,7 @@ def in_colour(text: str, sink: TextIO) -> str:
 
 def result_text(summary: Mapping[str, Any]) -> str:
     """Return what rank 0 prints on stdout when the run is complete: the figures, and where the files are."""
-    paths = RunPaths(Path(summary["run_dir"]))
-    files = (paths.summary, paths.model, paths.metrics, paths.accuracies, paths.samples, *paths.predictions.all)
-    others = (paths.config, paths.checkpoints, paths.track, paths.tensorboard, paths.wandb)
-    return "\n".join([result_line(summary), *(f"  {path}" for path in (*files, *others) if path.exists())])
+    return f"{result_line(summary)}; files in {summary['run_dir']}"
 
 
 def result_line(summary: Mapping[str, Any]) -> str:
@@ -162,18 +223,42 @@ class RankOutput:
         """Write to both, in turn with all other output; the rank continues even if the log or the terminal fails."""
         return self._writer.submit(self._write, text, sink)
 
-    def print(self, line: str) -> None:
-        """Write a line to the log and to stderr."""
-        self.write(f"{line}\n".encode())
+    def print(self, line: str, sink: TextIO | None = None, *, shown: bool = True) -> None:
+        """Write a line of this package to the log and, if it is to be ``shown``, to stderr or ``sink``."""
+        own = wrapped(line.removeprefix(f"{self._tag} "), self._room(sink or sys.stderr))
+        self._writer.submit(self._write, f"{wrapped(line, None)}\n".encode(), sink, f"{own}\n" if shown else "")
 
-    def _write(self, text: bytes, sink: TextIO | None) -> None:
+    def print_error(self, error: DdpManualError, *, shown: bool) -> None:
+        """Write the error that ends the rank, likewise."""
+        text = f"{error.render(self._room(sys.stderr))}\n" if shown else ""
+        self._writer.submit(self._write, f"{error.render()}\n".encode(), None, text)
+
+    def _room(self, sink: TextIO) -> int | None:
+        width = width_of(sink)
+        return width and width - len(self._tag) - 1
+
+    def _write(self, text: bytes, sink: TextIO | None, shown: str | None = None) -> None:
+        """Write to the log and to the terminal.
+
+        Args:
+            shown: what the terminal shows instead.
+        """
         sink = sys.stderr if sink is None else sink
-        shown = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if sink.isatty() and settings.colour_allowed() else self._tag
         with suppress(OSError, ValueError):
             self._log.write(text)
             self._log.flush()
-        lines = text.decode(errors="replace").splitlines(keepends=True)
-        unread.write("".join(f"{shown} {in_colour(line.removeprefix(self._tag + ' '), sink)}" for line in lines), sink)
+        if shown is None:
+            room = self._room(sink)
+            lines = text.decode(errors="replace").splitlines(keepends=True)
+            shown = "".join(self._at_width(line, room) for line in lines)
+        colour = sink.isatty() and settings.colour_allowed()
+        tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if colour else self._tag
+        unread.write("".join(f"{tag} {in_colour(line, sink)}" for line in shown.splitlines(keepends=True)), sink)
+
+    def _at_width(self, line: str, room: int | None) -> str:
+        """Wrap a line of this package, which has the tag in front; those of programs are left alone."""
+        own = line.removeprefix(f"{self._tag} ")
+        return line if own == line else wrapped(own, room)
 
 
 class ProgressLines:
@@ -188,11 +273,11 @@ class ProgressLines:
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0])
 
-    def say(self, line: str) -> None:
-        """Show a line, every so many steps."""
+    def say(self, line: str, *, passes: bool = False) -> None:
+        """Show a line, every so many steps; one that ``passes`` only beside a bar, where the next one replaces it."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=re.sub(r"^step \S+ | lr \S+| samples(?=/s)", "", line))
-        elif self._shown:
+        elif self._shown and not passes:
             LOGGER.info("%s", line)
 
 
@@ -218,112 +303,28 @@ def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLi
         def render(self, task: Task) -> Text:
             return Text(task.description, no_wrap=True, overflow="ellipsis")
 
+    class TimeLeft(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task).append(" left")
+
     console = Console(stderr=True, soft_wrap=True)  # lines above the bar are never cut, so that they can be copied
     bar_width = 40 if console.width > 110 else 10
-    # What is left beside the bar, the steps, the time (7) and spaces between them (3), less 3 for ^C: that would
+    # What is left beside the bar, the steps, the time (10) and spaces between them (3), less 3 for ^C: that would
     # otherwise push the bar to the line above, where nothing clears it.
-    rest = console.width - bar_width - len(f"{total_steps}/{total_steps}") - 7 - 3 - 3
-    columns = (BarColumn(bar_width), MofNCompleteColumn(), TimeRemainingColumn(), LastLine(Column(max_width=rest)))
+    rest = console.width - bar_width - len(f"{total_steps}/{total_steps}") - 10 - 3 - 3
+    columns = (BarColumn(bar_width), MofNCompleteColumn(), TimeLeft(compact=True), LastLine(Column(max_width=rest)))
     with Progress(*columns, console=console, transient=True) as bar:
         bar.add_task("", total=total_steps, completed=done)
         yield ProgressLines(bar)
 
 
-@contextmanager
-def redrawing() -> Iterator[Say]:
-    """Yield a function that replaces the text on the terminal, as far as it has room; in the end all of it is there.
-
-    The terminal itself wraps long lines, so that a command that is copied from there is still one line.
-    """
-    shown, cut_off = 0, ""
-
-    def draw(text: str, *, cut: bool = True) -> None:
-        nonlocal shown, cut_off
-        width, height = shutil.get_terminal_size()
-        lines = text.splitlines()
-        rows = [*itertools.accumulate(max(1, math.ceil(len(line) / width)) for line in lines)]
-        fitting = [line for line, row in zip(lines, rows, strict=True) if row < height or not cut]
-        up = f"\x1b[{shown}F\x1b[J" if shown else ""
-        print(up + "\n".join(fitting), flush=True)
-        shown = rows[len(fitting) - 1] if fitting else 0
-        cut_off = text if len(fitting) < len(lines) else ""
-
-    try:
-        yield draw
-    finally:
-        if cut_off:
-            draw(cut_off, cut=False)
-
-
-class Waiting:
-    """A deadline, with lines about what is waited for: the first within a second, others every 10 s and on each change.
-
-    Args:
-        timeout: seconds in all.
-        waited: the seconds of these that have passed already.
-    """
-
-    def __init__(self, timeout: float, say: Say, waited: float = 0.0) -> None:
-        self._say = say
-        self.timeout = timeout
-        self._started = time.monotonic() - waited
-        self._next_line = time.monotonic() + FIRST_LINE
-        self._said: dict[str, float] = {}
-        self._advised = False
-
-    @property
-    def waited(self) -> float:
-        return time.monotonic() - self._started
-
-    @property
-    def remaining(self) -> float:
-        return max(0.0, self.timeout - self.waited)
-
-    @property
-    def over(self) -> bool:
-        return self.waited >= self.timeout
-
-    def about(self, text: str, news: Sequence[str] = (), *, kind: str = "", each_change: bool = True) -> bool:
-        """Say ``text`` and ``news`` if a line is due, the text changed or there is news; return whether it was said.
-
-        A text that was said in the last 10 s does not count as changed, so that two that alternate are no flood.
-
-        Args:
-            kind: what counts instead of the text, such as where it quotes an operating system's words.
-            each_change: False lets a changed text wait until a line is due.
-        """
-        now = time.monotonic()
-        kind = kind or text
-        said_before = now - self._said.get(kind, -LINE_EVERY) < LINE_EVERY
-        changed = bool(self._said) and ((each_change and not said_before) or bool(news))
-        if now < self._next_line and not changed:
-            return False
-        words = "; ".join([text, *news])
-        most = f" of {self.timeout:.0f} s" if math.isfinite(self.timeout) else ""
-        self._say(f"{words} ({min(self.waited, self.timeout):.0f} s{most})")
-        self._said[kind] = now
-        self._next_line = now + LINE_EVERY
-        return True
-
-    def wait_on(self, line: str, error: DdpManualError, *, kind: str = "", advice: Sequence[str] = ()) -> None:
-        """Say why this waits, and what to type about it; raise the error if the time is up."""
-        self.about(line, kind=kind)
-        if advice:
-            self.advise(advice)
-        if self.over:
-            raise error
-
-    def advise(self, commands: Sequence[str]) -> None:
-        """Say what to type, once, after the first line."""
-        if not self._said or self._advised:
-            return
-        self._advised = True
-        self._say("to start what is missing:\n" + "\n".join(f"  {command}" for command in commands))
-
-
-def stdout_width() -> int | None:
-    """Return how wide the terminal is; None if stdout is something else."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def duration(seconds: float) -> str:
+    """Return ``0.4 s``, ``23 s``, ``1 min 43 s`` or ``2 h 5 min``."""
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def columns(rows: Sequence[Sequence[str]], *, width: int | None = None, least_first: Sequence[str] = ()) -> list[str]:

@@ -236,7 +236,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(autouse=True)
 def _environment(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
     """Restore the environment: a rendezvous in this process sets variables that later processes must not inherit.
-    Caches are not made in the user's folder.
+    Caches are not made in the user's folder, and lines are as wide as they are.
 
     Hide GPUs from a test that is not marked ``gpu``, and from the processes it starts. One that is marked uses GPUs in
     the processes it starts: in this process CUDA may have begun without any.
@@ -246,6 +246,7 @@ def _environment(request: pytest.FixtureRequest, shared_folder: Path) -> Iterato
     runtime = shared_folder / f"runtime-{os.getpid()}"  # where rank 0s of other test processes are not seen
     runtime.mkdir(exist_ok=True)
     os.environ["XDG_RUNTIME_DIR"] = str(runtime)
+    os.environ.pop("COLUMNS", None)  # which pytest-xdist sets
     if not request.node.get_closest_marker("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     yield

@@ -35,7 +35,8 @@ from ddp_manual.errors import (
 from ddp_manual.messages import News
 from ddp_manual.protocol.roll_call import MOST_NAMED, situation
 from ddp_manual.protocol.search import is_loopback
-from ddp_manual.terminal import POLL_EVERY, Waiting, at
+from ddp_manual.terminal import at
+from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_spec import WorldSpec
 

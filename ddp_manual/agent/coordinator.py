@@ -26,7 +26,8 @@ from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.signals import process_stat, stopped_by
-from ddp_manual.terminal import Waiting, as_ranges, in_words
+from ddp_manual.terminal import as_ranges, in_words
+from ddp_manual.waiting import Waiting
 
 TICK = 0.1
 # Connections that are accepted before ranks have their turn, and how many may wait for that: as many as the kernel
@@ -95,6 +96,7 @@ class Coordinator:
             if at_work := self.protocol.at_work(late):
                 waiting.about(f"keeping the store for {in_words(as_ranges(at_work))}, still at work")
             await asyncio.sleep(0.02)
+        waiting.ends()
 
     def end(self, error: DdpManualError | None = None) -> None:
         self.protocol.end(error, time.monotonic())

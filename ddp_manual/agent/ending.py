@@ -22,6 +22,7 @@ from ddp_manual.messages import (
 )
 from ddp_manual.run_folder import RunPaths, holder_of, write_json
 from ddp_manual.terminal import result_line
+from ddp_manual.wrapping import whole
 
 
 @dataclass(kw_only=True)
@@ -139,5 +140,6 @@ def add_own_command(error: DdpManualError, go_on: str | None, run_dir: str | Non
         go_on: what was typed here; None if nothing was.
     """
     if run_dir and go_on is not None:
-        how, command = f" {first_command_and(run_dir)}", f"\n{go_on} {resume_flags(run_dir)}"
-        error.next = error.next.replace(how, command if world_size == 1 else f"{how}; here:{command}")
+        here = ":" if world_size == 1 else "; in this terminal:"
+        command = whole(f"{go_on} {resume_flags(run_dir)}")
+        error.next = error.next.replace(f": {first_command_and(run_dir)}", f"{here}\n{command}")

@@ -37,7 +37,8 @@ from ddp_manual.protocol.seal import Seal, Unsealed, other_version
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Step, Steps
-from ddp_manual.terminal import POLL_EVERY, Waiting, at, counted
+from ddp_manual.terminal import at, counted
+from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
 
@@ -253,6 +254,7 @@ class Join:
             forever: whether no rank will join any more.
         """
         assert self._roll_call is not None
+        self._waiting.ends()
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {counted(nodes, 'host')}")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
@@ -269,6 +271,7 @@ class Join:
             self._waits_here.announce()
 
     def fail(self, error: DdpManualError) -> None:
+        self._waiting.ends()
         if self._roll_call is not None:
             self._steps.end(self._roll_call, error.what, "failed")
 

@@ -48,6 +48,8 @@ TICK = 0.1
 LAST_WORD_WITHIN = 1.5
 # Seconds in which the ranks stop in order once their launcher is gone.
 STOP_WITHIN = 3.0
+# Seconds after which a line says that a program still ends.
+ENDING_SAID_AFTER = 3.0
 # Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
 READY_WITHIN = 20.0
 
@@ -413,10 +415,13 @@ class Agent:
         ending.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
         if not isinstance(last, states.Placed):
             self._join.fail(error)
-        if self.task.name and not self.worker.is_gone:  # which may take seconds
-            self.log(f"{self.task.name} is ending: {error.what}")
         stops = Stopped.identifier in (error.identifier, (error.on_its_rank or ("",))[0])
-        await self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE)
+        silenced = asyncio.ensure_future(self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE))
+        if self.task.name and self.protocol.signals.has_begun:
+            await asyncio.wait([silenced], timeout=ENDING_SAID_AFTER)
+            if not silenced.done():
+                self.log(f"{self.task.name} is ending: {error.what}")
+        await silenced
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
         run, run_dir = self.protocol.run, self.protocol.run_dir
         if run and run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:

@@ -23,7 +23,7 @@ from ddp_manual.messages import more_seconds, read_from_rank_0
 from ddp_manual.protocol.handshakes import CLOSED
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
 from ddp_manual.protocol.search import NOT_RANK_0, Answer, Search, Seen
-from ddp_manual.terminal import POLL_EVERY, Waiting
+from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.

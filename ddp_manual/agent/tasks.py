@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -25,6 +26,7 @@ from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
+PrintError = Callable[[DdpManualError], None]
 TRAINING = Program(kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare")
 # What it imports besides torch, which a process that forks workers has before.
 TRAINING_IMPORTS = ("ddp_manual.training.program",)
@@ -140,17 +142,29 @@ def _say_rank_0_by_default(spec: WorldSpec) -> None:
 
 
 def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
-    """Run one rank, and print the error that ends it."""
+    """Run one rank, and print how it ends."""
+    began = time.monotonic()
+
+    def print_error(error: DdpManualError) -> None:
+        terminal.print_error(error, time.monotonic() - began)
+
+    ended = _run_in_this_terminal(spec, task, print_error)
+    if ended.error is None:
+        terminal.log(f"{task.name or 'training'} finished after {terminal.duration(time.monotonic() - began)}")
+    return ended
+
+
+def _run_in_this_terminal(spec: WorldSpec, task: Task, print_error: PrintError) -> Ended:
     if spec.on_loss == LEAVE or not task.resumes:
-        return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error).run())
+        return asyncio.run(agent_in_this_terminal(spec, task, print_error).run())
     check_torch_is_installed()
     # It has torch when a worker has to be replaced, which then takes a fork.
     with closing(Forker(TRAINING, modules=TRAINING_IMPORTS)) as spare:
-        return asyncio.run(agent_in_this_terminal(spec, task, terminal.print_error, spare).run())
+        return asyncio.run(agent_in_this_terminal(spec, task, print_error, spare).run())
 
 
 def agent_in_this_terminal(
-    spec: WorldSpec, task: Task, print_error: Callable[[DdpManualError], None], starter: Starter | None = None
+    spec: WorldSpec, task: Task, print_error: PrintError, starter: Starter | None = None
 ) -> Agent:
     assert task.program is not None
     start_worker = partial((starter or Starter(task.program)).start, spec.rank, spec.world_size)

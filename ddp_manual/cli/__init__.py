@@ -20,6 +20,7 @@ from ddp_manual.cli.launching import hosted, launch, list_commands
 from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
 from ddp_manual.cli.ranks import check, run_program, train
 from ddp_manual.environment import command_line
+from ddp_manual.wrapping import whole
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
@@ -117,7 +118,7 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
     if command[-1] == "launch" and context is not None:
         command[-1] = context.info_name or "launch"  # train, of the options after the --
     why = getattr(getattr(error, "param", None), "help", None)
-    next = f"{shlex.join(command)} --help"
+    next = whole(f"{shlex.join(command)} --help")
     if isinstance(error, click.NoSuchOption):
         why = "the command has no such option"
         if context is not None and "program" in [parameter.name for parameter in context.command.params]:

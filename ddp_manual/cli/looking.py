@@ -12,7 +12,7 @@ import click
 
 from ddp_manual import errors, terminal
 from ddp_manual.cli.options import PATH, GroupedCommand, given, json_option, options_of
-from ddp_manual.cli.stdout import print_result
+from ddp_manual.cli.stdout import print_result, redrawing
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
@@ -38,7 +38,7 @@ def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any)
     spec = WorldSpec.from_environment(**given(WorldSpec, flags), is_rank=False)
     try:
         redraws = watch and not as_json and sys.stdout.isatty()
-        with terminal.redrawing() if redraws else nullcontext(print_result) as show:
+        with redrawing() if redraws else nullcontext(print_result) as show:
             text = json.dumps if as_json else status.text
             seen = status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks, shrink=shrink)
     except errors.DdpManualError as error:

@@ -21,6 +21,7 @@ from ddp_manual.cli.options import (
 from ddp_manual.cli.stdout import print_result
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
+from ddp_manual.wrapping import wrapped
 
 FOUND_A_PROBLEM = 3
 # What the help calls the default.
@@ -56,7 +57,7 @@ def train(config_file: str | None, **flags: Any) -> int:
         ended = tasks.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
         try:
-            print_result(terminal.result_text(ended.result))
+            print_result(wrapped(terminal.result_text(ended.result), terminal.stdout_width()))
         except errors.DdpManualError as error:  # the run is complete, whether its result can be printed or not
             where = ended.result["run_dir"]
             terminal.LOGGER.warning("%s (%s): the result is in %s", error.what, error.why, where)
@@ -100,16 +101,18 @@ def run_program(
 
 @click.command(cls=GroupedCommand, short_help="Meet the other ranks, probe and measure; do not train.")
 @json_option
+@click.option("--verbose", is_flag=True, help="Show also the options that have their defaults.")
 @options_of(WorldSpec, defaults=OF_CHECK)
-def check(as_json: bool, **flags: Any) -> int:
+def check(as_json: bool, verbose: bool, **flags: Any) -> int:
     """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
 
     Rank 0 prints the whole table, each other rank its
-    own line. The exit code is 0, or 3 with the findings first.
+    own line. The exit code is 0, or 3 with the findings last.
     """
     from ddp_manual.tools import check
 
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
-    print_result(json.dumps(report) if as_json else check.text(report))
+    text = json.dumps(report) if as_json else check.text(report, terminal.stdout_width(), verbose=verbose)
+    print_result(text)
     return FOUND_A_PROBLEM if report["findings"] else 0

@@ -120,6 +120,11 @@ def colour_allowed() -> bool:
     return not os.environ.get("NO_COLOR") and not terminal_is_dumb()
 
 
+def columns() -> int | None:
+    """Return how wide lines are to be, if somebody has said so."""
+    return count("COLUMNS") or None
+
+
 def terminal_is_dumb() -> bool:
     return os.environ.get("TERM") == "dumb"
 

@@ -5,6 +5,8 @@ not recur, and says why the run has ended. Where the ranks are, on this host or 
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,7 +14,8 @@ from ddp_manual import signals
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.errors import DdpManualError, PeerGone, Stopped, TrainingFailed
 from ddp_manual.launch.job import Job
-from ddp_manual.terminal import say
+from ddp_manual.terminal import duration, say
+from ddp_manual.wrapping import whole
 
 # Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
 # options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.
@@ -57,6 +60,7 @@ class Launch:
         self.restarts = 0
         self.failed: list[Failure] = []
         """In this attempt."""
+        self._began = time.monotonic()
 
     async def attempts(self) -> None:
         """Have all parts start their ranks, as often as that may go well."""
@@ -91,28 +95,35 @@ class Launch:
         Raises:
             Stopped: a signal has stopped them.
         """
-        has_saved = any(part.has_saved for part in self.parts)
-        if self.signalled:
-            raise Stopped(
-                self.signalled,
-                why="the signal came to launch, which has passed it on; all ranks have ended",
-                next=f"to go on from the newest checkpoint:\n{self.job.go_on}" if has_saved else "",
-            )
+        has_saved, took = any(part.has_saved for part in self.parts), duration(time.monotonic() - self._began)
         failed = first_of(self.failed)
+        if self.signalled:
+            raise self._stopped(f"to go on from the newest checkpoint:\n{whole(self.job.go_on)}" if has_saved else "")
         if failed is None:
+            say(f"all ranks finished after {took}")
             return 0
         rank, error = failed
         # Of a peer that is gone all ranks say the same, none of which has failed itself.
         first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
-        say(f"{first}, with exit code {error.exit_code}: {in_short(error)}")
+        why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # whoever opens a file looks at its end
+        say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
         if has_saved or may_be_fixed(error):
-            say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n  {self.job.go_on}")
+            say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}")
         return error.exit_code
+
+    def _stopped(self, way_on: str) -> Stopped:
+        """Return what a rank says of how far the run was. All say that alike; some add what broke because of it."""
+        ranks = [error for _, error in self.failed if isinstance(error, Stopped)]
+        said = min(ranks, key=lambda error: len(error.why), default=None)
+        stopped = Stopped(self.signalled, next=way_on)
+        if said is not None:
+            stopped.what, stopped.why = said.what, said.why
+        return stopped
 
 
 def say_how_to_look(address: dict[str, Any]) -> None:
     """Say which command shows the run that meets at this address."""
-    say(f"to look at this run from another terminal: {status_command(watch=True, **address)}")
+    say(f"to look at this run from another terminal:\n{whole(status_command(watch=True, **address))}")
 
 
 def may_be_fixed(error: DdpManualError) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import ipaddress
 import shlex
+import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,8 @@ from ddp_manual.on_loss import LEAVE
 from ddp_manual.options import as_flags
 from ddp_manual.program import without_secrets
 from ddp_manual.protocol.agent import SAVE_WITHIN
-from ddp_manual.terminal import in_words, say
+from ddp_manual.terminal import in_words, say, width_of
+from ddp_manual.wrapping import whole
 
 # Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
 OPEN_AGAIN_AFTER = 5.0
@@ -104,7 +106,9 @@ class HostedLaunch(Launch):
         sources = {name: of for name, of in self.job.spec.sources.items() if name != "token_file"}
         spec = dataclasses.replace(self.job.spec, token_file=None, sources=sources)
         slots = [host.slots for host in self.hosts]
-        return Order(dataclasses.replace(self.job, spec=spec), slots, number, self.variables)
+        width = width_of(sys.stderr)  # the terminal is here, and the hosts' lines come through pipes
+        variables = {**({"COLUMNS": str(width)} if width else {}), **self.variables}
+        return Order(dataclasses.replace(self.job, spec=spec), slots, number, variables)
 
     async def _run(self) -> int:
         with ThreadPoolExecutor(1, "ddp_manual output") as writer:
@@ -198,7 +202,7 @@ class HostedLaunch(Launch):
         self.lost = self.lost or PeerLost(
             f"the connection to host {host} has ended, and {self.ranks_in_words(lost.number)} with it",
             why=f"{host}: {cause}",
-            next=f"{remedy}\nthen start again:\n{self.job.go_on}",
+            next=f"{remedy}\nthen start again:\n{whole(self.job.go_on)}",
         )
         was_stopped = any(rank in lost.ranks and error.identifier == "stopped" for rank, error in self.failed)
         within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so

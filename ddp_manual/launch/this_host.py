@@ -7,6 +7,7 @@ shown with its rank in front and go to a log file. When one rank fails its agent
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
 import shlex
@@ -24,9 +25,10 @@ from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
 from ddp_manual.agent.task import Task
 from ddp_manual.environment import machine, settings
-from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, from_dict
+from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
+from ddp_manual.messages import from_last_checkpoint
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.program import without_secrets
 from ddp_manual.run_folder import RunPaths
@@ -35,6 +37,7 @@ from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.own_code import check_module, is_own_factory
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import whole
 
 # Seconds until ranks stop waiting for a rank that has left.
 GIVE_UP_AFTER = 0.3
@@ -116,8 +119,10 @@ class Ranks:
         self._witness: signals.Witness | None = None
         self._has_trained = False
         """Whether any attempt has taken a step."""
-        self._said: dict[tuple[str, ...], int] = {}
-        """What ranks have said why they end, in this attempt, and which rank said it first."""
+        self._said: set[tuple[str, ...]] = set()
+        """What ranks have said why they end, in this attempt."""
+        self._is_stopping = self._passes_on = False
+        """Whether a signal has asked all to stop; whether a signal is passed on just now."""
 
     @contextmanager
     def able_to_start(self) -> Iterator[None]:
@@ -163,7 +168,7 @@ class Ranks:
                 await asyncio.sleep(GIVE_UP_AFTER)  # the others may learn why, and then say it themselves
                 self.give_up(PeerFailed(f"rank {rank} has left", why="", next=""))
         elif rank == 0 and self.job.config is not None:
-            output.write(f"{terminal.result_text(ended.result)}\n".encode(), sys.stdout)
+            output.print(terminal.result_text(ended.result), sys.stdout)
 
     def give_up(self, error: DdpManualError) -> None:
         """End the ranks that still wait for others to join."""
@@ -182,8 +187,8 @@ class Ranks:
             own,
             dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
             start_worker=lambda held: self.starter.start(rank, world_size, held, output),
-            log=lambda line: output.print(f"{terminal.tag(rank)} {line}"),
-            print_error=lambda error: self.print_error(rank, error, output),
+            log=lambda line: output.print(f"{terminal.tag(rank)} {line}", shown=not self._passes_on),
+            print_error=lambda error: output.print_error(self._without_way_on(error), shown=self._is_news(error)),
         )
         agent.witness = self._witness
         return agent
@@ -203,22 +208,30 @@ class Ranks:
             restarts=(restarts, job.max_restarts),
         )
 
-    def print_error(self, rank: int, error: DdpManualError, output: RankOutput) -> None:
-        output.print(self._render(rank, error))
+    def _is_news(self, error: DdpManualError) -> bool:
+        """Return whether this terminal shows a rank's error: not what another rank shows, which has failed itself or
+        ends for the same reason, nor what ``launch`` says of a signal that has come to it."""
+        identifier, _ = error.on_its_rank or (error.identifier, 0)
+        shares_terminal = error.of_rank in self.hosts.ranks or (error.of_rank is not None and bool(self.hosts.slots))
+        is_said = (error.identifier, error.what, error.why) in self._said
+        self._said.add((error.identifier, error.what, error.why))
+        return not (is_said or shares_terminal or (self._is_stopping and identifier == Stopped.identifier))
 
-    def _render(self, rank: int, error: DdpManualError) -> str:
-        """Return the text of a rank's error without the way on, which ``launch`` says once, and in one line if another
-        rank has said the same."""
-        first = self._said.setdefault((error.identifier, error.what, error.why), rank)
-        if first != rank:
-            return f"error[{error.identifier}]: the same as on rank {first}"
-        next = "\n".join(line for line in error.next.splitlines() if self.job.go_on not in line)
-        return from_dict({**error.as_dict(), "next": next}).render()
+    def _without_way_on(self, error: DdpManualError) -> DdpManualError:
+        """Leave it to ``launch`` to say how to go on, once."""
+        again = from_last_checkpoint(self.job.go_on, self.job.run_dir or "")
+        next = error.next.removesuffix(again).removesuffix("\nthen ").removesuffix(f"go on:\n{whole(self.job.go_on)}")
+        said = copy.copy(error)
+        said.next = next
+        return said
 
     def take_signal(self, number: int) -> None:
+        self._is_stopping |= number in signals.STOP
+        self._passes_on = number in signals.STOP  # launch says so for all
         # In our own training rank 0 saves for all.
         for agent in self.agents[: 1 if number == signals.SAVE and self.job.program is None else None]:
             agent.take_signal(number)
+        self._passes_on = False
 
     @property
     def has_saved(self) -> bool:

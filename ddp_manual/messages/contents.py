@@ -15,6 +15,7 @@ from msgspec import Meta, field
 from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.wire import LONGEST_NAME
+from ddp_manual.wrapping import whole
 
 # Characters of an error's text, such as a traceback.
 LONGEST_TEXT = 20_000
@@ -268,7 +269,7 @@ class RunInfo(Checked):
         """What to do after the run has ended, as the end of a sentence."""
         if self.run_dir is None or not self.resumes:
             return "start all ranks again"
-        return from_last_checkpoint(self.launched or first_command_and(self.run_dir))
+        return from_last_checkpoint(self.launched, self.run_dir)
 
     def longest_wait(self, timeout: float | None, until_known: float) -> LongestWait:
         """Return how long ranks may wait in a collective of a process group.
@@ -339,11 +340,17 @@ def resume_flags(run_dir: str) -> str:
 
 def first_command_and(run_dir: str) -> str:
     """Say how ranks that were started by hand go on with the run in ``run_dir``: in words that are right for each."""
-    return f"each rank with its first command and {resume_flags(run_dir)}"
+    return f"each rank with its first command and\n{whole(resume_flags(run_dir))}"
 
 
-def from_last_checkpoint(how: str) -> str:
-    return f"start all ranks again, from the last checkpoint if there is one: {how}"
+def from_last_checkpoint(launched: str | None, run_dir: str) -> str:
+    """Say how all ranks go on after a failure.
+
+    Args:
+        launched: the command, if ``launch`` has started them.
+    """
+    how = f"\n{whole(launched)}" if launched else f" {first_command_and(run_dir)}"
+    return f"start all ranks again, from the last checkpoint if there is one:{how}"
 
 
 class LastWords(Checked):

@@ -25,6 +25,7 @@ from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, 
 from ddp_manual.protocol.health import heartbeat_period, silent_after
 from ddp_manual.protocol.reachability import Probes
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
+from ddp_manual.wrapping import whole
 
 MOST_NAMED = 16
 MOST_COMMANDS = 8
@@ -340,9 +341,9 @@ class RollCall:
             odd += "\nit was given to that process while this one was cut off or frozen"
             next = "nothing: the run goes on without this process"
         elif frozen:
-            next = f"on {holder.host}: kill -9 {holder.pid}\nthen start this rank again"
+            next = f"on {holder.host}:\n{whole(f'kill -9 {holder.pid}')}\nthen start this rank again"
         elif not self.all_here:
-            next = self.run.command_for(self.missing[0])
+            next = whole(self.run.command_for(self.missing[0]))
         else:
             then = "start all ranks again" if self.run.on_loss == LEAVE else "start this rank again"
             next = f"all ranks are here; to replace rank {info.rank}, end that process and {then}"
@@ -568,7 +569,7 @@ def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo, own_addresses: Seq
     """
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
     # A launcher starts all its ranks with the same command.
-    commands = list(dict.fromkeys(run.command_for(rank) for rank in missing[:MOST_COMMANDS]))
+    commands = list(dict.fromkeys(whole(run.command_for(rank)) for rank in missing[:MOST_COMMANDS]))
     if run.only_on_its_host and missing:  # then this process is on that host too
         addresses = own_addresses[:MOST_ADDRESSES] or ["an address of its network"]
         spelled = "master_addr=" if run.command.startswith("WORLD_SIZE=") else "--master_addr "

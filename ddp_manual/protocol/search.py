@@ -12,6 +12,7 @@ from ddp_manual.errors import DdpManualError, MasterLost, MasterNotAStore, Maste
 from ddp_manual.protocol.reachability import compare_mtu
 from ddp_manual.terminal import at
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import whole
 
 PROXY = "a proxy or a port forward whose other side is not up"
 
@@ -71,7 +72,8 @@ class Search(NamedTuple):
         here = "; if it is on another host, give its address: --master_addr" if is_loopback(seen.address) else ""
         firewall = f"open TCP port {self.spec.master_port} there, which a firewall may close"
         elsewhere = f"(if it runs: {self.where} may not be its address{here}; or {firewall})"
-        return [self.rank_0_command] if self.patient else [self.rank_0_command, elsewhere]
+        command = whole(self.rank_0_command)
+        return [command] if self.patient else [command, elsewhere]
 
     def judge(self, all_seen: Sequence[Seen], waited: float) -> tuple[Seen, Finding]:
         """Return what decides of all that is there in place of rank 0's agent, and what it means.
@@ -110,7 +112,7 @@ class Search(NamedTuple):
             refused = MasterRefused(
                 f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
                 why=why,
-                next=f"{self.rank_0_command}\n"
+                next=f"{whole(self.rank_0_command)}\n"
                 "then try again; if rank 0 runs, compare this with its line 'listening at'",
             )
             return Finding(f"nothing listens at {where}: is rank 0 started?", refused)
@@ -118,7 +120,7 @@ class Search(NamedTuple):
             closed = MasterRefused(
                 f"what listens at rank 0's address {where} has closed every connection{waited}",
                 why=f"{why}\nthat is {PROXY}, or a program that takes no connections from this host",
-                next=f"{self.rank_0_command}\nor see what listens there, on its host: ss -ltnp 'sport = :{port}'",
+                next=f"{whole(self.rank_0_command)}\nor see what listens there, on its host:\n{whole(listeners(port))}",
             )
             return Finding(f"{where} accepts connections and closes them: {PROXY}; is rank 0 started?", closed)
         if seen.answer is Answer.BUSY:
@@ -149,8 +151,9 @@ class Search(NamedTuple):
         return MasterNotAStore(
             f"what listens at {self.where} is not rank 0",
             why=f"asked at {seen.address}, {seen.answer.value}{'' if mute else f': {seen.detail}'}",
-            next=f"check --master_addr and --master_port against rank 0's, or see what it is on {name}: "
-            f"ss -ltnp 'sport = :{port}'" + ("\n(or it is a rank 0 that was stopped)" if mute else ""),
+            next=f"check --master_addr and --master_port against rank 0's, or see what it is on {name}:\n"
+            + whole(listeners(port))
+            + ("\n(or it is a rank 0 that was stopped)" if mute else ""),
         )
 
     def unanswered(self, where: str, unacknowledged: int, waited: float) -> Finding:
@@ -172,7 +175,7 @@ class Search(NamedTuple):
         frozen = MasterLost(
             f"{greeted} has not answered it for {waited:.0f} s",
             why="its process is stopped or frozen, its host is down, or the network is cut",
-            next=f"look at rank 0; to start it again: {self.rank_0_command}",
+            next=f"look at rank 0; to start it again:\n{whole(self.rank_0_command)}",
         )
         return Finding(f"{greeted} does not answer it", frozen)
 
@@ -181,9 +184,14 @@ class Search(NamedTuple):
         over = MasterLost(
             f"the run at {where} has ended, and no other has begun",
             why=f"this rank came when it was over, and has waited {waited:.0f} s for the next run",
-            next=self.rank_0_command,
+            next=whole(self.rank_0_command),
         )
         return Finding(f"the run at {where} is ending; waiting for the next run", over)
+
+
+def listeners(port: int) -> str:
+    """Return the command that shows what listens at a port."""
+    return f"ss -ltnp 'sport = :{port}'"
 
 
 def is_loopback(address: str) -> bool:

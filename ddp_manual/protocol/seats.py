@@ -18,6 +18,7 @@ from ddp_manual.held_memory import Moment
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.protocol.verdicts import verdict_about
 from ddp_manual.terminal import as_ranges, counted, in_words
+from ddp_manual.wrapping import whole
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
 MOST_WITHOUT_A_STEP = 3
@@ -260,13 +261,13 @@ class Seats:
         whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
         if not seats:
             return f"{whats}. It is started again; {state}"
-        commands = "\n".join(dict.fromkeys(f"  {run.command_for(rank)}" for rank in seats))
+        commands = "\n".join(dict.fromkeys(whole(run.command_for(rank)) for rank in seats))
         it = "it" if len(seats) == 1 else "them"
         to_give_back = f"to give {it} back, {run.where_to_type}:\n{commands}"
         if not missing:
             return f"{whats}. The others go on without {it}; {state}\n{to_give_back}"
         kept = "Its seat is kept" if len(seats) == 1 else "Their seats are kept"
-        return f"{whats}. {kept}; {state}\n{to_give_back}\nor go on without {it}: {self._shrink}"
+        return f"{whats}. {kept}; {state}\n{to_give_back}\nor go on without {it}:\n{whole(self._shrink)}"
 
     def said_of(self, left_out: Sequence[int]) -> str:
         """Return what was said of the ranks that are waited for, or how those were lost without which the others go

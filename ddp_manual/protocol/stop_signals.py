@@ -76,6 +76,11 @@ class StopSignals:
         """What is waited for since Ctrl-C; None where that does not matter, or once the program has moved."""
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the program has begun."""
+        return self._handling is not Handling.LOADING
+
+    @property
     def are_taken(self) -> bool:
         """Whether the program has signals do something else than what they do to any program."""
         return self._handling in (Handling.WITH_ALL, Handling.DONE)
@@ -113,7 +118,7 @@ class StopSignals:
                 what = "this rank is done, and is leaving"
             else:
                 what = "stopping after the next step all ranks agree on"
-            self._log(f"{asked_by(number)}: {what}; a second signal ends this rank at once")
+            self._log(f"{asked_by(number)}: {what}; a second one ends this rank")
             if self._handling is not Handling.DONE:
                 self._ask_all(number)
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
@@ -137,7 +142,7 @@ class StopSignals:
             if number == signal.SIGINT and self._spec.world_size > 1:
                 self._unreached = Unreached()
             self._pass_on(number)
-            self._log(f"{asked_by(number)}: the program gets it; a second signal ends this rank at once")
+            self._log(f"{asked_by(number)}: the program gets it; a second one ends this rank")
         elif now - self._passed_on_at > ONCE_WITHIN:
             return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
         return None

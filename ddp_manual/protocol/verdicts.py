@@ -48,11 +48,13 @@ def error_for(rank: int, verdict: Verdict) -> DdpManualError:
     if verdict.judged or verdict.identifier in FOUND_ALIKE:
         error.exit_code = type(error).exit_code
     else:
+        said = verdict.what.removeprefix(f"rank {verdict.rank} on {verdict.host}: ")
         error = PeerFailed(
-            f"rank {verdict.rank} ({verdict.host}, pid {verdict.pid}) left with error[{verdict.identifier}]",
-            why="\n".join(filter(None, (verdict.what, verdict.why))),
+            f"rank {verdict.rank} ({verdict.host}, pid {verdict.pid}) left with error[{verdict.identifier}]: {said}",
+            why=verdict.why,
             next=verdict.next,
         )
+        error.of_rank = verdict.rank
     error.on_its_rank = verdict.identifier, verdict.exit_code
     return error
 

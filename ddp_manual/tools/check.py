@@ -25,9 +25,11 @@ from ddp_manual.steps import Step
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import labelled, wrapped
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
 CHECK_JOIN_TIMEOUT = 30.0
+DEFAULT_OF_CHECK = "check's default"
 SLOW_LOOKUP = 0.5
 # The program of each rank.
 MEASURE = "ddp_manual.tools.measure"
@@ -50,7 +52,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     if sources["join_timeout"] == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
         # Only in this report: an option with a source would become a part of the commands that errors suggest.
-        sources["join_timeout"] = "check's default"
+        sources["join_timeout"] = DEFAULT_OF_CHECK
     variables = settings.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
     # The option has a rank that checks refused by a rank that trains.
@@ -100,35 +102,59 @@ def look_up_names(spec: WorldSpec, step: Step) -> None:
         step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
 
 
-def text(report: Mapping[str, Any]) -> str:
-    """Format what ``check`` returns: rank 0's whole table, or another rank's own line; the findings first."""
+def text(report: Mapping[str, Any], width: int | None = None, *, verbose: bool = False) -> str:
+    """Format what ``check`` returns: rank 0's whole table, or another rank's own line; the findings last.
+
+    Args:
+        width: of the terminal, in columns.
+        verbose: whether to show the options that have their defaults too.
+    """
     steps, findings = report["steps"], report["findings"]
-    lines = [from_dict(finding).render() for finding in findings]
-    lines += [f"warning: {step['name']}: {step['detail']}" for step in steps if step["outcome"] == "warning"]
     who, seconds = f"rank {report['rank']} on {report['host']}", f"{report['seconds']:.1f} s"
-    if report["rank"] != 0 and not findings:
-        return "\n".join([*lines, f"{who}: all is well, {len(steps)} steps in {seconds}"])
-    lines += [f"{who}: {'found a problem' if findings else 'all is well'}, in {seconds}", *_steps(steps)]
+    lines = []
+    if report["rank"] == 0 or findings or verbose:
+        lines = [*_steps(steps, width), *_of_all_ranks(report, width), *_settings(report, verbose=verbose), ""]
+    lines += [
+        wrapped(f"warning: {step['name']}: {step['detail']}", width) for step in steps if step["outcome"] == "warning"
+    ]
+    if findings:
+        return "\n".join(
+            [*lines, f"{who}: found a problem, in {seconds}", *(from_dict(found).render(width) for found in findings)]
+        )
+    return "\n".join([*lines, f"{who}: all is well, {len(steps)} steps in {seconds}"])
+
+
+def _of_all_ranks(report: Mapping[str, Any], width: int | None) -> list[str]:
+    """Return what rank 0 knows of the others, if all are here."""
+    lines = []
     for other in report.get("ranks", [])[1:]:
         odd = [step for step in other["steps"] if step["outcome"] != "ok"]
         if odd:
-            lines += [f"rank {other['rank']} on {other['host']}:", *_steps(odd)]
+            lines += [f"rank {other['rank']} on {other['host']}:", *_steps(odd, width)]
     if "roster" in report:
-        lines += ["", *roster(report["roster"])]
+        lines += ["", *roster(report["roster"], width=width)]
     if "measured" in report:
         lines += ["", *_measured(report["measured"], len(report["roster"]))]
+    return lines
+
+
+def _settings(report: Mapping[str, Any], *, verbose: bool) -> list[str]:
+    """Return the options that somebody has chosen, or all of them, and the variables that change how ranks talk."""
     settings = [
-        [name, "not set" if value is None else str(value), f"({source})"] for name, value, source in report["settings"]
+        [name, "not set" if value is None else str(value), f"({source})"]
+        for name, value, source in report["settings"]
+        if verbose or source not in ("default", DEFAULT_OF_CHECK)
     ]
     variables = [*report["variables"].items()]
-    lines += ["", "settings:", *columns(settings)]
-    return "\n".join([*lines, "variables in force:" + " none" * (not variables), *columns(variables)])
+    lines = ["", "settings:" if verbose else "settings that are not the default:", *columns(settings)]
+    return lines + (["variables in force:", *columns(variables)] if variables else [])
 
 
-def _steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    return columns(
-        [[MARKS[step["outcome"]], step["name"], f"{step['seconds']:.2f} s", step["detail"]] for step in steps]
-    )
+def _steps(steps: Sequence[Mapping[str, Any]], width: int | None) -> list[str]:
+    named = columns([[MARKS[step["outcome"]], step["name"], f"{step['seconds']:.2f} s"] for step in steps])
+    place = max(map(len, named), default=0) + 2
+    rows = zip(named, steps, strict=True)
+    return [labelled(line.ljust(place), step["detail"], width).rstrip() for line, step in rows]
 
 
 def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:

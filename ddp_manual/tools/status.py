@@ -16,7 +16,8 @@ from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, fr
 from ddp_manual.messages import Verdict
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.verdicts import error_for
-from ddp_manual.terminal import Waiting, at, columns, say, stdout_width
+from ddp_manual.terminal import at, columns, say, stdout_width
+from ddp_manual.waiting import Waiting
 from ddp_manual.world_spec import WorldSpec
 
 LOOK_EVERY = 1.0

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint, data, ddp
 from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.checkpoint import History
@@ -32,7 +31,7 @@ from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
-from ddp_manual.training.metrics import Meter, Metrics, diverged
+from ddp_manual.training.metrics import Meter, Metrics, Window, diverged
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.results import RunFiles
 
@@ -107,6 +106,8 @@ class Trainer:
     def resume(self, position: Position, history: History) -> None:
         """Go on at ``position``, with what the run has measured until there."""
         self.position = self._began = position
+        self._training_loss: float | None = None
+        """Of the last metrics."""
         self.evaluations = list(history.evaluations)
         self.meter = Meter(self.device, history.window, history.train_seconds)
         self._seconds_before = history.train_seconds
@@ -218,8 +219,11 @@ class Trainer:
                 self._holder.choose(meter.slowest_hold, meter.seconds_per_step)
             self.position = position
             self._progress.step_seconds = meter.own_work.mean
+            metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr)
+            lines.say(self._in_words(metrics), passes=not logs)
             if logs:
-                self._report(meter.read(step=position.step, epoch=position.epoch + 1, lr=lr), lines)
+                meter.window = Window()
+                self._report(metrics)
             if plan.epoch_ended(position):
                 return save
             if saves:
@@ -260,12 +264,15 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
-    def _report(self, metrics: Metrics, lines: terminal.ProgressLines) -> None:
+    def _report(self, metrics: Metrics) -> None:
         self._progress.samples_per_second = metrics.samples_per_second / self.world_size
+        self._training_loss = metrics.loss
         if self.files is not None:
             self.files.add_metrics(metrics)
+
+    def _in_words(self, metrics: Metrics) -> str:
         steps = self.epoch_plan.steps(self.position)
-        lines.say(
+        return (
             f"step {metrics.step}/{steps} epoch {metrics.epoch}/{self.config.epochs} "
             f"loss {metrics.loss:.4f} accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} "
             f"{metrics.samples_per_second:,.0f} samples/s"
@@ -311,9 +318,9 @@ class Trainer:
         self.hold(after)
         logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
-            "epoch %d/%d: test accuracy %.2f%%, test loss %.4f, over %s",
+            "epoch %d/%d: test accuracy %.2f%%, test loss %.4f%s",
             *(after.epoch, self.config.epochs, 100 * result.accuracy, result.loss),
-            counted(result.samples, "image"),
+            "" if self._training_loss is None else f", training loss {self._training_loss:.4f}",
         )
         return predictions
 

@@ -143,8 +143,8 @@ class Meter:
         return any(save for save, *_ in ranks)
 
     def read(self, *, step: int, epoch: int, lr: float) -> Metrics:
-        """Return the metrics until the last sync point, and begin a new window."""
-        window, self.window = self.window, Window()
+        """Return the metrics of the window, which ends with the last sync point."""
+        window = self.window
         return Metrics(
             step=step,
             epoch=epoch,

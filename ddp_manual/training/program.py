@@ -17,6 +17,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.messages import first_command_and
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import Shared, check_own_code, train_as_agreed
+from ddp_manual.wrapping import whole
 
 
 def prepare(rank: int, arguments: Sequence[str]) -> Shared:
@@ -30,8 +31,8 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     config = _config(told)
     with signals.ignore_save(), suppress(Stopped), ddp_manual.join(open_group=not config.no_ddp) as world:
-        how = told["launched"] or first_command_and(str(world.run_dir))
-        world.result = train_as_agreed(world, config, f"go on: {how}", leaves=True)
+        how = f"\n{whole(told['launched'])}" if told["launched"] else f" {first_command_and(str(world.run_dir))}"
+        world.result = train_as_agreed(world, config, f"go on:{how}", leaves=True)
 
 
 def _config(told: dict[str, Any]) -> TrainConfig:

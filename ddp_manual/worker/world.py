@@ -24,8 +24,9 @@ from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.steps import Step
-from ddp_manual.terminal import Waiting, as_ranges, in_words
+from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
+from ddp_manual.waiting import Waiting
 from ddp_manual.wire import decode
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.world_spec import WorldSpec
@@ -198,6 +199,7 @@ class World(Place):
                 )
             waiting.about(f"waiting for {leader} to {escaped(job)}")
             time.sleep(0.02)
+        waiting.ends()
         if (failed := decode(self._store.get(key).decode())) is not None:
             raise from_dict(failed)
 

@@ -84,7 +84,7 @@ def test_a_script_runs_on_two_ipv6_hosts_with_unequal_slots_and_the_token_is_on_
 Fault = Callable[[RankProcess, SshHosts], None]
 # What happens, and what the launcher says of it with which exit code.
 FAULTS: dict[str, tuple[Fault, str, int]] = {
-    "Ctrl-C": (lambda run, to: run.process.send_signal(signal.SIGINT), "error[stopped]", 130),
+    "Ctrl-C": (lambda run, to: run.process.send_signal(signal.SIGINT), "stopped by Ctrl-C", 130),
     "kill -9 of the launcher": (lambda run, to: run.process.send_signal(signal.SIGKILL), "", -9),
     "kill -9 of b's sshd session": (lambda run, to: to.hosts[1].kill("sshd: root@notty"), "and rank 1 with it", 14),
     "kill -9 of b's agents": (

@@ -13,7 +13,6 @@ from ddp_manual import signals
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
-from ddp_manual.protocol.stop_signals import Handling
 from tests.simulation.network import EMPTY
 from tests.simulation.people import PORT
 from tests.simulation.plan import FOR_EVER, STATES, THAT, Fault
@@ -215,8 +214,7 @@ class Faults:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
             again = bool(rank.signals) and self._run.loop.now - rank.signals[0][0] > signals.ONCE_WITHIN
             protocol = rank.agent.protocol
-            has_begun = protocol.signals._handling is not Handling.LOADING
-            rank.insists |= again and isinstance(protocol.state, states.Working) and has_begun
+            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.has_begun
             rank.signals.append((self._run.loop.now, max(self._run.line, default=0)))
             rank.agent.take_signal(number)
 

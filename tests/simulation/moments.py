@@ -244,7 +244,7 @@ def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
 def believed(agent: Any) -> tuple[Any, ...]:
     """Return what an agent has taken from its worker."""
     protocol, work = agent.protocol, agent.protocol.work
-    return work.own_words, work.result, work.ready, protocol.signals._handling, type(protocol.state)
+    return work.own_words, work.result, work.ready, protocol.signals.has_begun, type(protocol.state)
 
 
 @contextmanager

@@ -15,17 +15,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual import signals
+from ddp_manual import signals, terminal
 from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.environment import command_line, launcher, machine, settings, torchrun
-from ddp_manual.errors import MasterUnresolvable, PortInUse
+from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call
 from ddp_manual.world_spec import WorldSpec
 from tests.simulation.moments import watched
 from tests.simulation.network import Host, Listener
+from tests.simulation.people import COLUMNS, on_screen
 from tests.simulation.virtual_time import EPOCH, PROCESS
 from tests.simulation.worker import HeldState
 
@@ -62,10 +63,18 @@ def patched(run: Run) -> Iterator[None]:
         def __init__(self, log: Any, rank: int, writer: Any) -> None:
             self._rank = rank
 
-        def print(self, line: str) -> None:
+        def print(self, line: str, *, shown: bool = True) -> None:
+            if shown:
+                run.see(self._who, on_screen(line))
+
+        def print_error(self, error: DdpManualError, *, shown: bool) -> None:
+            if shown:
+                run.see(self._who, error.render(COLUMNS - len(terminal.tag(self._rank)) - 1))
+
+        @property
+        def _who(self) -> str:
             process = PROCESS.get()
-            rank = next(one for one in run.ranks if one.process is process and one.number == self._rank)
-            run.see(rank.who, line)
+            return next(one.who for one in run.ranks if one.process is process and one.number == self._rank)
 
     def here() -> Host:
         process = PROCESS.get()

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ddp_manual import terminal
 from ddp_manual.agent import main
 from ddp_manual.agent.task import Task
 from ddp_manual.errors import DdpManualError
@@ -20,6 +21,7 @@ from ddp_manual.launch.engine import Failure
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import wrapped
 from tests.simulation.network import EMPTY, Host
 from tests.simulation.rank import Rank
 from tests.simulation.virtual_time import Process
@@ -33,6 +35,13 @@ PORT = 29500
 # How often a rank is typed again whose workers die one after the other.
 TYPES_DYING_AGAIN = 40
 PROGRAM = UsersProgram(kind="script", name="train.py")
+# Of the terminals in which ranks are typed.
+COLUMNS = 80
+
+
+def on_screen(line: str) -> str:
+    """Return a rank's line as a terminal shows it, without the rank in front."""
+    return wrapped(line, COLUMNS).partition("] ")[2]
 
 
 class Writer:
@@ -108,7 +117,7 @@ class People:
 
         def print_error(error: DdpManualError) -> None:
             rank.errors.append(error)
-            self._say(rank, error.render())
+            self._say(rank, error.render(COLUMNS), is_error=True)
 
         return main.Agent(
             spec, task, start_worker=start_worker, log=lambda line: self._say(rank, line), print_error=print_error
@@ -168,13 +177,13 @@ class People:
 
         self._launches.append(self._run.loop.create_task(attempt()))
 
-    def _say(self, rank: Rank, line: str) -> None:
+    def _say(self, rank: Rank, line: str, *, is_error: bool = False) -> None:
         if self._run.over is not None:
             return
-        if rank.errors and not (line.startswith("error[") and len(rank.errors) == 1):
+        if rank.errors and not (is_error and len(rank.errors) == 1):
             self._run.break_invariant(16, f"{rank.who} says after its error: {line!r}")
         rank.lines.append((self._run.loop.now, line))
-        self._run.see(rank.who, line)
+        self._run.see(rank.who, line if is_error else on_screen(f"{terminal.tag(rank.number)} {line}"))
 
     def _ended(self, rank: Rank, done: asyncio.Task[Any]) -> None:
         if self._run.over is not None:

@@ -40,7 +40,7 @@ from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.search import Answer, Search, Seen
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Steps
-from ddp_manual.terminal import Waiting
+from ddp_manual.waiting import Waiting
 from ddp_manual.wire import encode
 from ddp_manual.world_spec import WorldSpec
 from tests.runs import run_info
@@ -58,7 +58,7 @@ def test_two_lines_that_alternate_are_said_every_10_s_each(monkeypatch: pytest.M
         now[0] += 0.5
     assert len(said) <= 12
     waiting.about("something else")
-    assert said[-1] == "something else (60 s of 60 s)"
+    assert said[-1] == "something else (waited 60 s of 60 s)"
 
 
 def probe(host: str, port: int) -> Probe:

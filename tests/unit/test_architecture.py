@@ -20,6 +20,7 @@ PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each of these may import those before it and, if it is a folder, what is in it, and nothing else of the package.
 BOTTOM_ROW = (
+    "wrapping",
     "errors",
     "signals",
     "orphans",
@@ -40,6 +41,7 @@ BOTTOM_ROW = (
     "world_spec",
     "unread",
     "terminal",
+    "waiting",
 )
 BOTTOM = set(BOTTOM_ROW)
 # The modules of training/ that know nothing of torch: what is said of a training before it begins.

@@ -426,7 +426,7 @@ def test_what_to_type_here_is_shown_however_the_folder_is_spelled(given: str, fo
     assert task.run_dir == folder
     error = Stopped(signal.SIGTERM, next=f"go on: {first_command_and(str(RunPaths(Path(given)).run_dir))}")
     add_own_command(error, "python train.py", task.run_dir, 2)
-    assert error.next.endswith(f"; here:\npython train.py {resume_flags(folder)}")
+    assert error.next.endswith(f"; in this terminal:\n  python train.py {resume_flags(folder)}")
 
 
 BLACK = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"), digest="one")

@@ -96,7 +96,7 @@ def test_the_error_for_missing_ranks_has_a_command_for_each_and_leaves_other_bra
     news = News(here=1, named=["0 (a)"], missing=[(1, 2)])
     error = missing_ranks_error(news, RUN, 15.0, ())
     assert error.what == "2 of 3 ranks never joined within 15 s: ranks 1-2"
-    assert error.next.splitlines()[:2] == ["train --rank 1 --data '{x}'", "train --rank 2 --data '{x}'"]
+    assert error.next.splitlines()[:2] == ["  train --rank 1 --data '{x}'", "  train --rank 2 --data '{x}'"]
     assert "start the others again" in error.next
 
 

@@ -494,6 +494,5 @@ def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start
     folder.mkdir()
     launch = start(*DDP_MANUAL, "launch", "--nproc_per_node=2", "--standalone", script, "exit", cwd=folder)
     assert launch.wait(60) == 3, launch.err
-    assert "rank 1 failed first, with exit code 3: error[training-failed]" in launch.err
-    assert "the program exited with code 3" in launch.err
+    assert "rank 1 failed first, with exit code 3, after " in launch.err
     assert [*folder.iterdir()] == []

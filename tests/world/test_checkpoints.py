@@ -132,7 +132,7 @@ def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_pa
     ranks[1].process.send_signal(signal.SIGTERM)
     assert [rank.wait(30) for rank in ranks] == [143, 143]
     assert time.monotonic() - told < 8
-    assert "SIGTERM: stopping after the next step all ranks agree on; a second signal ends this rank" in ranks[1].err
+    assert "SIGTERM: stopping after the next step all ranks agree on; a second one ends this rank" in ranks[1].err
     (step,) = {
         re.findall(r"error\[stopped\]: stopped by SIGTERM on rank 1 after step (\d+)", rank.err)[0] for rank in ranks
     }

@@ -113,10 +113,10 @@ def test_what_happens_to_a_worker_is_named_by_all_ranks(run: Run, port: int, tmp
 
 def last_lines(text: str) -> str:
     """Return the error, which has to be the very end of the text."""
-    pattern = r"^error\[[a-z-]+\]: .*\n  why:  .*\n(?: {8}.*\n|\n)*  next: .*\n(?: {8}.*\n)*\Z"
-    match = re.search(pattern, text, re.MULTILINE)
+    error = r"^(error\[[a-z-]+\]: .*\n(?:  why:  .*\n(?: {8}.*\n|\n)*)?  next: .*\n(?: {8}.*\n)*)"
+    match = re.search(error + r"  exit code \d+, after .*\n\Z", text, re.MULTILINE)
     assert match, text
-    return match[0]
+    return match[1]
 
 
 def left_behind(ranks: Sequence[RankProcess], port: int) -> list[str]:

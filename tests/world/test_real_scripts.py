@@ -93,8 +93,8 @@ FAULTS = {
         *((14, 14), STALL_TIMEOUT + LEFT_WITHIN),
     ),
     "raise": (
-        *("peer-failed", r"left with error\[training-failed\]\n"),
-        r'(?=.*{file}", line \d+, in )(?=.*ValueError: this rank was told to fail\n)',
+        *("peer-failed", r"left with error\[training-failed\]: ValueError: this rank was told to fail\n"),
+        "look at its terminal, which has the traceback\n",
         *((14, 1), LEFT_WITHIN),
     ),
 }

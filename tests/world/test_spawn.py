@@ -117,7 +117,7 @@ def test_a_signal_to_the_parent_stops_its_ranks_in_order_and_none_is_left(spawn:
     script.process.send_signal(signal.SIGINT)
     assert script.wait(20) == 130
     assert gone(ranks, 0.5)
-    assert "error[stopped]: stopped by Ctrl-C (SIGINT) after step " in script.err
+    assert "\nstopped by Ctrl-C (SIGINT) after step " in script.err
     assert "TrainConfig(..., run_dir='run', resume='auto')" in script.err
     assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
     assert [path.name for path in (tmp_path / "run").glob("failure-*")] == ["failure-rank0.json"]  # and no .restart2

@@ -22,7 +22,7 @@ import pytest
 
 from tests.conftest import LONGER, REPOSITORY, SHORT, Start, clean_environment
 
-BAR = re.compile(r"^[━╸╺]{10} +\d+/\d+ \d:\d\d:\d\d epoch 1/\d+ loss \d.\d{4} accuracy ")
+BAR = re.compile(r"^[━╸╺]{10} +\d+/\d+ +[\d:]+ left epoch 1/\d+ loss \d.\d{4} accuracy ")
 PROMPT = "$ "
 
 
@@ -144,13 +144,14 @@ def test_the_bar_fits_80_columns_and_gives_way_to_an_error_whose_command_can_be_
 ) -> None:
     first = [typed(rank, "--checkpoint_steps", 20) for rank in range(2)]
     terminal, other = at_terminal(first[0]), start("sh", "-c", f"exec {first[1]}", cwd=REPOSITORY)
+    terminal.wait_for(lambda lines: any(line.startswith("[rank 0] saved") for line in lines))
     bar = next(line for line in terminal.wait_for(has_bar) if BAR.match(line))
     assert len(bar.rstrip()) <= 77  # so that ^C, which the terminal shows, does not begin another line
     os.kill(other.worker, signal.SIGKILL)
     lines = terminal.wait()
     assert "\x1b[1;31merror[peer-lost]:\x1b[0m rank 1 (" in terminal.raw
     go_on = f"--resume auto --run_dir {tmp_path / 'run'}"
-    here = command_below(lines, f"each rank with its first command and {go_on}; here:")
+    here = command_below(lines, "terminal:")
     assert here == f"{first[0].partition(' --run_dir')[0]} {go_on}"
     other.wait()
     assert f"{first[1].partition(' --run_dir')[0]} {go_on}\n" in other.err
@@ -160,22 +161,24 @@ def test_the_bar_fits_80_columns_and_gives_way_to_an_error_whose_command_can_be_
     again[0].type("\x03")
     for rank, stopped in enumerate(again):
         lines = stopped.wait()
-        assert any("error[stopped]: stopped by Ctrl-C (SIGINT) on rank 0 after step " in line for line in lines)
+        assert any(line.startswith("stopped by Ctrl-C (SIGINT) on rank 0 after step ") for line in lines)
         assert any(line.startswith("  why:  that is this rank; ") for line in lines) is (rank == 0)
-        assert command_below(lines, f"go on: each rank with its first command and {go_on}; here:").startswith(
+        assert command_below(lines, "  next: go on; in this terminal:").startswith(
             f"python run_multi_gpu_train.py --world_size 2 --rank {rank} "
         )
 
 
-def test_ctrl_c_on_a_rank_that_waits_alone_is_answered_in_one_line(
+def test_ctrl_c_on_a_rank_that_waits_alone_is_answered_in_place_of_the_line_that_says_so(
     at_terminal: Type, typed: Callable[..., str]
 ) -> None:
     terminal = at_terminal(typed(0))
-    terminal.wait_for(lambda lines: lines[-1] == "" and lines[-2:][0].startswith("  ("))  # the last line of the advice
-    before = len(terminal.lines)
+    waiting = r"\[rank 0] waiting for rank 1; 1 of 2 here: 0 \(\S+\) \(waited 3 s of 1800 s\)"
+    *before, _ = terminal.wait_for(lambda lines: re.fullmatch(waiting, lines[-1]))
+    assert any(line.startswith("  python run_multi_gpu_train.py --world_size 2 --rank 1 ") for line in before)
     terminal.type("\x03")
-    said = "error[stopped]: stopped by Ctrl-C (SIGINT) while it waited for the other ranks"
-    assert terminal.wait()[before - 1 :] == [said]
+    said, code = terminal.wait()[len(before) :]
+    assert said == "error[stopped]: stopped by Ctrl-C (SIGINT) while it waited for the other ranks"
+    assert re.fullmatch(r"  exit code 130, after \d+ s", code)
 
 
 def test_a_terminal_that_is_not_read_neither_ends_the_run_nor_its_own_rank(
@@ -184,7 +187,7 @@ def test_a_terminal_that_is_not_read_neither_ends_the_run_nor_its_own_rank(
     words = ["-m", "ddp_manual", "run", "--no_python", "--world_size", 2, "--master_port", port, "--peer_timeout", 2]
     first, second = ([*map(str, words), "--rank", str(rank), "sleep", "6"] for rank in range(2))
     terminal = at_terminal(f"python {shlex.join(second)}")
-    terminal.wait_for(lambda lines: any("1 of 2 here" in line or "is rank 0 started?" in line for line in lines))
+    terminal.wait_for(lambda lines: any("1 of 2 here" in line or "nothing listens at" in line for line in lines))
     terminal.type("\x13")
     other = start(sys.executable, *first)
     assert other.wait() == 0, other.err
