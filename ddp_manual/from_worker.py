@@ -8,7 +8,7 @@ checked as it is read. Texts, such as the names of files, arrive as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -25,8 +25,9 @@ LONGEST_PLACE = 200
 class Progress:
     """What a rank is doing: the training loop writes it, the reporter's thread reads it.
 
-    ``world.progress(step=120, epoch=2)`` in a script's own loop sets what it names; ``status`` shows it, and messages
-    say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading it could wait for a GPU.
+    ``world.progress(step=120, loss=loss.item())`` in a script's own loop sets what it names; ``status`` shows it, and
+    messages say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading it could wait
+    for a GPU.
     """
 
     phase: str = JOINING
@@ -37,6 +38,10 @@ class Progress:
     """Of this rank."""
     step_seconds: float = 0.0
     """This rank's own work per step, without waiting for the others; 0 if not measured."""
+    loss: float | None = None
+    """Which rank 0 also writes to the run's ``metrics.jsonl``, once a second."""
+    loss_said: Callable[[], None] | None = None
+    """Called when the loss was said."""
     saving: bool = False
     """Whether it is writing files that it must finish before its process is ended."""
 
@@ -47,9 +52,18 @@ class Progress:
         epoch: int | None = None,
         phase: str | None = None,
         samples_per_second: float | None = None,
+        loss: float | None = None,
     ) -> None:
-        given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second}
+        given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second, "loss": loss}
         vars(self).update({name: value for name, value in given.items() if value is not None})
+        if loss is not None and self.loss_said is not None:
+            self.loss_said()
+
+    @property
+    def number_of_loss(self) -> float | None:
+        """The loss; None where it is no finite number of Python."""
+        is_number = isinstance(self.loss, Real) and math.isfinite(self.loss)
+        return _number(self.loss) if is_number else None
 
     @property
     def whole_step(self) -> int:
@@ -78,6 +92,7 @@ class Progress:
             step=self.whole_step,
             samples_per_second=round(_number(self.samples_per_second), 1),
             step_seconds=round(_number(self.step_seconds), 6),
+            loss=self.number_of_loss,
             collectives=collectives,
             timeouts={"": shortest, **longer} if shortest > 0 else {},
             unfinished=unfinished,

@@ -17,16 +17,25 @@ _LIBRARY = re.compile(
 )
 # Innermost frames that are shown even of a library: they say what the thread does, or waits for.
 _INNERMOST = 3
+# What faulthandler writes after the 100 innermost frames of a thread.
+_CUT = "  ..."
 
 
-def readable_stack(text: str) -> str:
+def readable_stack(text: str, place: str = "") -> str:
     """Return what faulthandler has written, without this package's own threads, the main thread first; of libraries
-    only the innermost frames."""
+    only the innermost frames.
+
+    Args:
+        place: the program's innermost line, as its heartbeat said it: below 100 frames of libraries faulthandler writes
+            none of the program's.
+    """
     text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
     head = threads[0].strip()
     own = os.path.join("ddp_manual", "worker", "reporter.py")
     shown = [_folded(thread.strip()) for thread in threads[1:] if own not in thread]
+    if shown and place and threads[-1].rstrip().endswith(f"\n{_CUT}") and len(shown[-1].splitlines()) <= _INNERMOST + 3:
+        shown[-1] += f"\n  (the program's own line, below them: {place})"
     # faulthandler begins with the youngest thread; the main one is the oldest.
     return "\n".join(filter(None, [head, *reversed(shown)]))
 

@@ -234,7 +234,7 @@ class Worker:
     @property
     def crash_stack(self) -> str:
         """What faulthandler has written because the process crashed."""
-        return readable_stack(self._fault_text)
+        return readable_stack(self._fault_text, self.beat.place)
 
     async def stack(self) -> str:
         """Return the Python stacks of all threads except this package's own."""
@@ -249,7 +249,7 @@ class Worker:
             before = self._fault_text
             await asyncio.sleep(STACK_ENDS_AFTER)
         self._fault_text = ""
-        return readable_stack(before) or "its worker gave none"
+        return readable_stack(before, self.beat.place) or "its worker gave none"
 
     async def silence(self, *, grace: float = TERM_GRACE) -> None:
         """Let it end, in so many seconds, and so write no more: its agent prints the last lines."""

@@ -151,6 +151,8 @@ class Beat(Checked):
     step: int = 0
     samples_per_second: Number = 0.0
     step_seconds: Number = 0.0
+    loss: Number | None = None
+    """As a script says it."""
     collectives: Mapping[Name, int] = field(default_factory=dict)
     """Process group -> how many collectives this rank has begun in it."""
     timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)

@@ -304,6 +304,7 @@ class Health:
                 "phase": _describe(known.beat),
                 "epoch": known.beat.epoch,
                 "step": known.beat.step,
+                "loss": known.beat.loss,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,
                 "place": known.beat.place,

@@ -11,9 +11,10 @@ from ddp_manual.errors import BadOption
 from ddp_manual.messages import LONGEST_TEXT
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns, stdout_width
-from ddp_manual.tools.compare import read_end, read_run
+from ddp_manual.tools.compare import End, read_end, read_run
 from ddp_manual.wire import printable
 
+_UNKNOWN_END = End("no failure", None, "no rank has left why it ended: it runs, has finished, or was killed")
 # What no file of a start that failed says.
 UNKNOWN = dict.fromkeys(("model", "dataset", "world_size", "epochs", "test_accuracy"))
 
@@ -55,8 +56,10 @@ def _facts(folder: Path) -> dict[str, Any] | None:
     """Return what the files of a run say; None if its config.json is another program's."""
     none = {"run_dir": str(folder), **UNKNOWN, "epochs_done": 0}
     try:
-        if RunPaths(folder).is_failed_start:
-            return {**none, **read_end(RunPaths(folder))._asdict()}
+        paths = RunPaths(folder)
+        if not paths.config.exists():  # a start that failed, or the folder of a script, which may hold anything
+            end = read_end(paths)
+            return {**none, **(_UNKNOWN_END if end.state == "unfinished" else end)._asdict()}
         run = read_run(folder).facts
         return None if run["world_size"] is None else dict(run)
     except BadOption as error:

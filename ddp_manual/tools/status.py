@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -27,7 +28,10 @@ MOST_ROWS = 64
 WAITS_FOR = 2.0
 
 # What to do where no rank 0 is found; ``status`` does not know how the run is started.
-ADVICE = "start rank 0, or give the --master_port that launch has printed; ddp-manual runs says why a run has ended"
+ADVICE = (
+    "start rank 0, or give the --master_port that launch has printed; ddp-manual runs says why a run has ended, "
+    "where it has a --run_dir"
+)
 # The columns that a narrow terminal has no room for.
 LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "epoch", "heard", "host", "line")
 
@@ -172,7 +176,7 @@ def roster(
         progress: what each rank does; empty before they have met. Without it that is left out.
     """
     phase = ["phase"] if progress is not None else []
-    doing = ["epoch", "step", "samples/s", "heard", "line"] if progress else []
+    doing = ["epoch", "step", "loss", "samples/s", "heard", "line"] if progress else []
     rows = [["rank", "host", "pid", "device", "address", "since", *phase, *doing, "versions"]]
     for line in ranks[:MOST_ROWS]:
         device = f"{line['device']} {line['gpu']}" if "gpu" in line else line["device"] or "-"
@@ -183,11 +187,20 @@ def roster(
             rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] else "-"
             # A script does not say them unless it calls world.progress.
             steps = [str(now[what]) if now["step"] or now["epoch"] else "-" for what in ("epoch", "step")]
+            loss = "-" if now["loss"] is None else f"{now['loss']:.4g}"
             waits = f", waits for {now['waits_seconds']:.0f} s" if now["waits_seconds"] >= WAITS_FOR else ""
-            row += [now["phase"] + waits + " (slow)" * now["slow"], *steps, rate]
-            row += [f"{now['silent_seconds']:.0f} s ago", now["place"]]
+            row += [now["phase"] + waits + " (slow)" * now["slow"], *steps, loss, rate]
+            row += [f"{now['silent_seconds']:.0f} s ago", now["place"] or "-"]
         elif progress is not None:
-            row.append("waiting" if line["device"] else "loading torch")
-        rows.append([*row, line["versions"]])
+            row.append("ready" if line["device"] else "loading torch")
+        # What a rank says of torch before it has loaded it lacks the CUDA for which it was built.
+        rows.append([*row, re.sub(r"\+\w+", "", line["versions"])])
+    rows = _without_empty_columns(rows)
     more = [f"  ... and {len(ranks) - MOST_ROWS} more"] if len(ranks) > MOST_ROWS else []
     return [*columns(rows, width=width, least_first=LEAST_FIRST), *more]
+
+
+def _without_empty_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leave out the columns of which no rank has anything to say."""
+    kept = [place for place in range(len(rows[0])) if any(row[place] != "-" for row in rows[1:])] if rows[1:] else []
+    return [[row[place] for place in kept] for row in rows] if kept else [list(row) for row in rows]

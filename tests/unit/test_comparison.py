@@ -192,6 +192,9 @@ def test_folders_that_are_foreign_half_written_or_damaged_do_not_keep_runs_from_
     begun.log(0).touch()
     RunPaths(tmp_path / "failed").failure(0).write_text('{"identifier": "bad-option", "what": "no\\u001b[2J such"}')
     damaged.accuracies.write_text("[0.9, nu")
+    RunPaths(tmp_path / "script").run_dir.mkdir()  # of a script, which keeps files of its own there
+    RunPaths(tmp_path / "script").failure(1).write_text('{"identifier": "stopped", "what": "stopped by Ctrl-C"}')
+    (tmp_path / "script" / "checkpoint.pt").touch()
     (tmp_path / "notes.txt").touch()
     for foreign, name in (("model", "config.json"), ("experiment", "metrics.jsonl"), ("empty", None)):
         (tmp_path / foreign).mkdir()
@@ -203,8 +206,9 @@ def test_folders_that_are_foreign_half_written_or_damaged_do_not_keep_runs_from_
     assert states == {
         "whole": "finished",
         "failed": "failed: bad-option",
+        "script": "stopped",
         "damaged": "unreadable",
-        "begun": "unfinished",
+        "begun": "no failure",
     }
     assert cli.run(["runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -155,6 +155,16 @@ def test_a_stack_shows_the_innermost_frames_and_the_programs_and_counts_those_of
     assert shown == [title, *frames[:3], *frames[4:6], "  (4 frames of libraries left out)"]
 
 
+def test_a_program_below_a_hundred_frames_of_libraries_is_still_named_by_its_own_line() -> None:
+    library = [f'  File "/venv/lib/python3.12/site-packages/a.py", line {number} in f' for number in range(100)]
+    stack = "\n".join(["Current thread 0x00007f00 (most recent call first):", *library, "  ..."])
+    assert readable_stack(stack, "train.py:5 in main").splitlines()[-1] == (
+        "  (the program's own line, below them: train.py:5 in main)"
+    )
+    own = stack.replace(library[50], '  File "/home/me/train.py", line 5 in main')
+    assert "below them" not in readable_stack(own, "train.py:5 in main")
+
+
 def test_a_program_below_a_folder_named_torch_is_no_library(tmp_path: Path) -> None:
     (tmp_path / "learn-torch" / "distributed").mkdir(parents=True)
     script = tmp_path / "learn-torch" / "distributed" / "train.py"

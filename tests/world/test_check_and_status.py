@@ -205,19 +205,21 @@ def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_h
 ) -> None:
     ranks = start_joined(
         "import time, ddp_manual\n"
-        "with ddp_manual.join(device='cpu') as world:\n"
+        "with ddp_manual.join(device='cpu', run_dir='run') as world:\n"
         "    world.progress(epoch=3)\n"
         "    for step in range(1, 8):\n"
-        "        world.progress(step=step, samples_per_second=50 + world.rank)\n"
+        "        world.progress(step=step, samples_per_second=50 + world.rank, loss=0.5)\n"
         "    time.sleep(600)\n"
     )
     ranks[0].wait_for("process group ready")
     wait_until(lambda: [now["step"] for now in looked(start, port)["progress"] or ()] == [7, 7])
     seen = looked(start, port)
     assert [(now["phase"], now["epoch"], now["step"]) for now in seen["progress"]] == [("running", 3, 7)] * 2
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (line["step"], line["epoch"], line["loss"], line["samples_per_second"]) == (1, 3, 0.5, 50), "one a second"
     assert "speed: 101 samples/s, of all ranks together\n" in status.text(seen)
     everything = ["rank", "host", "pid", "device", "address", "since"]
-    everything += ["phase", "epoch", "step", "samples/s", "heard", "versions"]
+    everything += ["phase", "epoch", "step", "loss", "samples/s", "heard", "versions"]
     for width, kept in ((1000, everything), (80, everything[:2]), (45, ["rank"])):
         monkeypatch.setattr(status, "stdout_width", lambda width=width: width)
         table = status.text(seen).split("\n\n")[1].splitlines()

@@ -1,0 +1,48 @@
+"""``metrics.jsonl`` of a script that says its loss: a line a second, in the run's folder, by rank 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from ddp_manual.errors import DdpManualError
+from ddp_manual.from_worker import Progress
+from ddp_manual.run_folder import RunPaths, append_json_line
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two lines.
+EVERY = 1.0
+
+
+class LossRecord:
+    """Writes what ``progress`` says, when it says a loss; a folder that cannot take it is a line, and no failure."""
+
+    def __init__(self, run_dir: Path, progress: Progress) -> None:
+        self._path, self._progress = RunPaths(run_dir).metrics, progress
+        self._began = time.monotonic()
+        self._written = self._began - EVERY
+        self._is_unwritten = self._has_failed = False
+        progress.loss_said = self.take
+
+    def take(self) -> None:
+        """Take that the loss was said."""
+        self._is_unwritten = self._progress.number_of_loss is not None
+        if self._is_unwritten and time.monotonic() >= self._written + EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was said last, if that is not written yet."""
+        if not self._is_unwritten or self._has_failed:
+            return
+        self._written, self._is_unwritten = time.monotonic(), False
+        beat = self._progress
+        line = {"step": beat.whole_step, "epoch": int(beat.epoch), "loss": beat.number_of_loss}
+        line |= {"samples_per_second": float(beat.samples_per_second), "seconds": self._written - self._began}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_json_line(self._path, line)
+        except (DdpManualError, OSError, ValueError, TypeError) as error:
+            self._has_failed = True
+            logger.warning("the loss is not written any more: %s", error)
