@@ -201,11 +201,11 @@ def test_a_text_that_is_higher_than_the_terminal_is_cut_until_it_is_the_last(
 
 
 def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_has_room_for(
-    start: Start, start_joined: Start, port: int, monkeypatch: pytest.MonkeyPatch
+    start: Start, start_joined: Start, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = start_joined(
         "import time, ddp_manual\n"
-        "with ddp_manual.join(device='cpu', run_dir='run') as world:\n"
+        f"with ddp_manual.join(device='cpu', run_dir={str(tmp_path / 'run')!r}) as world:\n"
         "    world.progress(epoch=3)\n"
         "    for step in range(1, 8):\n"
         "        world.progress(step=step, samples_per_second=50 + world.rank, loss=0.5)\n"
