@@ -12,6 +12,7 @@ from ddp_manual.errors import PeerUnreachable
 from ddp_manual.messages import Place, Probe, RankInfo
 from ddp_manual.terminal import at
 from ddp_manual.wire import printable
+from ddp_manual.wrapping import whole
 
 # Up to this many hosts all pairs are tried. Beyond it each host tries those that are 1, 2, 4, 8, ... further on in rank
 # order, so that every host is still tried in both directions.
@@ -85,8 +86,9 @@ class Probes:
 def compare_mtu(address: str) -> str:
     """Return what to do where small packets reach this address, and large ones do not."""
     return (
-        "compare the MTU of the interfaces of both hosts, and of tunnels between them: ip link; "
-        f"ping -M do -s 1472 {address}\nor lower it on every host: ip link set dev <interface> mtu 1400"
+        "compare the MTU of the interfaces of both hosts, and of tunnels between them:\n"
+        f"{whole('ip link')}\n{whole(f'ping -M do -s 1472 {address}')}\n"
+        f"or lower it on every host:\n{whole('ip link set dev <interface> mtu 1400')}"
     )
 
 
@@ -102,7 +104,8 @@ def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
     start, end, answer = failing[0]
     opened = f"from {start.address} to {end.address}" if end else f"between {start.host} and the others"
     rule = f"-p tcp -s {start.address} -j ACCEPT"
-    next = f"open all TCP ports {opened}, such as on {end.host if end else start.host}: iptables -I INPUT {rule}"
+    on = end.host if end else start.host
+    next = f"open all TCP ports {opened}, such as on {on}:\n{whole(f'iptables -I INPUT {rule}')}"
     if len(failing) > 1:
         next += "\nand so for each of the connections above"
     if end is not None and answer.startswith(CUT_OFF):

@@ -263,11 +263,11 @@ class Seats:
             return f"{whats}. It is started again; {state}"
         commands = "\n".join(dict.fromkeys(whole(run.command_for(rank)) for rank in seats))
         it = "it" if len(seats) == 1 else "them"
-        to_give_back = f"to give {it} back, {run.where_to_type}:\n{commands}"
+        to_replace = f"to replace {in_words(as_ranges(seats))}, type {run.where_to_type}:\n{commands}"
         if not missing:
-            return f"{whats}. The others go on without {it}; {state}\n{to_give_back}"
+            return f"{whats}. The others go on without {it}; {state}\n{to_replace}"
         kept = "Its seat is kept" if len(seats) == 1 else "Their seats are kept"
-        return f"{whats}. {kept}; {state}\n{to_give_back}\nor go on without {it}:\n{whole(self._shrink)}"
+        return f"{whats}. {kept}; {state}\n{to_replace}\nor go on without {it}:\n{whole(self._shrink)}"
 
     def said_of(self, left_out: Sequence[int]) -> str:
         """Return what was said of the ranks that are waited for, or how those were lost without which the others go

@@ -24,6 +24,7 @@ from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import encode
+from ddp_manual.wrapping import whole
 
 # An error of a rank's own code after which another try may go well.
 MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)
@@ -323,7 +324,7 @@ class Watch:
     def _lose_silent(self, rank: int, seconds: float, why: Sequence[str]) -> None:
         """End the run because of a rank that has said nothing for these seconds."""
         info = self._info(rank)
-        process = f"whether its process runs: ps -o stat= -p {info.pid}"
+        process = f"whether its process runs:\n{whole(f'ps -o stat= -p {info.pid}')}"
         last_seen = f"it was {self.health.beat(rank).last_seen()}, when it was last heard"
         self._end_because_of(
             info,

@@ -238,7 +238,7 @@ def test_a_seat_that_only_the_host_of_rank_0_reaches_is_given_back_on_that_host(
     for rank in (0, 1):
         seats.take_held(rank, (0, 5), 5)
     said = seats.kept(replace(KEEPS, host="a", address="127.0.0.1"), [0, 1], [2])
-    assert said is not None and "\nto give it back, on a (only it reaches 127.0.0.1):\n" in said
+    assert said is not None and "\nto replace rank 2, type on a (only it reaches 127.0.0.1):\n" in said
 
 
 def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
