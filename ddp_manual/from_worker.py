@@ -7,13 +7,14 @@ checked as it is read. Texts, such as the names of files, arrive as they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 from ddp_manual.messages import JOINING, Beat, LastWords, Message, Ready
+from ddp_manual.messages.contents import LARGEST
 from ddp_manual.steps import Step
 from ddp_manual.wire import Read, local_reader_of, printable
 
@@ -61,13 +62,16 @@ class Progress:
 
     @property
     def number_of_loss(self) -> float | None:
-        """The loss; None where it is no finite number of Python."""
-        is_number = isinstance(self.loss, Real) and math.isfinite(self.loss)
-        return _number(self.loss) if is_number else None
+        """The loss; None where it is no number of Python that can be said."""
+        return _number(self.loss) if _can_be_said(self.loss) else None
 
     @property
     def whole_step(self) -> int:
         return int(_number(self.step))
+
+    @property
+    def whole_epoch(self) -> int:
+        return int(_number(self.epoch))
 
     def beat(
         self,
@@ -88,7 +92,7 @@ class Progress:
         longer = {group: seconds for group, seconds in (timeouts or {}).items() if seconds > shortest}
         return Beat(
             phase=printable(str(self.phase)),
-            epoch=int(_number(self.epoch)),
+            epoch=self.whole_epoch,
             step=self.whole_step,
             samples_per_second=round(_number(self.samples_per_second), 1),
             step_seconds=round(_number(self.step_seconds), 6),
@@ -104,8 +108,15 @@ class Progress:
 
 
 def _number(value: Any) -> float:
-    """Return a finite number as it is, anything else as 0; reading a tensor could wait for a GPU that hangs."""
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
+    """Return a number that can be said as it is, anything else as 0."""
+    return float(value) if _can_be_said(value) else 0.0
+
+
+def _can_be_said(value: Any) -> bool:
+    """Return whether this is a number that is not too large; reading a tensor could wait for a GPU that hangs."""
+    with suppress(OverflowError):
+        return isinstance(value, Real) and abs(float(value)) <= LARGEST
+    return False
 
 
 class Born(Message):

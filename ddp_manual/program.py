@@ -28,6 +28,8 @@ class Program:
     """``module:function``, which says before all ranks are here what they must have in common of the user's own code:
     it is called with the rank and the arguments, and returns options. The device is chosen then too; a program without
     it chooses a device itself."""
+    ends_at_once: bool = False
+    """Whether it has nothing to do at its end, such as for threads, so that a teardown that could hang is left out."""
 
     @property
     def words(self) -> list[str]:

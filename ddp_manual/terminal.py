@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from ddp_manual import unread
 from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
-from ddp_manual.wrapping import wrapped
+from ddp_manual.wrapping import LEAST, wrapped
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
@@ -235,7 +235,7 @@ class RankOutput:
 
     def _room(self, sink: TextIO) -> int | None:
         width = width_of(sink)
-        return width and width - len(self._tag) - 1
+        return width and max(LEAST, width - len(self._tag) - 1)
 
     def _write(self, text: bytes, sink: TextIO | None, shown: str | None = None) -> None:
         """Write to the log and to the terminal.

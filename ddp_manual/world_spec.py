@@ -79,7 +79,7 @@ class WorldSpec(Options):
     on_loss: str = loss(
         LEAVE,
         "When a rank is lost: leave ends the run; wait keeps its seat until its command is typed again, and then goes "
-        "on from the same step; shrink goes on without it. Rank 0's value is used, as of the next two.",
+        "on from the same step; shrink goes on without it. Rank 0's value is used.",
         choices=(LEAVE, WAIT, SHRINK),
     )
     rejoin_timeout: float = loss(1800.0, "Seconds that a lost rank's seat is kept; then the run ends.", above=0)

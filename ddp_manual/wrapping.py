@@ -7,6 +7,8 @@ import textwrap
 
 MARGIN = "  "
 """Begins a line that is never wrapped."""
+# Columns; in a terminal that has fewer, lines are wider than it.
+LEAST = 20
 
 
 def whole(command: str) -> str:
@@ -45,7 +47,7 @@ def wrapped(text: str, width: int | None, *, margin: str = MARGIN) -> str:
 def labelled(label: str, text: str, width: int | None) -> str:
     """Return a part of an error, such as ``  why:  nothing listens there``, with its lines below each other; a command
     that does not fit beside the label is the next line."""
-    indent, room = " " * len(label), None if width is None else width - len(label)
+    indent, room = " " * len(label), None if width is None else max(LEAST, width - len(label))
     text = wrapped(text, room, margin="")
     if text.startswith(MARGIN):
         first = text.partition("\n")[0]

@@ -18,7 +18,7 @@ from ddp_manual.training.datasets import source_of
 
 
 def train(world, epochs):  # the process group is opened before this function (1) and closed after it (5)
-    dataset = "mnist" if Path("data", "MNIST").exists() else "synthetic"
+    dataset = "mnist" if any(Path("data", "MNIST", "raw").glob("*")) else "synthetic"
     digits = source_of(ddp_manual.TrainConfig(dataset=dataset, data_dir="data"))
     world.once_per_host("draw digits", digits.prepare, timeout=600)
     split = digits.load("train")

@@ -41,9 +41,12 @@ from ddp_manual.terminal import at, counted
 from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import whole
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
 REPLY_WITHIN = 1.0
+# Seconds that rank 0 has waited when it says that another one of its user waits too, perhaps for the same ranks.
+BESIDE_AFTER = 3.0
 # Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
 RANK_0_FIRST = 1.0
 WITHOUT_A_TOKEN = (
@@ -227,6 +230,11 @@ class Join:
         missing = bool(news.missing)
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)
+        if missing and self._waits_here is not None and self._waiting.waited > BESIDE_AFTER:
+            beside = hint(self._spec)
+            if beside and beside not in self._logged:
+                self._logged.add(beside)
+                self._log(f"{beside}; this one is another run")
         if missing and not news.for_lost:  # otherwise rank 0 has said so, once
             self._waiting.advise(advice_for(news.missing, run, self._own_addresses))
             if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
@@ -301,8 +309,6 @@ class Join:
         if not (self.seal or run.only_on_its_host or spec.world_size == 1):
             self._log(f"anybody who reaches {step.detail} {WITHOUT_A_TOKEN}")
         if not (spec.alone or spec.agent_store):
-            if beside := hint(spec):
-                self._log(f"{beside}; this one is another run")
             self._waits_here = OwnRank0(os.getpid(), info.host_id, address, port, spec.world_size, run.run_id)
             self._waits_here.announce()
         return str(address)
@@ -390,7 +396,9 @@ class Join:
     @property
     def _search(self) -> Search:
         who, patient = f"rank {self._spec.rank}", bool(self.info.goes_on)
-        return Search(self._spec, who, machine.host_name(), self._command_for(0), patient, partial(hint, self._spec))
+        return Search(
+            self._spec, who, machine.host_name(), whole(self._command_for(0)), patient, partial(hint, self._spec)
+        )
 
     def _command_for(self, rank: int | None) -> str:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))

@@ -6,6 +6,7 @@ Each has a file, named by its pid, in a folder that only this user may write to.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import psutil
 from ddp_manual.environment.machine import host_id, runtime_folder
 from ddp_manual.options import as_flags
 from ddp_manual.terminal import at
+from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -34,10 +36,11 @@ class OwnRank0:
     def announce(self) -> None:
         """Let ranks of this host know; where no such folder can be made they do not."""
         with suppress(OSError):
-            folder = runtime_folder()
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.stat().st_uid == os.geteuid():
-                _file(self.pid).write_bytes(msgspec.json.encode(self))
+            runtime_folder().mkdir(mode=0o700, exist_ok=True)
+            if _is_own():
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+                with open(os.open(_file(self.pid), flags, 0o600), "wb") as file:
+                    file.write(msgspec.json.encode(self))
 
     def is_there(self) -> bool:
         """Return whether its process lives, and is the one that has written its file."""
@@ -52,21 +55,21 @@ def withdraw(pid: int) -> None:
         _file(pid).unlink()
 
 
-def hint(spec: WorldSpec) -> str:
+def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
     """Say where on this host a rank 0 of this user waits for as many ranks, but not at this address; "" for nowhere."""
     for one in _announced():
         is_elsewhere = (one.address, one.port) != (spec.master_addr, spec.master_port)
-        if one.world_size == spec.world_size and is_elsewhere:
+        if is_elsewhere and (of_any_size or one.world_size == spec.world_size):
             flags = as_flags({"master_addr": one.address, "master_port": one.port})
-            return f"a rank 0 of yours waits on this host at {at(one.address, one.port)}, with {flags}"
+            return f"a rank 0 of yours waits on this host at {at(printable(one.address), one.port)}, with {flags}"
     return ""
 
 
 def _announced() -> Iterator[OwnRank0]:
-    folder, files = runtime_folder(), list[Path]()
+    files = list[Path]()
     with suppress(OSError):
-        if folder.stat().st_uid == os.geteuid():
-            files = sorted(folder.glob("*.json"))
+        if _is_own():
+            files = sorted(runtime_folder().glob("*.json"))
     for file in files:
         with suppress(OSError, msgspec.MsgspecError):
             one = msgspec.json.decode(file.read_bytes(), type=OwnRank0)
@@ -74,6 +77,12 @@ def _announced() -> Iterator[OwnRank0]:
                 yield one
             elif one.host_id == host_id():
                 withdraw(one.pid)
+
+
+def _is_own() -> bool:
+    """Return whether only this user may write to the folder, which is not a link to another one."""
+    found = runtime_folder().lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _file(pid: int) -> Path:

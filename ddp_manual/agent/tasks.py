@@ -27,7 +27,9 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec
 
 PrintError = Callable[[DdpManualError], None]
-TRAINING = Program(kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare")
+TRAINING = Program(
+    kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare", ends_at_once=True
+)
 # What it imports besides torch, which a process that forks workers has before.
 TRAINING_IMPORTS = ("ddp_manual.training.program",)
 

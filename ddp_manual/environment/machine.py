@@ -101,5 +101,6 @@ def cache_folder() -> Path:
 
 def runtime_folder() -> Path:
     """Return the folder of this user's notes about processes of this host."""
-    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}")
-    return runtime / "ddp_manual" if runtime.is_dir() else Path(gettempdir()) / f"ddp_manual-{os.geteuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    own = os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK)
+    return Path(runtime) / "ddp_manual" if own else Path(gettempdir()) / f"ddp_manual-{os.geteuid()}"

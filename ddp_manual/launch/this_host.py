@@ -188,7 +188,7 @@ class Ranks:
             dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
             start_worker=lambda held: self.starter.start(rank, world_size, held, output),
             log=lambda line: output.print(f"{terminal.tag(rank)} {line}", shown=not self._passes_on),
-            print_error=lambda error: output.print_error(self._without_way_on(error), shown=self._is_news(error)),
+            print_error=lambda error: self.print_error(rank, error, output),
         )
         agent.witness = self._witness
         return agent
@@ -207,6 +207,9 @@ class Ranks:
             launched=shlex.join(without_secrets(shlex.split(job.go_on))),
             restarts=(restarts, job.max_restarts),
         )
+
+    def print_error(self, rank: int, error: DdpManualError, output: RankOutput) -> None:
+        output.print_error(self._without_way_on(error), shown=self._is_news(error))
 
     def _is_news(self, error: DdpManualError) -> bool:
         """Return whether this terminal shows a rank's error: not what another rank shows, which has failed itself or

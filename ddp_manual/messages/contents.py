@@ -35,14 +35,14 @@ ENDED = "ended"
 ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
 
 # A number of seconds or samples; JSON brings numbers of any size.
-_LARGEST = 1e15
+LARGEST = 1e15
 _ONE_LINE = r"\A[^\n]*\Z"  # all other characters that cannot be shown are escaped when a message is read
 
 Name = Annotated[str, Meta(max_length=LONGEST_NAME, pattern=_ONE_LINE)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
-Seconds = Annotated[float, Meta(ge=0, le=_LARGEST)]
-TimeOut = Annotated[float, Meta(gt=0, le=_LARGEST)]
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Seconds = Annotated[float, Meta(ge=0, le=LARGEST)]
+TimeOut = Annotated[float, Meta(gt=0, le=LARGEST)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Option = tuple[Any, str]
 """The value of an option that ranks must agree on, and where it comes from, such as a file."""

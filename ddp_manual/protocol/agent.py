@@ -169,7 +169,8 @@ class AgentProtocol:
         """Why the run ends after a last step, for which a rank is missing."""
         self._now = self._heard = self._ticked = now
         self._paused = 0.0
-        """Seconds for which this process did not run when it was stopped for the last time."""
+        """Seconds for which this process did not run when it was stopped for the last time, less those in which it has
+        gone on: what is said later has other reasons."""
         self._silence = Silence(lambda _: "rank 0")
         self._next_beat = 0.0
         self._worker_number = 0
@@ -642,7 +643,7 @@ class AgentProtocol:
         """Do what only time brings."""
         self._now = now
         passed, self._ticked = now - self._ticked, now
-        self._paused = passed if passed >= A_PAUSE else self._paused
+        self._paused = passed if passed >= A_PAUSE else max(0.0, self._paused - passed)
         match self.signals.look(self._shell.worker.beat, now):
             case str(unreached):
                 self._shell.log(unreached)

@@ -180,7 +180,7 @@ class RollCall:
         if isinstance(refusal, WorldSizeMismatch):
             missing = self.missing
             if missing and info.rank not in missing:
-                refusal.next = self.run.command_for(missing[0])
+                refusal.next = whole(self.run.command_for(missing[0]))
         if refusal is not None:
             self.refuse(info.who, refusal, now)
             return refusal

@@ -57,7 +57,7 @@ class Search(NamedTuple):
     """Such as ``rank 1``."""
     host: str
     rank_0_command: str
-    """The command that starts rank 0."""
+    """The command that starts rank 0, as a line of its own."""
     patient: bool = False
     """Whether rank 0 was there, and may have been stopped: then something else may answer until the deadline."""
     hint: Callable[[], str] = str
@@ -72,8 +72,7 @@ class Search(NamedTuple):
         here = "; if it is on another host, give its address: --master_addr" if is_loopback(seen.address) else ""
         firewall = f"open TCP port {self.spec.master_port} there, which a firewall may close"
         elsewhere = f"(if it runs: {self.where} may not be its address{here}; or {firewall})"
-        command = whole(self.rank_0_command)
-        return [command] if self.patient else [command, elsewhere]
+        return [self.rank_0_command] if self.patient else [self.rank_0_command, elsewhere]
 
     def judge(self, all_seen: Sequence[Seen], waited: float) -> tuple[Seen, Finding]:
         """Return what decides of all that is there in place of rank 0's agent, and what it means.
@@ -83,7 +82,7 @@ class Search(NamedTuple):
         """
         seen, finding = self._judge(all_seen, waited)
         if elsewhere := self.hint():
-            finding.error.next += f"\n{elsewhere}"
+            finding.error.next = f"{elsewhere}\n{finding.error.next}"
             finding = Finding(f"{finding.line} ({elsewhere})", finding.error)
         return seen, finding
 
@@ -112,7 +111,7 @@ class Search(NamedTuple):
             refused = MasterRefused(
                 f"nothing {f'has listened{waited}' if waited else 'listens'} at rank 0's address {where}",
                 why=why,
-                next=f"{whole(self.rank_0_command)}\n"
+                next=f"{self.rank_0_command}\n"
                 "then try again; if rank 0 runs, compare this with its line 'listening at'",
             )
             return Finding(f"nothing listens at {where}: is rank 0 started?", refused)
@@ -120,7 +119,7 @@ class Search(NamedTuple):
             closed = MasterRefused(
                 f"what listens at rank 0's address {where} has closed every connection{waited}",
                 why=f"{why}\nthat is {PROXY}, or a program that takes no connections from this host",
-                next=f"{whole(self.rank_0_command)}\nor see what listens there, on its host:\n{whole(listeners(port))}",
+                next=f"{self.rank_0_command}\nor see what listens there, on its host:\n{whole(listeners(port))}",
             )
             return Finding(f"{where} accepts connections and closes them: {PROXY}; is rank 0 started?", closed)
         if seen.answer is Answer.BUSY:
@@ -175,7 +174,7 @@ class Search(NamedTuple):
         frozen = MasterLost(
             f"{greeted} has not answered it for {waited:.0f} s",
             why="its process is stopped or frozen, its host is down, or the network is cut",
-            next=f"look at rank 0; to start it again:\n{whole(self.rank_0_command)}",
+            next=f"look at rank 0; to start it again:\n{self.rank_0_command}",
         )
         return Finding(f"{greeted} does not answer it", frozen)
 
@@ -184,7 +183,7 @@ class Search(NamedTuple):
         over = MasterLost(
             f"the run at {where} has ended, and no other has begun",
             why=f"this rank came when it was over, and has waited {waited:.0f} s for the next run",
-            next=whole(self.rank_0_command),
+            next=self.rank_0_command,
         )
         return Finding(f"the run at {where} is ending; waiting for the next run", over)
 

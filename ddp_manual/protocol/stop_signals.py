@@ -87,6 +87,8 @@ class StopSignals:
 
     def worker_handles(self, handling: Handling) -> None:
         """Note what the worker does about signals from now on."""
+        if self.are_taken and handling is Handling.BY_ITSELF:
+            self._first_at.clear()  # it has stopped for that
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
 
@@ -102,7 +104,7 @@ class StopSignals:
         if number == SAVE:
             self._save(seen_by)
             return None
-        if self._handling is Handling.BY_ITSELF:
+        if self._handling is Handling.BY_ITSELF and not self._first_at:  # otherwise it came before the program began
             return self._stop_program(number, again, now)
         is_early = self._handling is Handling.LOADING
         will_take_it = goes_on and self._takes_stops

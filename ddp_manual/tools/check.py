@@ -59,7 +59,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
     options = {"command": ("check", "command")}
     listening = as_flags({LISTENING: spec.listen_addr})
     checking = Task(
-        program=Program(kind=MODULE, name=MEASURE, prepare=f"{MEASURE}:prepare"),
+        program=Program(kind=MODULE, name=MEASURE, prepare=f"{MEASURE}:prepare", ends_at_once=True),
         options=options,
         command=rank_command(spec, "check"),
         for_rank_0=listening,

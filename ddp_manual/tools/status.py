@@ -6,11 +6,13 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ddp_manual.agent.name_lookup import look_up
+from ddp_manual.agent.own_rank_0s import hint
 from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
@@ -20,6 +22,7 @@ from ddp_manual.protocol.verdicts import error_for
 from ddp_manual.terminal import at, columns, say, stdout_width
 from ddp_manual.waiting import Waiting
 from ddp_manual.world_spec import WorldSpec
+from ddp_manual.wrapping import wrapped
 
 LOOK_EVERY = 1.0
 # Ranks; a larger run's table ends with how many more there are.
@@ -29,8 +32,8 @@ WAITS_FOR = 2.0
 
 # What to do where no rank 0 is found; ``status`` does not know how the run is started.
 ADVICE = (
-    "start rank 0, or give the --master_port that launch has printed; ddp-manual runs says why a run has ended, "
-    "where it has a --run_dir"
+    "start rank 0, or give the --master_port that rank 0 or launch has printed; ddp-manual runs says why a run has "
+    "ended, where it has a --run_dir"
 )
 # The columns that a narrow terminal has no room for.
 LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "epoch", "heard", "host", "line")
@@ -78,7 +81,11 @@ async def look(
     token = settings.token(spec.token_file)
     waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
     addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
-    there = await find_rank_0(Search(spec, "status", machine.host_name(), ADVICE), addresses, waiting)
+    there = await find_rank_0(
+        Search(spec, "status", machine.host_name(), ADVICE, hint=partial(hint, spec, of_any_size=True)),
+        addresses,
+        waiting,
+    )
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
@@ -134,7 +141,8 @@ def text(seen: Mapping[str, Any]) -> str:
     run = seen["run"]
     since = f"{datetime.fromtimestamp(run['since']):%Y-%m-%d %H:%M:%S}"
     state = "all ranks are here" if seen["complete"] else f"{seen['here']} of {run['world_size']} ranks are here"
-    lines = [f"run {run['run_id']}: rank 0 on {run['host']} (pid {run['pid']}) since {since}; {state}"]
+    header = f"run {run['run_id']}: rank 0 on {run['host']} (pid {run['pid']}) since {since}; {state}"
+    lines = [wrapped(header, stdout_width())]
     if run["run_dir"]:
         lines.append(f"files: {run['run_dir']}")
     if seen["progress"] and (rate := sum(now["samples_per_second"] for now in seen["progress"])):
@@ -142,9 +150,9 @@ def text(seen: Mapping[str, Any]) -> str:
     lines += ["", *roster(seen["ranks"], seen["progress"] or (), width=stdout_width())]
     missing = [rank for first, last in seen["missing"] for rank in range(first, last + 1)]
     if seen.get("waiting"):
-        lines += ["", seen["waiting"]]
+        lines += ["", wrapped(seen["waiting"], stdout_width())]
     if seen.get("lost"):
-        lines += ["", seen["lost"]]
+        lines += ["", wrapped(seen["lost"], stdout_width())]
     elif missing:
         lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
         lines.append(f"  {run['command'].replace('{rank}', str(missing[0]))}")

@@ -38,11 +38,11 @@ class LossRecord:
             return
         self._written, self._is_unwritten = time.monotonic(), False
         beat = self._progress
-        line = {"step": beat.whole_step, "epoch": int(beat.epoch), "loss": beat.number_of_loss}
-        line |= {"samples_per_second": float(beat.samples_per_second), "seconds": self._written - self._began}
+        line = {"step": beat.whole_step, "epoch": beat.whole_epoch, "loss": beat.number_of_loss}
         try:
+            line |= {"samples_per_second": float(beat.samples_per_second), "seconds": self._written - self._began}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_json_line(self._path, line)
-        except (DdpManualError, OSError, ValueError, TypeError) as error:
+        except (DdpManualError, OSError, ValueError, TypeError, OverflowError) as error:
             self._has_failed = True
             logger.warning("the loss is not written any more: %s", error)

@@ -82,10 +82,10 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     except BaseException as error:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
-    if program.prepare:
+    if program.ends_at_once:
         _run_and_end(rank, program)
     else:
-        run(rank, program, os.getcwd())
+        run(rank, program, sys.path[0] if program.prepare else os.getcwd())
 
 
 def _run_and_end(rank: Rank, program: Program) -> NoReturn:

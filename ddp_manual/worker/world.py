@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import Store
@@ -80,6 +80,8 @@ class World(Place):
     _reporter: Reporter = field(repr=False)
     _closing: ExitStack = field(repr=False)
     _block: AbstractContextManager[World] | None = field(default=None, repr=False)
+    _exit: SystemExit | None = field(default=None, repr=False)
+    """With which the script has ended itself, if its exit code is not 0."""
     """What ends when this rank leaves; None once it has."""
     _takes_stops: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
@@ -88,6 +90,13 @@ class World(Place):
         """Be one of the ranks until ``with`` or ``close`` ends ``block``, or the interpreter ends."""
         self._block = block
         atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
+        exit = sys.exit
+
+        def exit_and_note(code: Any = None) -> NoReturn:
+            self._exit = SystemExit(code) if code else None
+            exit(code)
+
+        sys.exit = exit_and_note  # nothing else tells at the end how the interpreter ends
 
     def __enter__(self) -> World:
         return self
@@ -112,6 +121,7 @@ class World(Place):
         raised = getattr(sys, "last_value", None)
         if raised is raised_before or hasattr(sys, "ps1"):  # a person at a prompt has gone on after an exception
             raised = None
+        raised = raised or self._exit
         try:
             self.__exit__(raised and type(raised), raised, raised and raised.__traceback__)
         except DdpManualError as error:

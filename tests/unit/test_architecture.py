@@ -74,7 +74,7 @@ WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *
 MOST_LINES_OF_AGENT_AND_WORKER = 8820
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
 MOST_LINES_OF_TESTS = 24_150
-MOST_LINES_OF_PACKAGE = 27_800
+MOST_LINES_OF_PACKAGE = 27_850
 
 
 def room(path: Path) -> str:
