@@ -148,7 +148,8 @@ class PeerFailed(PeerGone, identifier="peer-failed"):
     def shown(self) -> tuple[str, str, str]:
         """Leave what is long, such as a traceback, to the terminal of that rank."""
         headline, why, next = super().shown
-        if len(why.splitlines()) <= LONGEST_WHY_OF_A_PEER:
+        shows_nothing = "the program exited with code" in headline  # as Python does then
+        if shows_nothing or len(why.splitlines()) <= LONGEST_WHY_OF_A_PEER:
             return headline, why, next
         rest = "traceback" if TRACEBACK in why else "rest"
         return headline, "", f"look at its terminal, which has the {rest}\n{next}"

@@ -187,8 +187,12 @@ class Agent:
                 run_folder.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)
         if self.task.name:
             seconds = f"{time.monotonic() - self.protocol.work.started:.1f} s"
-            who = f"rank {self.spec.rank} of {self.spec.world_size} on {self.info.host}"
-            self.log(f"all ranks are here after {seconds}: starting {self.task.name} as {who}")
+            place, whole_world = placed.place, self.spec.world_size
+            who = f"rank {place.rank} of {place.world_size} on {self.info.host}"
+            here = (
+                "all ranks are" if place.world_size == whole_world else f"{place.world_size} of {whole_world} ranks are"
+            )
+            self.log(f"{here} here after {seconds}: starting {self.task.name} as {who}")
         own = self._join.own_address
         message = from_agent.TakePlace(placed, self.protocol.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)

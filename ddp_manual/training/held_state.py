@@ -113,8 +113,7 @@ class Holder:
         places, place = _places(tensors), self._place
         self._memory.steps_done = step
         try:
-            before = min(place.rank - place.host_leader, place.local_world_size - 1)  # which have theirs by then
-            ranks = 1 if before == 0 else place.local_world_size - before
+            ranks = 1 if place.rank == place.host_leader else place.local_world_size
             slot = self._memory.begin(places[-1], len(content), ranks)
         except OSError as error:
             if place.rank == place.host_leader:

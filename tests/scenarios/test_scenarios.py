@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.run import COLUMNS
+from tests.simulation.people import COLUMNS
 from tests.simulation.scenarios import DOCUMENTS, LINE, QUOTE, SCENARIOS, play, quoted_anew
 
 # What people are told to type.
 COMMAND = re.compile(
     r"  (next: |  *)?(train\.py --world_size \d+ --rank \d+|ddp-manual "
-    r"(train --world_size \d+ --rank \d+ train\.py|status .*--shrink))"
+    r"(run --world_size \d+ --rank \d+ train\.py|status .*--shrink))"
 )
 
 

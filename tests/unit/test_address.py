@@ -413,4 +413,10 @@ def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_
     assert finding.line.endswith(f"is rank 0 started? ({told})") and finding.error.next.startswith(told)
     withdraw(os.getpid())
     assert hint(spec) == ""
-    assert not any((Path(os.environ["XDG_RUNTIME_DIR"]) / "ddp_manual").iterdir())
+    folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "ddp_manual"
+    assert not any(folder.iterdir())
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))  # as somebody else may make it in /tmp
+    waits.announce()
+    assert hint(spec) == "" and not any(folder.iterdir())
+    folder.unlink()

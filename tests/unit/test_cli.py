@@ -14,6 +14,7 @@ from ddp_manual import cli, terminal
 from ddp_manual.agent.ending import Ended
 from ddp_manual.environment import command_line
 from ddp_manual.environment.command_line import option_in, without_options
+from tests.conftest import log_to_root
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {
@@ -417,7 +418,7 @@ def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_ot
     Path("script.py").touch()
     monkeypatch.setattr("ddp_manual.agent.tasks.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
     monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
-    monkeypatch.setattr(terminal.LOGGER, "propagate", True)
+    log_to_root(monkeypatch)
     monkeypatch.setattr(terminal, "log_to_stderr", lambda rank, over_bar=False: None)
     monkeypatch.setattr(terminal, "log", terminal.LOGGER.warning)
     said = "no --rank was given: this is rank 0 of 3; the others have --rank 1 to 2"

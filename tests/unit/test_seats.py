@@ -152,7 +152,7 @@ def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_i
     drawn, back = {}, {}
 
     def begin(rank: int, source: int | None) -> None:
-        holding.begin(memories[rank], replace(placed(rank), state_from=source), lambda message: None)
+        holding.begin(memories[rank], replace(placed(rank), state_from=source), lambda message: None, Progress())
         torch.manual_seed(rank)
 
     monkeypatch.setattr(held_state, "share", lambda memory, source, device: rebuild(read(memories[source])))
@@ -172,7 +172,7 @@ def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_i
                 back[rank] = torch.rand(7).tolist()
             assert back == drawn
     finally:
-        holding.begin(None, placed(0), lambda message: None)
+        holding.begin(None, placed(0), lambda message: None, Progress())
 
 
 @pytest.mark.parametrize(("fit", "hold"), [(1, []), (2, [0]), (5, [0]), (6, [0, 1, 2]), (100, [0, 1, 2])])

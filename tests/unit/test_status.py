@@ -5,7 +5,10 @@ from __future__ import annotations
 from ddp_manual.tools.status import roster
 
 RANK = {"host": "a", "pid": 1, "address": "10.0.0.1", "since": 0.0, "device": "cpu"}
-BUSY = {"phase": "running", "epoch": 0, "step": 0, "samples_per_second": 0, "slow": False, "silent_seconds": 0.1}
+BUSY = {
+    **{"phase": "running", "epoch": 0, "step": 0, "samples_per_second": 0, "slow": False},
+    **{"silent_seconds": 0.1, "waits_seconds": 0.0, "place": ""},
+}
 
 
 def test_a_column_that_is_empty_for_all_is_left_out_and_torch_has_the_same_name_on_all_ranks() -> None:

@@ -17,7 +17,7 @@ import pytest
 from ddp_manual import terminal
 from ddp_manual.errors import SAVED, PeerFailed, RankMissing, Stopped, from_dict
 from ddp_manual.waiting import Waiting
-from ddp_manual.wrapping import whole, wrapped
+from ddp_manual.wrapping import labelled, whole, wrapped
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
 
@@ -147,3 +147,7 @@ def test_a_duration_is_in_the_largest_units() -> None:
         "1 min 43 s",
         "2 h 5 min",
     ]
+
+
+def test_a_terminal_that_is_hardly_wide_enough_for_a_label_gets_wider_lines() -> None:
+    assert labelled("  next: ", "start all ranks again", 8) == "  next: start all ranks\n        again"

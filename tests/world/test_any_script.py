@@ -227,14 +227,14 @@ def test_the_end_of_a_script_is_the_ranks_and_the_others_are_told(
 ) -> None:
     processes = ranks(write(tmp_path, "ends.py", ENDS), how)
     assert [process.wait(60) for process in processes] == [14, code], processes[1].err
-    said = said.format(host=os.uname().nodename)
-    assert said in processes[1].err + processes[1].out
-    assert said.partition(": ")[2] in processes[0].err or how == "hook"
+    assert said.format(host=os.uname().nodename) in processes[1].err + processes[1].out
+    assert said.replace(": rank 1 on {host}", "") in processes[0].err or how == "hook"
     assert [line.startswith("error[") for line in processes[0].err.splitlines()].count(True) == 1
     if how in ("words", "raise", "hook"):
         assert "atexit 1" in processes[1].out and "error[" in processes[1].err
     if how == "raise":
-        assert 'ends.py", line ' in processes[0].err and "script.py" not in processes[0].err
+        assert 'ends.py", line ' in processes[1].err and "script.py" not in processes[1].err
+        assert "Traceback" not in processes[0].err and "its terminal, which has the traceback\n" in processes[0].err
 
 
 def test_threads_and_atexit_handlers_end_as_they_do_in_plain_python(ranks: Ranks, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def fails_once(folder: Path) -> dict[str, str]:
         "import os, sys\n"
         "from pathlib import Path\n"
         f"raised = Path({str(folder / 'raised')!r})\n"
-        "if sys.orig_argv[1].endswith('worker'):\n"
+        "if any(word.endswith('worker') for word in sys.orig_argv):\n"
         "    from ddp_manual.training.loop import Trainer\n"
         "    steps, train_step = [], Trainer._train_step\n"
         "    def failing(*arguments):\n"

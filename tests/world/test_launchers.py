@@ -16,7 +16,7 @@ EVERY_MODEL = """
     import dataclasses, os, sys
     from pathlib import Path
 
-    if os.path.basename(sys.orig_argv[1]) == "worker":
+    if any(os.path.basename(word) == "worker" for word in sys.orig_argv):
         from ddp_manual.training.config import MODELS
         from ddp_manual.training import program
 

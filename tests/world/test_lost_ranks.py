@@ -119,7 +119,7 @@ def test_a_world_shrinks_and_grows_in_the_middle_of_an_epoch_and_sees_each_sampl
     early = start(*status, "--shrink")
     assert early.wait() == 2 and "--shrink has nothing to do" in early.err
     lose(kept, 2, "both")
-    kept.ranks[0].wait_for("or go on without it: ")
+    kept.ranks[0].wait_for("or go on without it:\n")
     shrunk = start(*status, "--shrink", "--json")
     assert shrunk.wait() == 0 and json.loads(shrunk.out)["left_out"] == [[2, 2]]
     kept.wait_for_return(0, before=0)

@@ -98,6 +98,8 @@ FAULTS = {
         *((14, 1), LEFT_WITHIN),
     ),
 }
+# Of the ranks of launch, which share a terminal, only the one that raised has an error.
+RAISED = ("training-failed", "ValueError: this rank was told to fail", "Traceback .* in strike\n", (14, 1), LEFT_WITHIN)
 SOME_FAULTS = {
     "by_hand": {},
     "launch": {"trainer": ("sleep",), "lightning": ("raise",)},
@@ -119,7 +121,7 @@ def faults() -> list[object]:
 def test_a_rank_that_is_killed_frozen_stuck_or_raises_is_named(
     starts: Starts, script: Script, how: str, kind: str
 ) -> None:
-    identifier, what, why, codes, within = FAULTS[kind]
+    identifier, what, why, codes, within = RAISED if (how, kind) == ("launch", "raise") else FAULTS[kind]
     times, arguments = ["--peer_timeout", PEER_TIMEOUT], [*script.runs[0], *script.until_then]
     if kind == "sleep":
         times += ["--stall_timeout", STALL_TIMEOUT]
@@ -128,7 +130,7 @@ def test_a_rank_that_is_killed_frozen_stuck_or_raises_is_named(
     assert [rank.wait() for rank in ranks] == (list(codes) if how == "by_hand" else [codes[1]]), ranks[0].err
     took = time.monotonic() - since
     said = re.sub(r"^\[rank \d\] ?", "", ranks[0].err, flags=re.MULTILINE)
-    who = re.search(rf"error\[{identifier}\]: (rank 1 \({HOST}, pid \d+\)) {what}", said)
+    who = re.search(rf"error\[{identifier}\]: (rank 1 (?:\({HOST}, pid \d+\)|on {HOST}:)) {what}", said)
     assert who, said
     pattern = why.format(who=re.escape(who[1]), file=re.escape(script.file), line=script.line)
     assert re.search(pattern, said[who.start() :], re.DOTALL), said

@@ -19,7 +19,7 @@ from ddp_manual.training.loop import Trainer
 class LastLine(ProgressLines):
     loss = ""
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, *, passes: bool = False) -> None:
         self.loss = line.split()[5]
 
 
