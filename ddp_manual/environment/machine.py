@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import gettempdir
 
 from ddp_manual import gpus
 from ddp_manual.environment.settings import chosen_gpus
@@ -101,6 +100,8 @@ def cache_folder() -> Path:
 
 def runtime_folder() -> Path:
     """Return the folder of this user's notes about processes of this host."""
+    from tempfile import gettempdir  # here, since most commands need no such folder
+
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     own = os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK)
     return Path(runtime) / "ddp_manual" if own else Path(gettempdir()) / f"ddp_manual-{os.geteuid()}"

@@ -57,7 +57,7 @@ def test_one_direction_closed_between_two_of_three_hosts_is_the_one_that_is_name
         what = "error[peer-unreachable]: 1 of the connections between hosts cannot be made: hostB -> hostC\n"
         assert error.startswith(what)
         why = rf"  why:  from {second} \(rank 1 on hostB\) to {third}:\d+ \(rank 2 on hostC\): connection refused\n"
-        next = re.escape(f"  next: open all TCP ports from {second} to {third}, such as on hostC: ")
+        next = re.escape(f"  next: open all TCP ports from {second} to {third}, such as on hostC:\n")
         assert re.search(why + next, error), error
 
 

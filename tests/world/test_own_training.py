@@ -69,7 +69,7 @@ def test_it_ends_bit_for_bit_as_undisturbed_after_ctrl_c_the_end_of_a_host_and_a
         go_on = f"rank {number} was stopped after step {step} of {STEPS}: to go on, type the same command again"
         assert go_on in rank.out
     ended = [train(rank, "stopped") for rank in (0, 1)]
-    ended[0].wait_for("did step")
+    ended[1].wait_for(f"did step {step + 3}")  # so that it has taken stops
     for process in (worker_of(ended[1]), ended[1].process):  # as a host that shuts down does
         process.send_signal(signal.SIGTERM)
     assert [rank.wait(30) for rank in ended] == [143, 143], ended[0].err
