@@ -44,9 +44,11 @@ def affected(run: Run, fault: Fault) -> set[int]:
 
 
 def is_stuck_alone(rank: Rank) -> bool:
-    """Return whether a rank is stuck in a world that has shrunk to it: nobody waits for it, who could say so."""
+    """Return whether a rank is stuck, and nobody waits for it who could say so: it is alone, or all are stuck."""
     program = rank.program
-    return program is not None and program.hangs and program.group is not None and program.group.size == 1
+    return (
+        program is not None and program.group is not None and all(one.hangs for one in program.group.members.values())
+    )
 
 
 def check(run: Run) -> None:

@@ -167,12 +167,12 @@ class Moments:
         """Note that a program has done a step with all others."""
         if program.step not in self.run.line:
             self.workers.clear()
-        self.shrunk.discard(program.rank.number)
         self._miss_anew()
         now = self.run.loop.now
         is_heard = not program.rank.process.frozen and now - (program.first_step or now) > SAID_WITHIN
         if program.generation == 0 or is_heard:
             self.worked[program.rank.number] = now
+            self.shrunk.discard(program.rank.number)  # until rank 0 has heard of it, the others may go on without it
 
     # -- 6: from where the run goes on --------------------------------------------------------------------------------
 
