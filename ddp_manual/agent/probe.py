@@ -130,11 +130,12 @@ async def find_rank_0(search: Search, addresses: list[str], waiting: Waiting) ->
             other.connection.close()  # type: ignore[union-attr]
         if greeted:
             return greeted[0]
-        seen, finding = search.judge(probes, waiting.waited)
+        elsewhere = search.hint()
+        seen, finding = search.judge(probes, waiting.waited, elsewhere)
         if seen.answer in NOT_RANK_0 and not search.patient:
             raise finding.error
         # A network that is cut gives different answers in turn, such as "timed out" and "No route to host".
-        kind = f"{seen.answer.name} {search.hint()}"
+        kind = f"{seen.answer.name} {elsewhere}"
         waiting.wait_on(*finding, kind=kind, advice=search.advice(seen))
         await asyncio.sleep(min(POLL_EVERY, waiting.remaining))
 

@@ -287,7 +287,8 @@ class RunInfo(Checked):
         return of_group if self.stall_timeout_is_default or of_group.seconds < own.seconds else own
 
     def command_for(self, rank: int) -> str:
-        return self.command.replace("{rank}", str(rank), 1)  # a program may have an argument with such a word
+        """Return what to type for a rank, as a line of its own; "" if there is nothing."""
+        return whole(self.command.replace("{rank}", str(rank), 1))  # a program may have an argument with such a word
 
     @property
     def where_to_type(self) -> str:

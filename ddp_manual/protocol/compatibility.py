@@ -19,7 +19,6 @@ from ddp_manual.options import differing_options, side_by_side
 from ddp_manual.protocol.collective_variables import differing_variables
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, shown
 from ddp_manual.terminal import counted
-from ddp_manual.wrapping import whole
 
 Options = Mapping[str, Option]
 Versions = Mapping[str, str | None]
@@ -52,7 +51,7 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
             f"{info.who} expects {info.world_size} ranks, rank 0 expects {run.world_size}",
             why=f"rank 0 runs on {run.host} (pid {run.pid}) with world_size {run.world_size}; "
             f"rank {info.rank} has world_size {info.world_size} ({info.world_size_source})",
-            next=whole(run.command_for(min(info.rank, run.world_size - 1))),
+            next=run.command_for(min(info.rank, run.world_size - 1)),
         )
         return mismatch, warnings
     if info.host_id != rank_0.host_id and run.only_on_its_host:
@@ -213,7 +212,7 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
         return None
     if "command" in differing:
         differing = ["command"]  # all other differences follow from this one
-    next = whole(run.command_for(info.rank))
+    next = run.command_for(info.rank)
     if {"device", "backend"} & set(differing):
         # By default the two hosts chose differently, and would again.
         next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"

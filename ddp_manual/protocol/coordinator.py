@@ -30,7 +30,6 @@ from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.watch import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
-from ddp_manual.wrapping import whole
 
 # Seconds from the moment a rank knows that rank 0 is lost until it has found another one that was there already.
 SURVIVORS_WITHIN = 5.0
@@ -302,7 +301,7 @@ class CoordinatorProtocol:
                 look = lost[rank].verdict.next.removesuffix(f"\nthen {self.run.start_again}")
                 others = "go on without it until then" if self.roll_call.is_left_out(rank) else "wait for it"
                 seat = f"then give this rank back, {self.run.where_to_type}: the others {others}"
-                next = "\n".join(filter(None, (look, seat, whole(self.run.command_for(rank)))))
+                next = "\n".join(filter(None, (look, seat, self.run.command_for(rank))))
                 peer.connection.send(messages.RunEnds(replace(lost[rank].verdict, next=next)))
 
     @staticmethod

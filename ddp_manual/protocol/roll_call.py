@@ -180,7 +180,7 @@ class RollCall:
         if isinstance(refusal, WorldSizeMismatch):
             missing = self.missing
             if missing and info.rank not in missing:
-                refusal.next = whole(self.run.command_for(missing[0]))
+                refusal.next = self.run.command_for(missing[0])
         if refusal is not None:
             self.refuse(info.who, refusal, now)
             return refusal
@@ -343,7 +343,7 @@ class RollCall:
         elif frozen:
             next = f"on {holder.host}:\n{whole(f'kill -9 {holder.pid}')}\nthen start this rank again"
         elif not self.all_here:
-            next = whole(self.run.command_for(self.missing[0]))
+            next = self.run.command_for(self.missing[0])
         else:
             then = "start all ranks again" if self.run.on_loss == LEAVE else "start this rank again"
             next = f"all ranks are here; to replace rank {info.rank}, end that process and {then}"
@@ -569,7 +569,7 @@ def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo, own_addresses: Seq
     """
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
     # A launcher starts all its ranks with the same command.
-    commands = list(dict.fromkeys(whole(run.command_for(rank)) for rank in missing[:MOST_COMMANDS]))
+    commands = list(dict.fromkeys(run.command_for(rank) for rank in missing[:MOST_COMMANDS]))
     if run.only_on_its_host and missing:  # then this process is on that host too
         addresses = own_addresses[:MOST_ADDRESSES] or ["an address of its network"]
         spelled = "master_addr=" if run.command.startswith("WORLD_SIZE=") else "--master_addr "

@@ -74,14 +74,15 @@ class Search(NamedTuple):
         elsewhere = f"(if it runs: {self.where} may not be its address{here}; or {firewall})"
         return [self.rank_0_command] if self.patient else [self.rank_0_command, elsewhere]
 
-    def judge(self, all_seen: Sequence[Seen], waited: float) -> tuple[Seen, Finding]:
+    def judge(self, all_seen: Sequence[Seen], waited: float, elsewhere: str = "") -> tuple[Seen, Finding]:
         """Return what decides of all that is there in place of rank 0's agent, and what it means.
 
         Args:
             waited: seconds so far.
+            elsewhere: what ``hint`` has said.
         """
         seen, finding = self._judge(all_seen, waited)
-        if elsewhere := self.hint():
+        if elsewhere:
             finding.error.next = f"{elsewhere}\n{finding.error.next}"
             finding = Finding(f"{finding.line} ({elsewhere})", finding.error)
         return seen, finding

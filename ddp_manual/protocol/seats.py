@@ -261,7 +261,7 @@ class Seats:
         whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
         if not seats:
             return f"{whats}. It is started again; {state}"
-        commands = "\n".join(dict.fromkeys(whole(run.command_for(rank)) for rank in seats))
+        commands = "\n".join(dict.fromkeys(run.command_for(rank) for rank in seats))
         it = "it" if len(seats) == 1 else "them"
         to_replace = f"to replace {in_words(as_ranges(seats))}, type {run.where_to_type}:\n{commands}"
         if not missing:

@@ -409,7 +409,7 @@ def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_
     assert hint(spec) == told
     assert hint(replace(spec, master_port=29601)) == hint(replace(spec, world_size=3)) == ""
     search = Search(spec, "rank 1", "h", "train --rank 0", hint=partial(hint, spec))
-    _, finding = search.judge([Seen("127.0.0.1", Answer.REFUSED)], 1.0)
+    _, finding = search.judge([Seen("127.0.0.1", Answer.REFUSED)], 1.0, search.hint())
     assert finding.line.endswith(f"is rank 0 started? ({told})") and finding.error.next.startswith(told)
     withdraw(os.getpid())
     assert hint(spec) == ""
