@@ -140,6 +140,8 @@ class Health:
             known.changed, known.inside_since = now, None
         known.inside_since = _since(known.inside_since, now) if beat.inside else None
         known.stopped_since = _since(known.stopped_since, now) if beat.stopped else None
+        if "debugging" in known.named and not beat.debugging:
+            self._give_all_their_time(now)  # those that have waited for it are heard later than it
         known.named -= {state for state in ("stopped", "debugging") if not getattr(beat, state)}
 
     def forget(self, rank: int, now: float) -> None:
@@ -173,8 +175,14 @@ class Health:
     def restart(self, now: float) -> None:
         """Give all ranks the full time again: rank 0 itself was stopped for long, perhaps with its whole host."""
         for known in self._ranks:
-            known.heard = known.changed = now
+            known.heard = now
             known.stopped_since = known.stopped_since and now
+        self._give_all_their_time(now)
+
+    def _give_all_their_time(self, now: float) -> None:
+        """Let the time in which each rank has to make progress begin anew."""
+        for known in self._ranks:
+            known.changed = now
             known.inside_since = known.inside_since and now
 
     def beat(self, rank: int) -> Beat:

@@ -238,6 +238,9 @@ class Faults:
         self._run.loop.call_soon(take, context=rank.process.context)
 
     def _debugger(self, fault: Fault, rank: Rank) -> bool:
+        program = rank.program
+        if program is not None and fault.seconds < FOR_EVER:
+            self._run.loop.call_later(fault.seconds, program.leave_debugger, context=EMPTY)
         return self._to_program(rank, Program.debug)
 
     def _no_process(self, fault: Fault, rank: Rank) -> None:

@@ -60,7 +60,7 @@ WORDS = {
     "wrong world size": "rank {rank} is typed once more with a wrong --world_size",
     "type with": "rank {rank} is typed with {detail}",
     "sigterm": "SIGTERM for the agent of rank {rank}",
-    "debugger": "rank {rank} comes to breakpoint()",
+    "debugger": "rank {rank} is at a debugger's prompt{while_}",
     "listener": "{detail} listens at rank 0's port",
     "name": "rank 0's name gets its address",
     "no process": "no process can be started on the host of rank {rank} any more",

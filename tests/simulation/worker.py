@@ -362,6 +362,12 @@ class Program:
         """Come to a breakpoint."""
         self.hangs = self.debugs = True
 
+    def leave_debugger(self) -> None:
+        """Go on, as a person has typed ``continue``."""
+        self.hangs = self.debugs = False
+        if self.phase == AT_WORK and not self.inside:
+            self._work()
+
     def interrupt(self, number: int) -> None:
         """Get a signal that asks to stop: a program without a handler ends, another one saves and leaves in order."""
         if not self.alive:
