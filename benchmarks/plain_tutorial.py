@@ -40,14 +40,16 @@ def conv_net() -> nn.Module:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     torch.manual_seed(0)
     train = datasets.MNIST(sys.argv[1], train=True, transform=transforms.ToTensor())
     sampler: DistributedSampler[object] = DistributedSampler(train)
     loader = DataLoader(train, batch_size=BATCH_SIZE, sampler=sampler, num_workers=0)
-    model = DistributedDataParallel(conv_net())
+    model = DistributedDataParallel(conv_net().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=5e-4, nesterov=True)
     warmup, steps = WARMUP_EPOCHS * len(loader), EPOCHS * len(loader)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -60,6 +62,7 @@ def main() -> None:
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
             optimizer.zero_grad()
             scores = model(images)
             loss = F.cross_entropy(scores, labels)

@@ -1,4 +1,4 @@
-"""Samples per second compared with the plain tutorial loop: float32 on the CPU, one epoch of MNIST each.
+"""Samples per second compared with the plain tutorial loop: float32, one epoch of MNIST each; on GPUs, if there are any.
 
 python -m benchmarks.throughput --data_dir data
 """
@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import click
+import torch
 
 from benchmarks.measuring import REPOSITORY, free_port, interleave, machine, ratio
 
@@ -77,7 +78,7 @@ def main(data_dir: str, repetitions: int) -> None:
 
 def measure(data_dir: str, repetitions: int) -> None:
     rows = []
-    for world_size in (1, 2):
+    for world_size in (1,) if torch.cuda.device_count() == 1 else (1, 2):
         click.echo(f"{world_size} rank(s), samples per second:")
         results = interleave(
             {"tutorial": lambda: tutorial(world_size, data_dir), "ours": lambda: ours(world_size, data_dir)},  # noqa: B023
