@@ -1,4 +1,4 @@
-"""Samples per second compared with the plain tutorial loop: float32, one epoch of MNIST each; on GPUs, if there are any.
+"""Samples per second compared with the plain tutorial loop: float32, one epoch of MNIST each; on GPUs if there are any.
 
 python -m benchmarks.throughput --data_dir data
 """

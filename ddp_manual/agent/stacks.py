@@ -15,6 +15,7 @@ _LIBRARY = re.compile(
     + "|".join(re.escape(f"{folder}/") for folder in _FOLDERS)
     + ")"
 )
+_STARTS_IT = rf"{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py"
 # Innermost frames that are shown even of a library: they say what the thread does, or waits for.
 _INNERMOST = 3
 # What faulthandler writes after the 100 innermost frames of a thread.
@@ -29,7 +30,7 @@ def readable_stack(text: str, place: str = "") -> str:
         place: the program's innermost line, as its heartbeat said it: below 100 frames of libraries faulthandler writes
             none of the program's.
     """
-    text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
+    text = re.sub(rf'(?m)^(Extension modules: |  File "{_STARTS_IT}").*\n?', "", text)
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
     head = threads[0].strip()
     own = os.path.join("ddp_manual", "worker", "reporter.py")

@@ -15,7 +15,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from ddp_manual import from_agent, from_worker, messages, signals
-from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, Stopped
+from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, PeerStalled, Stopped
 from ddp_manual.messages import (
     Beat,
     LastWords,
@@ -277,7 +277,7 @@ class AgentProtocol:
         error = verdicts.error_for(self._spec.rank, verdict)
         ours, own = verdict.rank == self._spec.rank, self.work.own_words
         if verdict.judged:
-            is_of_this_rank = ours and not isinstance(error, CollectiveMismatch)
+            is_of_this_rank = ours and not isinstance(error, (CollectiveMismatch, PeerStalled))
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = self.run is not None and self.run.on_loss != LEAVE
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"

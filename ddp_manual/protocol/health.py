@@ -141,7 +141,7 @@ class Health:
         known.inside_since = _since(known.inside_since, now) if beat.inside else None
         known.stopped_since = _since(known.stopped_since, now) if beat.stopped else None
         if "debugging" in known.named and not beat.debugging:
-            self._give_all_their_time(now)  # those that have waited for it are heard later than it
+            self._give_all_their_time(now)  # the next heartbeats of those that have waited for it come later
         known.named -= {state for state in ("stopped", "debugging") if not getattr(beat, state)}
 
     def forget(self, rank: int, now: float) -> None:

@@ -250,13 +250,9 @@ def _weights(device: torch.device, count: int) -> Tensor:
     weights = torch.arange(1, count + 1, device=device) * GOLDEN
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         weights ^= (weights >> shift) & ((1 << (64 - shift)) - 1)
-        weights *= _signed(factor)
+        weights *= factor - (1 << 64)  # its bits, in an int64
     weights ^= (weights >> 31) & ((1 << 33) - 1)
     return weights | 1
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
 
 
 def comparable(tensor: Tensor, piece: int) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ddp_manual.errors import (
     BackendUnavailable,
     DdpManualError,
+    DeviceMissing,
     DeviceTaken,
     OutOfMemory,
     PeerLost,
@@ -24,8 +25,11 @@ from ddp_manual.errors import (
 )
 from ddp_manual.worker.device import SHARED_MEMORY
 
-# Of gloo's errors, those that another rank may be the reason of; its other errors are mistakes in the call.
-_OF_GLOO = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.IGNORECASE)
+# NCCL's words, and of gloo's those that another rank may be the reason of; its other errors are mistakes in the call.
+_NO_GPU = "no GPUs found|requires at least one CUDA device"
+_OF_TORCH = re.compile(
+    rf"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error|{_NO_GPU}", re.IGNORECASE
+)
 # What NCCL said last, behind torch's own words: up to torch 2.14 on a line of its own, since then on the same one.
 _LAST_WORDS = re.compile(r"\n(?:NCCL )?Last Error:[ \t]*\n?([^\n]*\S[^\n]*)", re.IGNORECASE)
 
@@ -63,6 +67,12 @@ _CAUSES = (
         DeviceTaken,
         "shares its GPU with another rank",
         "give each rank of a host a GPU of its own: leave --local_rank out, or choose different ones",
+    ),
+    Cause(
+        _NO_GPU,
+        DeviceMissing,
+        "has no GPU, which NCCL needs",
+        "look at nvidia-smi, and at what CUDA_VISIBLE_DEVICES names; or let the program use gloo where there is none",
     ),
     Cause(
         r"/dev/shm|shared memory segment|posix_fallocate|shm_open",
@@ -166,7 +176,7 @@ def collective_error(error: BaseException, rank: int) -> DdpManualError | None:
     failed = _failed_collective(error)
     if failed is None:
         return None
-    cause, why = _cause(str(failed)), f"a collective broke: {first_line(failed)}"
+    cause, why = _cause(str(failed)), f"torch said: {first_line(failed)}"
     if cause.in_a_call:
         return _as_error(cause._replace(kind=TrainingFailed), rank, f"{why}\n{traceback_of(error)}")
     return _as_error(cause, rank, why)
@@ -178,7 +188,7 @@ def _failed_collective(error: BaseException | None) -> BaseException | None:
         if isinstance(error, dist.DistError):
             return error
         # NCCL's are plain RuntimeErrors since torch 2.15, except for those of its watchdog.
-        if isinstance(error, RuntimeError) and ("NCCL Last Error" in str(error) or _OF_GLOO.search(str(error))):
+        if isinstance(error, (RuntimeError, ValueError)) and _OF_TORCH.search(str(error)):
             return error
         error = error.__cause__
     return None

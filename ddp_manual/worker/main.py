@@ -168,7 +168,7 @@ class Rank:
         if placed.on_cpu:
             device, backend = "cpu", "gloo"
             logger.warning("%s", placed.on_cpu)
-        if backend == "nccl" and place.rank == place.host_leader and told.wrong_for_nccl:
+        if backend == "nccl" and place.rank == place.host_leader and told.wrong_for_nccl and place.world_size > 1:
             named = told.interfaces["NCCL_SOCKET_IFNAME"]
             logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", named, told.wrong_for_nccl)
         pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)

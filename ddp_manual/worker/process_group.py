@@ -148,7 +148,7 @@ def open_process_group(
         store.set_timeout(timeout)  # as torch does: a program's own reads may wait for a rank that is behind
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         why = f"all {world_size} ranks joined, but {backend} said: {first_line(error)}"
         raise error_while_joining(error, rank, why) from error
     assert answered == world_size, f"{answered} ranks answered the first all-reduce, not {world_size}"

@@ -130,14 +130,14 @@ class Reporter:
         begun, where = collectives_begun(), whereabouts(self.thread)
         # Not while the rank begins others: some are unfinished at any time then, and torch's recorder is in use.
         unfinished = collectives_unfinished() if self._sent_beat and begun == self._sent_beat.collectives else None
-        # Of a tensor of the CPU such a method waits for nobody.
-        waits_for_gpu = where.syncs and torch.cuda.is_initialized()
+        return_at_once = collectives_return_at_once()
         beat = self.progress.beat(
             begun,
             timeouts=timeouts_of_groups(),
             unfinished=unfinished or 0,
-            return_at_once=collectives_return_at_once(),
-            inside=where.inside or (waits_for_gpu if unfinished is None else unfinished > 0),
+            return_at_once=return_at_once,
+            # With gloo such a method waits for this rank's own GPU, or for nobody.
+            inside=where.inside or (where.syncs and return_at_once if unfinished is None else unfinished > 0),
             place=where.place,
             debugging=where.debugging,
         )
@@ -258,7 +258,7 @@ def whereabouts(thread: int) -> Whereabouts:
             below = itertools.dropwhile(lambda frame: _file(frame) in _DEBUGGERS, frames[depth:])
             return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
     in_torch = innermost.f_code.co_filename.startswith(_IN_TORCH)
-    called = _method_called(innermost.f_code, innermost.f_lasti)
+    called = _calls(innermost.f_code).get(innermost.f_lasti)
     return Whereabouts(in_torch or called == "wait", called in _SYNCS, _own_line(frames))
 
 
@@ -306,11 +306,6 @@ def _file(frame: FrameType) -> str:
 
 def _line(frame: FrameType, number: int) -> str:
     return f"{_file(frame)}:{number} in {frame.f_code.co_name}"
-
-
-def _method_called(code: CodeType, instruction: int) -> str:
-    """Return which method is called there; "" if it is none in which a thread may wait for others."""
-    return _calls(code).get(instruction, "")
 
 
 @functools.lru_cache(maxsize=256)

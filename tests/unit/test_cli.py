@@ -392,6 +392,7 @@ def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cli.click, "echo", echo)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # pytest's own would be closed
     ended = Ended(result={"run_dir": "runs/mine"})
     monkeypatch.setattr("ddp_manual.agent.tasks.train_by_hand", lambda spec, config: ended)
     monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")

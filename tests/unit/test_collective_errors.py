@@ -44,6 +44,16 @@ OWN_FAULT = "internal error - please report this issue to the NCCL developers"
 # Report, error, identifier while joining, identifier later, whether another rank may be the reason, what it quotes.
 TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
     (
+        "torch 2.11",
+        ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+        *("device-missing", "device-missing", False, "no GPUs found"),
+    ),
+    (
+        "torch 2.15",
+        RuntimeError("nccl2 requires at least one CUDA device"),
+        *("device-missing", "device-missing", False, "at least one CUDA device"),
+    ),
+    (
         "vllm-project/vllm#14537",
         of_nccl(UNHANDLED, SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-EoOvZr (size 7340384)"),
         *("out-of-memory", "out-of-memory", False, "; Error while creating shared memory segment /dev/shm/nccl-EoOvZr"),
@@ -371,6 +381,7 @@ set_timeout = process_group.set_timeout
 
 def set_timeout_and_be_busy(timeout):
     set_timeout(timeout)
+    torch.ones(1, device=device)  # its kernel is loaded once the GPU is idle
     torch.cuda._sleep(20_000_000_000)  # about 10 s
 
 process_group.set_timeout = set_timeout_and_be_busy

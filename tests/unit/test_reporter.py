@@ -6,7 +6,6 @@ import signal
 import socket
 
 import pytest
-import torch
 
 from ddp_manual import from_agent, from_worker
 from ddp_manual.errors import Stopped
@@ -31,24 +30,24 @@ def test_the_first_message_comes_before_any_heartbeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unfinished", "syncs", "gpu", "inside"),
+    ("unfinished", "syncs", "nccl", "inside"),
     [
         (1, False, True, True),
         (0, True, True, False),
         (0, False, True, False),
         (None, True, True, True),
         (None, False, True, False),
-        (None, True, False, False),  # such as the to() of a tensor of the CPU
+        (None, True, False, False),  # such as the synchronize() of a script that uses gloo
     ],
 )
 def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
-    monkeypatch: pytest.MonkeyPatch, unfinished: int | None, syncs: bool, gpu: bool, inside: bool
+    monkeypatch: pytest.MonkeyPatch, unfinished: int | None, syncs: bool, nccl: bool, inside: bool
 ) -> None:
     """What torch says of NCCL is a fake, for want of a GPU. Where torch says nothing, the line of the thread counts."""
     monkeypatch.setattr(reporter_module, "collectives_begun", lambda: {"0": 7})
     monkeypatch.setattr(reporter_module, "collectives_unfinished", lambda: unfinished)
     monkeypatch.setattr(reporter_module, "whereabouts", lambda thread: Whereabouts(syncs=syncs))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
+    monkeypatch.setattr(reporter_module, "collectives_return_at_once", lambda: nccl)
     channel, agents = socket.socketpair()
     agents.settimeout(10)
     reporter = Reporter(channel, from_worker.Born(1))
