@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_manual.messages import JOINING, Beat, LastWords, Message, Ready
 from ddp_manual.messages.contents import LARGEST
@@ -20,21 +20,24 @@ from ddp_manual.wire import Read, local_reader_of, printable
 
 # Characters of a line of the program.
 LONGEST_PLACE = 200
+T = TypeVar("T")
 
 
 @dataclass
 class Progress:
     """What a rank is doing: the training loop writes it, the reporter's thread reads it.
 
-    ``world.progress(step=120, loss=loss.item())`` in a script's own loop sets what it names; ``status`` shows it, and
-    messages say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading it could wait
-    for a GPU.
+    ``world.progress(step=120, steps=600, loss=loss.item())`` in a script's own loop sets what it names; ``status``
+    shows it, and messages say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading
+    it could wait for a GPU.
     """
 
     phase: str = JOINING
     """joining, loading, training, evaluating, saving, leaving or ended; running in a script that does not say."""
     epoch: int = 0
     step: int = 0
+    steps: int = 0
+    """How many there are in all; 0 if that is not known."""
     samples_per_second: float = 0.0
     """Of this rank."""
     step_seconds: float = 0.0
@@ -50,12 +53,14 @@ class Progress:
         self,
         *,
         step: int | None = None,
+        steps: int | None = None,
         epoch: int | None = None,
         phase: str | None = None,
         samples_per_second: float | None = None,
         loss: float | None = None,
     ) -> None:
-        given = {"step": step, "epoch": epoch, "phase": phase, "samples_per_second": samples_per_second, "loss": loss}
+        given = {"step": step, "steps": steps, "epoch": epoch, "phase": phase, "loss": loss}
+        given["samples_per_second"] = samples_per_second
         vars(self).update({name: value for name, value in given.items() if value is not None})
         if loss is not None and self.loss_said is not None:
             self.loss_said()
@@ -63,60 +68,45 @@ class Progress:
     @property
     def number_of_loss(self) -> float | None:
         """The loss; None where it is no number of Python that can be said."""
-        return _number(self.loss) if _can_be_said(self.loss) else None
+        return _number(self.loss, None)
 
     @property
     def whole_step(self) -> int:
-        return int(_number(self.step))
+        return int(_number(self.step, 0.0))
 
     @property
     def whole_epoch(self) -> int:
-        return int(_number(self.epoch))
+        return int(_number(self.epoch, 0.0))
 
-    def beat(
-        self,
-        collectives: Mapping[str, int],
-        *,
-        timeouts: Mapping[str, float] | None = None,
-        unfinished: int = 0,
-        return_at_once: bool = False,
-        inside: bool,
-        place: str,
-        debugging: bool,
-    ) -> Beat:
+    def beat(self, *, place: str, timeouts: Mapping[str, float], **seen: Any) -> Beat:
         """Make a heartbeat that can be read, whatever a script has put in here.
 
         Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is said once.
+
+        Args:
+            seen: other fields of ``Beat``, as they are.
         """
-        shortest = min(timeouts.values()) if timeouts else 0.0
-        longer = {group: seconds for group, seconds in (timeouts or {}).items() if seconds > shortest}
+        shortest = min(timeouts.values(), default=0.0)
+        longer = {group: seconds for group, seconds in timeouts.items() if seconds > shortest}
         return Beat(
             phase=printable(str(self.phase)),
             epoch=self.whole_epoch,
             step=self.whole_step,
-            samples_per_second=round(_number(self.samples_per_second), 1),
-            step_seconds=round(_number(self.step_seconds), 6),
+            steps=int(_number(self.steps, 0.0)),
+            samples_per_second=round(_number(self.samples_per_second, 0.0), 1),
+            step_seconds=round(_number(self.step_seconds, 0.0), 6),
             loss=self.number_of_loss,
-            collectives=collectives,
             timeouts={"": shortest, **longer} if shortest > 0 else {},
-            unfinished=unfinished,
-            return_at_once=return_at_once,
-            inside=inside,
             place=printable(place, LONGEST_PLACE),
-            debugging=debugging,
+            **seen,
         )
 
 
-def _number(value: Any) -> float:
-    """Return a number that can be said as it is, anything else as 0."""
-    return float(value) if _can_be_said(value) else 0.0
-
-
-def _can_be_said(value: Any) -> bool:
-    """Return whether this is a number that is not too large; reading a tensor could wait for a GPU that hangs."""
+def _number(value: Any, otherwise: T) -> float | T:
+    """Return a number that can be said as it is; reading a tensor could wait for a GPU that hangs."""
     with suppress(OverflowError):
-        return isinstance(value, Real) and abs(float(value)) <= LARGEST
-    return False
+        return float(value) if isinstance(value, Real) and abs(float(value)) <= LARGEST else otherwise
+    return otherwise
 
 
 class Born(Message):

@@ -55,7 +55,8 @@ with ddp_manual.join() as world:
         loss.backward()
         optimizer.step()
         step += 1
-        world.progress(step=step, loss=loss.item() if step % 50 == 0 else None)  # reading it waits for a GPU
+        said = loss.item() if step % 50 == 0 else None  # reading it waits for a GPU
+        world.progress(step=step, steps=steps, loss=said)
         ddp_manual.hold(model, optimizer, step, per_rank=torch.get_rng_state())
         stops = world.stop_after_this_step()
         if stops or step == steps or step % 200 == 0:

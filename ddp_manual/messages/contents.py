@@ -149,6 +149,8 @@ class Beat(Checked):
     phase: Name = JOINING
     epoch: int = 0
     step: int = 0
+    steps: int = 0
+    """How many there are in all; 0 if that is not known."""
     samples_per_second: Number = 0.0
     step_seconds: Number = 0.0
     loss: Number | None = None

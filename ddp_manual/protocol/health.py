@@ -27,8 +27,6 @@ GIVEN_UP_SOON = 2.0
 # Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
 
-_NOTHING_YET = Beat()
-
 
 def heartbeat_period(run: RunInfo) -> float:
     """Return the seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
@@ -93,7 +91,9 @@ class _Rank:
     heard: float
     changed: float
     """When it last made progress: another phase, step or collective."""
-    beat: Beat = _NOTHING_YET
+    beat: Beat = field(default_factory=Beat)
+    counts_since: tuple[int, float] | None = None
+    """The step at which it said first how many steps there are, and when."""
     inside_since: float | None = None
     """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
     finished: bool = False
@@ -108,6 +108,12 @@ class _Rank:
     @property
     def mark(self) -> tuple[Any, ...]:
         return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives, self.beat.unfinished)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return what its work will still take at the pace so far; None if that is not known."""
+        step, at = self.counts_since or (self.beat.step, now)
+        done = self.beat.step - step
+        return (self.beat.steps - self.beat.step) * (now - at) / done if done > 0 else None
 
     def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
         """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
@@ -136,6 +142,8 @@ class Health:
         if known.finished:  # its process groups may be closed by now
             beat = replace(beat, collectives={**known.beat.collectives, **beat.collectives})
         before, known.beat = known.mark, beat
+        if beat.steps and known.counts_since is None:
+            known.counts_since = beat.step, now
         if known.mark != before:
             known.changed, known.inside_since = now, None
         known.inside_since = _since(known.inside_since, now) if beat.inside else None
@@ -312,6 +320,8 @@ class Health:
                 "phase": _describe(known.beat),
                 "epoch": known.beat.epoch,
                 "step": known.beat.step,
+                "steps": known.beat.steps,
+                "seconds_left": known.seconds_left(now),
                 "loss": known.beat.loss,
                 "samples_per_second": known.beat.samples_per_second,
                 "step_seconds": known.beat.step_seconds,

@@ -19,7 +19,7 @@ from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, fr
 from ddp_manual.messages import Verdict
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.verdicts import error_for
-from ddp_manual.terminal import at, columns, say, stdout_width
+from ddp_manual.terminal import at, columns, duration, say, stdout_width
 from ddp_manual.waiting import Waiting
 from ddp_manual.world_spec import WorldSpec
 from ddp_manual.wrapping import wrapped
@@ -147,18 +147,17 @@ def text(seen: Mapping[str, Any]) -> str:
         lines.append(f"files: {run['run_dir']}")
     if seen["progress"] and (rate := sum(now["samples_per_second"] for now in seen["progress"])):
         lines.append(f"speed: {rate:,.0f} samples/s, of all ranks together")
+    if left := [now["seconds_left"] for now in seen["progress"] or () if now["seconds_left"] is not None]:
+        lines.append(f"left: about {duration(max(left))}")
     lines += ["", *roster(seen["ranks"], seen["progress"] or (), width=stdout_width())]
-    missing = [rank for first, last in seen["missing"] for rank in range(first, last + 1)]
     if seen.get("waiting"):
         lines += ["", wrapped(seen["waiting"], stdout_width())]
     if seen.get("lost"):
         lines += ["", wrapped(seen["lost"], stdout_width())]
-    elif missing:
-        lines += ["", f"missing: {', '.join(map(str, missing[:MOST_ROWS]))}; to start one:"]
-        lines.append(f"  {run['command'].replace('{rank}', str(missing[0]))}")
-    if left_out := [rank for first, last in seen.get("left_out", ()) for rank in range(first, last + 1)]:
-        lines += ["", f"going on without: {', '.join(map(str, left_out[:MOST_ROWS]))}; to bring one back:"]
-        lines.append(f"  {run['command'].replace('{rank}', str(left_out[0]))}")
+    elif seen["missing"]:
+        lines += _with_command("missing: {}; to start one:", seen["missing"], run["command"])
+    if seen.get("left_out"):
+        lines += _with_command("going on without: {}; to bring one back:", seen["left_out"], run["command"])
     if notes := [*seen["refused"], *seen["gone"], *seen["warnings"]]:
         lines += ["", *notes]
     if "stacks" in seen and not seen["progress"]:
@@ -170,6 +169,12 @@ def text(seen: Mapping[str, Any]) -> str:
     if seen["failure"] and not seen.get("ended"):  # otherwise it is what the watch ends with
         lines += ["", from_dict(seen["failure"]).render()]
     return "\n".join(lines)
+
+
+def _with_command(said: str, ranges: Sequence[tuple[int, int]], command: str) -> list[str]:
+    """Name ranks, and what to type for the first of them."""
+    ranks = [str(rank) for first, last in ranges for rank in range(first, last + 1)]
+    return ["", said.format(", ".join(ranks[:MOST_ROWS])), f"  {command.replace('{rank}', ranks[0])}"]
 
 
 def roster(
@@ -194,7 +199,8 @@ def roster(
             now = progress[line["rank"]]
             rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] else "-"
             # A script does not say them unless it calls world.progress.
-            steps = [str(now[what]) if now["step"] or now["epoch"] else "-" for what in ("epoch", "step")]
+            counted = (now["epoch"], f"{now['step']}/{now['steps']}" if now["steps"] else now["step"])
+            steps = [str(count) if now["step"] or now["epoch"] else "-" for count in counted]
             loss = "-" if now["loss"] is None else f"{now['loss']:.4g}"
             waits = f", waits for {now['waits_seconds']:.0f} s" if now["waits_seconds"] >= WAITS_FOR else ""
             row += [now["phase"] + waits + " (slow)" * now["slow"], *steps, loss, rate]

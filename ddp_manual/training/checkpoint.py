@@ -107,11 +107,6 @@ def unpack(path: Path, content: bytes) -> Saved:
         return msgspec.convert(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), Saved)
 
 
-def history_of(saved: Mapping[str, Any]) -> History:
-    """Return what ``asdict`` has made a dictionary of."""
-    return msgspec.convert(saved, History)
-
-
 @contextmanager
 def _corrupt_if_it_fails(path: Path) -> Iterator[None]:
     """Turn whatever the first wrong byte of a checkpoint leads to into CheckpointCorrupt."""

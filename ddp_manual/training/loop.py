@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ class Trainer:
         version, words, gauss = measured["random"]
         generator = version, words.tolist(), gauss
         checkpoint.restore_state(state["model"], state["optimizer"], generator, self.network, self.optimizer)
-        self.resume(Position(**measured["position"]), checkpoint.history_of(measured["history"]))
+        self.resume(Position(**measured["position"]), msgspec.convert(measured["history"], History))
         self.hold(self.position, at_once=True)  # the rank that has held it may be lost before the next step
         return True
 
@@ -206,7 +207,7 @@ class Trainer:
             stops = self.is_stopped = self._world.stop_after_this_step()
             syncs = logs or saves or stops or position.step >= sync_at
             save = meter.sync(position.step, lr, save=self._world.save_is_asked()) if syncs else False
-            self._progress.step = position.step
+            self._progress(step=position.step, steps=plan.steps(position))
             lines.advance()
             saves |= stops or save
             ends_or_saves = saves or (syncs and plan.epoch_ended(position))

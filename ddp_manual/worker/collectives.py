@@ -164,10 +164,6 @@ class Recorder:
         self._memory = None
         os.close(self._descriptor)
 
-    def forget_memory(self) -> None:
-        """Record nothing more: this process is a fork of the rank."""
-        self._memory = None
-
     def _opened(self, group: Any, name: str) -> None:
         if group.size() == 1 or group in self._groups:
             self._groups.setdefault(group, None)
@@ -336,8 +332,9 @@ def _stop_all() -> None:
 
 
 def _forget_all() -> None:
+    """Record nothing in a fork of the rank."""
     for recorder in _recorders:
-        recorder.forget_memory()
+        recorder._memory = None
 
 
 # When this module is imported, which is before the user's code: functions are called in reverse order.

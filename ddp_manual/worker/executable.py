@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from ddp_manual import from_agent, from_worker, signals
 from ddp_manual.environment import rank_variables
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import RUNNING, LastWords, Ready
+from ddp_manual.messages import RUNNING, Beat, LastWords, Ready
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 
 
@@ -50,7 +50,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     send(from_worker.Loaded(ready))
     told = next(message for message in messages if isinstance(message, from_agent.TakePlace))
     rank_variables.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=False)
-    send(from_worker.Doing(from_worker.Progress(RUNNING).beat({}, inside=False, place="", debugging=False)))
+    send(from_worker.Doing(Beat(phase=RUNNING)))
     send(from_worker.ProgramBegins(hears=False))
     signals.handle_as_any_program(ignored)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would

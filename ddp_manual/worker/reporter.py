@@ -132,7 +132,7 @@ class Reporter:
         unfinished = collectives_unfinished() if self._sent_beat and begun == self._sent_beat.collectives else None
         return_at_once = collectives_return_at_once()
         beat = self.progress.beat(
-            begun,
+            collectives=begun,
             timeouts=timeouts_of_groups(),
             unfinished=unfinished or 0,
             return_at_once=return_at_once,

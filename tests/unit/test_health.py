@@ -130,6 +130,14 @@ def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_an
     assert "rank 1 began fewer collectives" in busy and "stack 1" in busy and "stack 0" not in busy
 
 
+def test_a_rank_that_says_how_many_steps_there_are_has_the_time_left_at_its_pace_since_then() -> None:
+    health = health_of(training(1, 1), replace(training(20, 1), steps=60))
+    health.hear(1, replace(training(30, 11), steps=60), 50.0)
+    assert [line["seconds_left"] for line in health.progress(50.0)] == [None, 150.0]
+    health.forget(1, 60.0)
+    assert health.progress(60.0)[1]["seconds_left"] is None
+
+
 def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_for_it() -> None:
     health = health_of(training(7, 900), training(7, 900))
     for second in range(1, 1000):
@@ -310,13 +318,13 @@ def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: objec
     progress = Progress(phase="a\nb")
     for name in ("epoch", "step", "samples_per_second", "step_seconds"):
         setattr(progress, name, value)
-    beat = progress.beat({}, inside=False, place="\x1b[2J", debugging=False)
+    beat = progress.beat(timeouts={}, inside=False, place="\x1b[2J", debugging=False)
     assert reader_of(Beat)(as_json(beat).decode()) == Beat(phase="a\\nb", place="\\x1b[2J")
 
 
 def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_program_opens() -> None:
     timeouts = {**{str(group): 1800.0 for group in range(20_000)}, "long": 14400.0}
-    beat = Progress().beat({}, timeouts=timeouts, inside=False, place="", debugging=False)
+    beat = Progress().beat(timeouts=timeouts, inside=False, place="", debugging=False)
     assert beat.timeouts == {"": 1800.0, "long": 14400.0} == reader_of(Beat)(as_json(beat).decode()).timeouts
 
 

@@ -6,7 +6,7 @@ from ddp_manual.tools.status import roster
 
 RANK = {"host": "a", "pid": 1, "address": "10.0.0.1", "since": 0.0, "device": "cpu"}
 BUSY = {
-    **{"phase": "running", "epoch": 0, "step": 0, "samples_per_second": 0, "slow": False},
+    **{"phase": "running", "epoch": 0, "step": 0, "steps": 0, "samples_per_second": 0, "slow": False},
     **{"silent_seconds": 0.1, "waits_seconds": 0.0, "place": ""},
 }
 
@@ -19,6 +19,8 @@ def test_a_column_that_is_empty_for_all_is_left_out_and_torch_has_the_same_name_
     assert [line.count("torch 2.14.1 python 3.11") for line in silent] == [0, 1, 1]
     said = roster(ranks, [{**BUSY, "loss": 0.25, "step": 3}, {**BUSY, "loss": None}])
     assert "loss" in said[0].split() and "step" in said[0].split() and " 0.25 " in said[1]
+    counted = roster(ranks, [{**BUSY, "loss": None, "step": 3, "steps": 60}, {**BUSY, "loss": None}])
+    assert " 3/60 " in counted[1]
 
 
 def test_a_rank_that_has_loaded_torch_is_called_ready() -> None:
