@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
-from ddp_manual.terminal import byte_size, columns
+from ddp_manual.terminal import byte_size, columns, stdout_width
 from ddp_manual.training.checkpoint_files import best, check, find, folder_of
 
 
@@ -70,4 +70,4 @@ def text(found: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     damaged = [f"{one['path']}: {one['verdict']}" for one in found if one["state"] != "ok"]
-    return "\n".join([*columns(rows), *damaged])
+    return "\n".join([*columns(rows, width=stdout_width(), least_first=("written", "size", "epochs")), *damaged])

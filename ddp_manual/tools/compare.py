@@ -264,7 +264,7 @@ class Comparison:
         """Format the table, the options that differ, and which files are missing."""
         runs = self.as_dict()["runs"]
         for run in runs:
-            run["epochs"] = f"{run['epochs_done']} of {run['epochs'] or '?'}"
+            run["epochs"] = f"{run['epochs_done']} of {run['epochs']}" if run["epochs"] else None
         rows = [["", *self.runs]]
         for label, key, form in ROWS:
             rows.append([label, *("-" if run[key] is None else form.format(run[key]) for run in runs)])

@@ -78,7 +78,7 @@ def text(found: Sequence[Mapping[str, Any]]) -> str:
                 run["state"].partition(":")[0],
                 str(run["world_size"] or "-"),
                 "-" if run["test_accuracy"] is None else f"{run['test_accuracy']:.2%}",
-                f"{run['epochs_done']}/{run['epochs'] or '?'}",
+                f"{run['epochs_done']}/{run['epochs']}" if run["epochs"] else "-",
                 "-" if run["ended"] is None else f"{datetime.fromtimestamp(run['ended']):%Y-%m-%d %H:%M}",
             ]
         )
