@@ -102,20 +102,6 @@ def test_srun_starts_each_rank_of_a_plain_script_or_launch_once_on_each_node(
     assert sorted(nodes.out.splitlines()) == [f"[rank {rank}] rank {rank} of 4" for rank in range(4)]
 
 
-def test_under_srun_a_worker_on_another_node_is_started_again_by_itself(
-    slurm: Slurm, start: Start, small_data: Path, tmp_path: Path
-) -> None:
-    training = [*SHORT, "--data_dir", small_data, "--epochs", 20, "--run_dir", tmp_path / "run", "--on_loss", "wait"]
-    step = start("srun", "-N2", "-n2", sys.executable, "run_multi_gpu_train.py", *training, place=slurm.place)
-    step.wait_for("[rank 0] step 100/")
-    assert "rank 1 of 2 on n2" in step.err
-    assert "world_size 2 (from SLURM_STEP_NUM_TASKS), rank 1 (from SLURM_PROCID)" in step.err
-    slurm.nodes[1].kill("ddp_manual/worker")
-    step.wait_for("is gone: SIGKILL. It is started again; state of step ")
-    step.wait_for("rank 1 is back, on n2: all 2 go on after step ")
-    assert step.wait() == 0, step.err
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_an_element_of_an_array_is_requeued_before_its_time_is_up_and_ends_with_the_parameters_of_an_uninterrupted_one(

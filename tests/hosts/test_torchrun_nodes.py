@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import RankProcess
 from tests.hosts.conftest import Hosts
 from tests.hosts.hosts import Host
@@ -29,31 +27,22 @@ dist.destroy_process_group()
 """
 
 
-def rendezvous(kind: str, node: int, first: Host) -> list[object]:
-    """The options of torchrun on node ``node``."""
-    options: list[object] = ["--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 1]
-    if kind == "static":
-        return [*options, "--node-rank", node, "--master-addr", first.address, "--master-port", RENDEZVOUS_PORT]
+def start_on(nodes: list[Host], *program: object) -> list[RankProcess]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
     # By its name: given its address, a host whose own name is 127.0.1.1 to it does not see that it is meant.
-    endpoint = f"{first.name}:{RENDEZVOUS_PORT}"
-    return [*options, "--rdzv-backend", "c10d", "--rdzv-id", "job7", "--rdzv-endpoint", endpoint]
-
-
-def start_on(nodes: list[Host], kind: str, *program: object) -> list[RankProcess]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    return [host.start(*torchrun, *rendezvous(kind, node, nodes[0]), *program) for node, host in enumerate(nodes)]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "job7", "--rdzv-endpoint", f"{nodes[0].name}:{RENDEZVOUS_PORT}"]
+    return [host.start(*torchrun, "--max-restarts", 1, *meeting, *program) for host in nodes]
 
 
 def both(nodes: list[RankProcess]) -> str:
     return "".join(node.out + node.err for node in nodes)
 
 
-@pytest.mark.parametrize("kind", ["static", "c10d"])
 def test_a_script_whose_rank_fails_is_explained_on_both_hosts_and_works_after_the_restart(
-    hosts: Hosts, tmp_path: Path, kind: str
+    hosts: Hosts, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    nodes = start_on(hosts(2), kind, "-m", "ddp_manual", "run", tmp_path / "script.py")
+    nodes = start_on(hosts(2), "-m", "ddp_manual", "run", tmp_path / "script.py")
     assert [node.wait() for node in nodes] == [0, 0], both(nodes)
     ends = [node.err.count("ValueError: the file of rank 1 is damaged") for node in nodes]
     assert min(ends) > 0, both(nodes)

@@ -198,33 +198,6 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_max_restarts_says(la
     assert f"{launcher.typed} --resume auto" in last
 
 
-def test_a_run_that_torchrun_restarts_resumes_in_the_same_folder(
-    start: Start, small_data: Path, tmp_path: Path, undisturbed: bytes
-) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    program = [REPOSITORY / "run_multi_gpu_train.py", *SHORT, "--data_dir", small_data, "--resume", "auto"]
-    run = start(*torchrun, "--max-restarts", 1, *program, "--checkpoint_steps", 8, cwd=tmp_path, **fails_once(tmp_path))
-    assert run.wait() == 0, run.err
-    assert "going on after step 16, " in run.err
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert (folder / "model.pt").read_bytes() == undisturbed
-    assert sorted(path.name for path in folder.glob("failure-*"))[-1:] == ["failure-rank1.restart0.json"]
-
-
-def test_sigusr1_to_launch_saves_a_checkpoint_and_the_run_goes_on(launch: Start, tmp_path: Path) -> None:
-    launcher = launch(2, *LONGER, 500, "--checkpoint_every", 0)
-    launcher.wait_for("step 100/", 120)
-    launcher.process.send_signal(signal.SIGUSR1)
-    launcher.wait_for("checkpoint at the next step all ranks agree on")
-    deadline = time.monotonic() + 20
-    while not list((tmp_path / "run").glob("checkpoints/step-*.json")):
-        assert time.monotonic() < deadline, launcher.err
-        time.sleep(0.05)
-    assert launcher.process.poll() is None
-    launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.wait(30) == 143
-
-
 def test_the_death_of_the_process_that_forks_ends_all_ranks_with_an_error(launch: Start) -> None:
     """It dies while it loads torch for the workers that it was asked for."""
     launcher = launch(2, *LONGER, 200)

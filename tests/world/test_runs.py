@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import LONGER, REPOSITORY, SHORT, RankProcess, Start
+from tests.conftest import LONGER, SHORT, RankProcess, Start
 from tests.real_scripts import environment
 
 COMMAND = (sys.executable, "-m", "ddp_manual")
-LOADS_FOREVER = """
-import sys, time
-def images():
-    print("loading for ever", file=sys.stderr, flush=True)
-    time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -64,21 +58,6 @@ def test_ranks_that_never_train_leave_no_folder_unless_it_was_named(start: Start
     assert [path.name for path in (here / "deep/named").iterdir()] == ["failure-rank0.json"]
     (run,) = runs_in(here, start, "deep")
     assert (run["state"], run["world_size"]) == ("failed: rank-missing", None)
-
-
-def test_a_run_that_fails_or_is_stopped_before_its_first_step_leaves_no_folder(
-    launch_here: Callable[..., RankProcess], here: Path, tmp_path: Path
-) -> None:
-    failed = launch_here(before=("--max_restarts", 1), **environment("raise@1:1"))
-    assert failed.wait(60) == 1
-    assert "restart 1 of 1" in failed.err
-    (tmp_path / "forever.py").write_text(LOADS_FOREVER)
-    loading = launch_here("--dataset", "forever:images", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
-    loading.wait_for("loading for ever")
-    assert list(here.glob("runs/*/.lock"))
-    loading.process.send_signal(signal.SIGINT)
-    assert loading.wait(20) == 130
-    assert list(here.iterdir()) == []
 
 
 def test_a_run_that_fails_after_its_first_step_leaves_why_until_it_is_resumed(

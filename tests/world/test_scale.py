@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 
-from benchmarks.coordinator_process import hosted, simulated_ranks
 from benchmarks.limits import COMPUTED_FOR, measure, table
-from benchmarks.simulated_ranks import Order
 from tests.conftest import Start
-
-
-def cpu_seconds_of_a_roll_call(ranks: int) -> float:
-    """Return the CPU seconds of the coordinator until all ranks have their place; a busy machine hardly adds any."""
-    nonce = secrets.token_hex(16)
-    with (
-        hosted(ranks, nonce, token=None) as (port, cpu_seconds),
-        simulated_ranks(Order(ranks, port, "roll call", nonce=nonce)) as ranks_do,
-    ):
-        before = float(cpu_seconds("now"))
-        ranks_do("go")
-        return float(cpu_seconds("now")) - before
-
-
-def test_four_times_as_many_ranks_take_the_coordinator_about_four_times_as_long() -> None:
-    """A coordinator that looked at all ranks for each rank took 19 times as long."""
-    few, many = (min(cpu_seconds_of_a_roll_call(ranks) for _ in range(2)) for ranks in (128, 512))
-    assert many < 8 * few
 
 
 def test_no_message_grows_with_the_ranks() -> None:
