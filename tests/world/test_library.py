@@ -289,7 +289,7 @@ def test_a_script_that_is_stopped_or_gives_up_while_it_waits_ends_as_python_does
     stopped.process.send_signal(signal.SIGINT)
     assert stopped.wait(10) == -signal.SIGINT, stopped.err
     assert impatient.wait(20) == 1
-    assert "never joined within 5 s" in impatient.err
+    assert re.search(r"never joined within \d+ s", impatient.err)
     for process in (stopped, impatient):
         assert "terminate called" not in process.err
     first.wait_for("waiting for ranks 1-3; 1 of 4 here")
