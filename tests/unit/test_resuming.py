@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,27 +67,6 @@ def dies_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return dies_at
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the meter takes for the time: ``now``, in seconds."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    return clock
-
-
-@pytest.fixture
-def step_takes(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Callable[[float], None]:
-    """Have each step take so many seconds of that clock, and nothing else any."""
-    train_step, seconds = Trainer._train_step, [0.0]
-
-    def timed(*arguments: Any) -> Any:
-        clock.now += seconds[0]
-        return train_step(*arguments)
-
-    monkeypatch.setattr(Trainer, "_train_step", timed)
-    return lambda of_a_step: seconds.__setitem__(0, of_a_step)
-
-
 def accuracies(folder: Path) -> list[float]:
     found: list[float] = json.loads(RunPaths(folder).accuracies.read_bytes())
     return found
@@ -129,7 +107,7 @@ def test_the_checkpoint_is_written_before_the_files_that_can_be_rebuilt_from_it(
     assert saved.path.stat().st_mtime_ns < min((tmp_path / name).stat().st_mtime_ns for name in names)
 
 
-@pytest.mark.parametrize("damaged", ["[1]", '{"final_test_accuracy": 1}', "{", '{"epochs": 1}'])
+@pytest.mark.parametrize("damaged", ["{", '{"final_test_accuracy": 1}'])
 def test_a_damaged_summary_is_written_again(tmp_path: Path, damaged: str) -> None:
     whole = run(tmp_path, epochs=1)
     RunPaths(tmp_path).summary.write_text(damaged)
@@ -147,33 +125,31 @@ def test_a_run_that_goes_back_to_an_earlier_end_has_the_summary_of_that_one(tmp_
 
 
 def test_at_its_end_a_run_names_its_folder_in_one_line(tmp_path: Path) -> None:
-    run(tmp_path / "one", epochs=1)
-    summary = run(tmp_path / "two", epochs=1, resume=str(tmp_path / "one"), track="tensorboard")
-    (line,) = result_text(summary).splitlines()
-    assert " after 1 epoch on 1 rank (" in line and line.endswith(f"; files in {tmp_path / 'two'}")
-    assert not RunPaths(tmp_path / "two").metrics.exists()
+    (line,) = result_text(run(tmp_path, epochs=1)).splitlines()
+    assert " after 1 epoch on 1 rank (" in line and line.endswith(f"; files in {tmp_path}")
 
 
 def test_samples_per_second_are_those_since_the_run_was_last_resumed_without_the_seconds_of_its_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, step_takes: Callable[[float], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint_files.write
+    clock, step_takes = SimpleNamespace(now=0.0), iter([1.0] * STEPS_PER_EPOCH + [0.1] * STEPS_PER_EPOCH)
+    train_step, write = Trainer._train_step, checkpoint_files.write
+
+    def timed_step(*arguments: Any) -> Any:
+        clock.now += next(step_takes)
+        return train_step(*arguments)
 
     def slow_write(*arguments: Any) -> Path:
         clock.now += 100
         return write(*arguments)
 
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(Trainer, "_train_step", timed_step)
     monkeypatch.setattr(checkpoint_files, "write", slow_write)
-    step_takes(1.0)
     assert run(tmp_path, epochs=1, checkpoint_steps=1)["samples_per_second"] == pytest.approx(10)
-    step_takes(0.1)
-    summary = run(tmp_path, resume="auto", checkpoint_steps=1)
-    assert summary["samples_per_second"] == pytest.approx(100)
-    assert summary["train_seconds"] == pytest.approx(STEPS_PER_EPOCH * 1.1)
-    lines = [json.loads(line) for line in RunPaths(tmp_path).metrics.read_text().splitlines()]
-    assert [(line["samples_per_second"], line["seconds"]) for line in lines] == [
-        *((pytest.approx(10), pytest.approx(4)), (pytest.approx(100), pytest.approx(4.4)))
-    ]
+    resumed = run(tmp_path, resume="auto", checkpoint_steps=1)
+    assert resumed["samples_per_second"] == pytest.approx(100)
+    assert resumed["train_seconds"] == pytest.approx(STEPS_PER_EPOCH * 1.1)
     RunPaths(tmp_path).summary.unlink()
     assert run(tmp_path, resume="auto")["samples_per_second"] == pytest.approx(80 / (STEPS_PER_EPOCH * 1.1))
 
@@ -184,7 +160,6 @@ def test_samples_per_second_are_those_since_the_run_was_last_resumed_without_the
         ("[0.5]", Position(epoch=1, taken=10, step=5), True),
         ("[0.5, 0.75]", Position(epoch=1, taken=10, step=5), False),
         ("[0.5", Position(epoch=1, taken=10, step=5), False),
-        ("[0.5]", Position(taken=10, step=1), False),
         ("[0.5]", Position(), False),
         (None, Position(), True),
     ],
@@ -196,19 +171,16 @@ def test_a_model_of_an_epoch_that_is_trained_again_is_removed(
     paths.model.write_bytes(b"model")
     if there is not None:
         paths.accuracies.write_text(there)
-    evaluations = (Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch
-    history = History(evaluations=evaluations)
+    history = History(evaluations=(Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch)
     RunFiles(paths, keep=3, trackers=Trackers(())).rewind(position, history, nn.Linear(1, 1), complete=False)
     assert paths.model.exists() is stays
     assert accuracies(tmp_path) == [0.5] * position.epoch
 
 
-@pytest.mark.parametrize("named", ["new/run", "file/run"])
-def test_a_folder_is_checked_without_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_a_folder_is_checked_without_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches on two hosts share one: a folder that one had made and removed again could be missing for the other."""
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("a folder was made"))
+    RunPaths(tmp_path / "new" / "run").check(resuming=False)
     (tmp_path / "file").touch()
-    expected = pytest.raises(BadOption, match="cannot be written") if named == "file/run" else nullcontext()
-    with expected:
-        RunPaths(tmp_path / named).check(resuming=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(BadOption, match="cannot be written"):
+        RunPaths(tmp_path / "file" / "run").check(resuming=False)
