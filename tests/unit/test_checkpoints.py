@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from ddp_manual import cli, run_folder, signals
+from ddp_manual import cli, run_folder
 from ddp_manual.agent.ending import add_own_command
 from ddp_manual.agent.tasks import training_task
 from ddp_manual.errors import (
@@ -131,13 +130,6 @@ def test_a_state_of_another_optimizer_does_not_fit() -> None:
     momentum = {0: {"momentum_buffer": torch.zeros(3)}}
     with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written(.|\n)*another shape"):
         checkpoint.restore(Path("step.pt"), replace(saved, optimizer=momentum), *trained())
-
-
-def test_a_signal_to_save_does_nothing_where_nothing_is_trained() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with signals.ignore_save():
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"sha256": 3}', "\udcff"])
@@ -281,14 +273,11 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
 def test_another_file_of_a_run_is_not_a_checkpoint_and_the_answer_names_the_run(
     tmp_path: Path, name: str, why: str
 ) -> None:
-    (tmp_path / "int").mkdir()
-    checkpoint_files.write(RunPaths(tmp_path / "int").checkpoints, 10, b"ten", {})
-    file = tmp_path / "int" / name
-    file.touch()
+    checkpoint_files.write(RunPaths(tmp_path).checkpoints, 10, b"ten", {})
+    (tmp_path / name).touch()
     with pytest.raises(CheckpointMissing, match="no checkpoint at") as caught:
-        checkpoint_files.check_run_dir(TrainConfig(resume=str(file)))
-    assert why in caught.value.why
-    assert f"--run_dir {tmp_path}/int --resume auto" in caught.value.next
+        checkpoint_files.named(tmp_path / name)
+    assert why in caught.value.why and f"--run_dir {tmp_path} --resume auto" in caught.value.next
 
 
 def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_complete_one(tmp_path: Path) -> None:
@@ -316,17 +305,6 @@ def test_metrics_after_a_step_and_a_line_that_was_cut_off_are_removed(tmp_path: 
     path.write_text(path.read_text() + '{"step": 1')
     run_folder.keep_json_lines(path, lambda line: line["step"] <= 20)
     assert path.read_text() == '{"step": 10}\n{"step": 20}\n'
-
-
-def test_an_old_failure_that_cannot_be_renamed_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a disk that this rank may only read; root, which the tests may be, could rename it all the same."""
-    paths = RunPaths(tmp_path)
-    paths.failure(1).write_text("{}")
-    monkeypatch.setattr(os, "replace", Mock(side_effect=PermissionError(1, "Operation not permitted")))
-    paths.set_failures_aside(1)
-    assert paths.failures() == [paths.failure(1)]
 
 
 def type_at_the_script(monkeypatch: pytest.MonkeyPatch, *typed: str) -> None:
