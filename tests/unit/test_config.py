@@ -5,46 +5,31 @@ from typing import Any
 import pytest
 
 from ddp_manual.errors import BadOption
-from ddp_manual.options import as_flags
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.learning_rate import peak_lr
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.world_spec import WorldSpec
 
 
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
         (WorldSpec, {"world_size": 4, "rank": 4}, "--rank 4"),
-        (WorldSpec, {"rank": -1}, "--rank -1 is below 0"),
         (WorldSpec, {"master_port": 65536}, "--master_port 65536 is above 65535"),
         (WorldSpec, {"master_port": 0, "world_size": 2, "rank": 1}, "port 0"),
         (WorldSpec, {"master_addr": " "}, "--master_addr is empty"),
         (WorldSpec, {"master_addr": "0.0.0.0"}, "--master_addr 0.0.0.0"),
         (WorldSpec, {"run_id": "../up"}, "--run_id"),
-        (WorldSpec, {"backend": "mpi"}, "--backend mpi is not known"),
         (WorldSpec, {"join_timeout": 0.0}, "--join_timeout 0.0 is not above 0"),
-        (WorldSpec, {"join_timeout": float("nan")}, "--join_timeout nan is not a finite number"),
-        (TrainConfig, {"model": "resnet"}, "--model resnet is not known"),
         (TrainConfig, {"model": "folder:x/y"}, "--model folder:x/y"),
-        (TrainConfig, {"model": "mine:"}, "--model mine:"),
         (TrainConfig, {"dataset": "folder:"}, "--dataset folder:"),
         (TrainConfig, {"dataset": "my-data:make"}, "--dataset my-data:make"),
         (TrainConfig, {"image_size": 32}, "--image_size is for --dataset folder:PATH"),
         (TrainConfig, {"classes": "cat,,dog"}, "--classes 'cat,,dog'"),
         (TrainConfig, {"classes": "cat,cat"}, "--classes 'cat,cat'"),
         (TrainConfig, {"lr": 1e308}, "--lr 1e+308 is above 1000000.0"),
-        (TrainConfig, {"momentum": 1.0}, "--momentum 1.0"),
         (TrainConfig, {"warmup_epochs": 3.0, "epochs": 2}, "--warmup_epochs 3 is longer"),
-        (TrainConfig, {"resume": " "}, "--resume is empty"),
         (TrainConfig, {"run_dir": ""}, "--run_dir is empty"),
-        (TrainConfig, {"batch_size": 10, "global_batch_size": 20}, "--batch_size and --global_batch_size"),
     ],
 )
 def test_an_option_that_cannot_work_is_a_bad_option_that_names_it(
@@ -66,12 +51,6 @@ def test_a_flag_comes_before_a_variable_and_a_variable_before_the_default(monkey
     assert spec.named("master_port") == "master_port 29500 (default)"
 
 
-def test_a_variable_that_is_not_a_number_is_named_with_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(BadOption, match="WORLD_SIZE='two' is not a number"):
-        WorldSpec.from_environment()
-
-
 def test_the_agent_store_is_believed_only_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -87,17 +66,14 @@ def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed
     assert peak_lr(TrainConfig(lr=0.1, global_batch_size=200), 4) == pytest.approx(0.1)
 
 
-def test_the_global_batch_is_divided_over_the_ranks() -> None:
+def test_the_global_batch_is_divided_over_the_ranks_and_refused_with_one_that_can_be() -> None:
     assert TrainConfig().batch_size_per_rank(3) == 100
     assert TrainConfig(global_batch_size=200).batch_size_per_rank(4) == 50
     assert TrainConfig(global_batch_size=200).batch_size_per_rank(3, has_shrunk=True) == 66
-
-
-@pytest.mark.parametrize(("world_size", "advice"), [(3, "198 or 201"), (400, "400")])
-def test_a_global_batch_that_cannot_be_divided_is_refused_with_one_that_can(world_size: int, advice: str) -> None:
-    with pytest.raises(BadOption) as caught:
-        TrainConfig(global_batch_size=200).batch_size_per_rank(world_size)
-    assert advice in caught.value.next
+    for world_size, advice in ((3, "198 or 201"), (400, "400")):
+        with pytest.raises(BadOption) as caught:
+            TrainConfig(global_batch_size=200).batch_size_per_rank(world_size)
+        assert advice in caught.value.next
 
 
 def test_the_ranks_must_agree_on_everything_except_the_paths() -> None:
@@ -107,18 +83,8 @@ def test_the_ranks_must_agree_on_everything_except_the_paths() -> None:
     assert not {"data_dir", "run_dir", "resume", "keep"} & set(shared)
 
 
-def test_flags_are_quoted_for_a_shell() -> None:
-    assert (
-        as_flags({"data_dir": "my data", "sync_bn": True, "no": False, "none": None})
-        == "--data_dir 'my data' --sync_bn"
-    )
-
-
-@pytest.mark.parametrize("name", ["folder:cifar10", "folder:my_images"])
-def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder(name: str) -> None:
-    assert not is_own_factory(TrainConfig(dataset=name).dataset)
-    with pytest.raises(BadOption, match="is not known"):
-        TrainConfig(model=name)
+def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder() -> None:
+    assert not is_own_factory(TrainConfig(dataset="folder:my_images").dataset)
 
 
 def test_gradients_are_clipped_unless_sgd_is_to_be_plain() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -18,7 +17,6 @@ from torch import nn
 from ddp_manual import TrainConfig
 from ddp_manual.errors import BadOption
 from ddp_manual.training import own_code
-from tests.conftest import REPOSITORY
 
 Write = Callable[[str, str], Path]
 
@@ -65,13 +63,11 @@ class Editable:
 
 
 def test_a_module_is_known_before_ranks_are_started_by_whatever_finder_would_import_it(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable()])
     monkeypatch.setitem(sys.modules, "made_here", ModuleType("made_here"))  # without a spec
-    (tmp_path / "folder").mkdir()
-    write("folder/beside", "raise AssertionError('imported')")
-    monkeypatch.chdir(tmp_path / "folder")
+    write("beside", "raise AssertionError('imported')")
     for module in ("editable", "editable.net", "made_here", "beside", "__hello__", "json"):
         own_code.check_module("model", f"{module}:Net")
     assert "beside" not in sys.modules
@@ -138,20 +134,10 @@ def test_a_module_that_parses_arguments_does_not_see_those_of_our_command_line(
     assert sys.modules["needed"].arguments.width == "7"
 
 
-def test_a_script_that_joins_keeps_its_arguments_for_its_modules() -> None:
-    script = (
-        "import sys; from ddp_manual import join, spawn, train; from ddp_manual.training import own_code;"
-        "sys.exit(bool(own_code.OUR_COMMAND_LINE & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("call", ["join", "spawn"])
+@pytest.mark.parametrize("call", ["join(device='cpu')", "spawn(print, 1)"])
 def test_a_module_must_not_train_while_it_is_imported(call: str, write: Write) -> None:
-    unguarded = "from ddp_manual import join, spawn\ndef work(world): ...\n"
-    calls = "spawn(work, 1)\n" if call == "spawn" else "with join(device='cpu'): ...\n"
-    write("unguarded", unguarded + calls)
+    write("unguarded", f"from ddp_manual import join, spawn\n{call}\n")
     with pytest.raises(BadOption, match="--model unguarded:Net cannot be imported") as caught:
         own_code.factory("model", "unguarded:Net")
-    assert caught.value.why.startswith(f"BadOption: importing unguarded calls {call}\n")
+    assert caught.value.why.startswith(f"BadOption: importing unguarded calls {call[:4]}")
     assert 'if __name__ == "__main__":' in caught.value.next

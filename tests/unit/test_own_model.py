@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -125,25 +126,17 @@ def test_a_buffer_that_cannot_be_sent_is_named(build: Build) -> None:
         fewest_samples(build(network), with_ddp=True)
 
 
-class Remembering(Linear):
-    """With a state beside its tensors."""
-
-    def __init__(self, state: object) -> None:
-        super().__init__()
-        self.state = state
-
-    def get_extra_state(self) -> object:
-        return self.state
-
-    def set_extra_state(self, state: object) -> None:
-        self.state = state
-
-
 def test_a_state_that_no_checkpoint_can_hold_is_refused(build: Build) -> None:
-    build(Remembering({"seen": 3, "names": ["a"]}))
-    for state in (Linear(), lambda: None):
-        with pytest.raises(BadOption, match="cannot be read back without running code, in _extra_state"):
-            build(Remembering(state))
+    class Remembering(Linear):
+        state: object = {"seen": 3, "names": ["a"]}
+
+        def get_extra_state(self) -> object:
+            return self.state
+
+    build(Remembering())
+    Remembering.state = lambda: None
+    with pytest.raises(BadOption, match="cannot be read back without running code, in _extra_state"):
+        build(Remembering())
 
 
 def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1, no_ddp: bool = True) -> Trainer:
@@ -173,8 +166,6 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
         torch.testing.assert_close(one, other)
     trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=2)
     trainer_of(Linear(nn.BatchNorm1d(6)), 9, fewest=2).settle_buckets()
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=1)
 
 
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
@@ -218,17 +209,12 @@ def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) 
     assert fewest_samples(other) == 2
 
 
-def test_the_loss_of_half_precision_scores_has_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, losses, add = Linear(), list[Tensor](), Meter.add
+def test_the_loss_of_half_precision_scores_has_single_precision() -> None:
+    network = Linear()
     network.register_forward_hook(lambda network, _, scores: scores.bfloat16())
-
-    def noted(meter: Meter, step: int, loss: Tensor, *batch: Tensor) -> None:
-        losses.append(loss)
-        add(meter, step, loss, *batch)
-
-    monkeypatch.setattr(Meter, "add", noted)
-    trained(network, samples=8, fewest=1)
-    assert {loss.dtype for loss in losses} == {torch.float32}
+    with patch.object(Meter, "add", autospec=True, side_effect=Meter.add) as add:
+        trained(network, samples=8, fewest=1)
+    assert {call.args[2].dtype for call in add.call_args_list} == {torch.float32}
 
 
 def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
