@@ -1,9 +1,8 @@
-"""Whether all ranks have read the same data, and a run that goes on has what it began with."""
+"""Whether all ranks have read the same data."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_manual import TrainConfig
-from ddp_manual.errors import CheckpointMismatch, DataDiffers
-from ddp_manual.training import checkpoint, ddp
+from ddp_manual.errors import DataDiffers
+from ddp_manual.training import ddp
 from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import Position
-from tests.conftest import REPOSITORY
 
 SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
 
@@ -55,21 +51,3 @@ def test_other_names_of_classes_are_other_data_but_the_same_samples(monkeypatch:
     train, test = compare(monkeypatch, SPLIT, ["a", "b"])
     assert train == test and len(train) == 32
     assert fingerprint(renamed)[:3] == fingerprint(SPLIT)[:3]
-
-
-def test_a_run_does_not_resume_with_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
-    config = TrainConfig(dataset="my_shapes:shapes")
-
-    def options(digest: str) -> dict[str, Any]:
-        return checkpoint.options_of(config, replace(SPLIT, digest=digest), SPLIT)
-
-    def resume(then: dict[str, Any], now: dict[str, Any]) -> None:
-        saved: Any = SimpleNamespace(options=then, position=Position())
-        checkpoint._check_options(tmp_path / "step.pt", saved, config, now)
-
-    then = options("1a")
-    resume(then, options("1a"))
-    with pytest.raises(CheckpointMismatch, match="is of a run on other data") as caught:
-        resume(then, options("2b"))
-    assert "1a in the checkpoint / 2b here" in caught.value.why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -55,9 +54,7 @@ def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(o
     ("error", "exit_code", "again"),
     [
         (Stopped(signal.SIGTERM), 143, False),
-        (errors.DeviceMissing("rank 1 has no GPU", why="", next=""), 17, False),
         (errors.BadOption("--epochs 0 is below 1", why="", next=""), 2, False),
-        (errors.TrainingFailed("ValueError: no", why="", next=""), 1, True),
         (errors.TrainingFailed("it has left with 3", why="", next=""), 3, True),
         (PeerLost("rank 1 is gone: SIGTERM", why="", next=""), 143, False),
         (PeerLost("rank 1 is gone: SIGKILL", why="", next=""), 137, True),
@@ -66,11 +63,9 @@ def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(o
 def test_after_a_failure_on_another_host_ranks_start_again_if_they_do_so_there(
     error: DdpManualError, exit_code: int, again: bool
 ) -> None:
-    about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
-    judged = isinstance(error, PeerLost)
-    verdict = verdict_about(about, replace(LastWords.of(error), exit_code=exit_code), judged=judged)
-    for rank in (0, 1):
-        assert may_be_fixed(error_for(rank, verdict)) is again
+    about, last_words = RankInfo(rank=1, world_size=2, host="hostB", pid=4711), LastWords.of(error)
+    verdict = verdict_about(about, replace(last_words, exit_code=exit_code), judged=isinstance(error, PeerLost))
+    assert [may_be_fixed(error_for(rank, verdict)) for rank in (0, 1)] == [again, again]
 
 
 def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
@@ -104,32 +99,27 @@ def test_a_failure_that_is_set_aside_takes_the_first_number_that_is_free(tmp_pat
     """Rank 0 sets aside the failures of ranks that are no more, too."""
     paths = RunPaths(tmp_path)
     for _ in range(2):
-        for rank in range(4):
-            paths.failure(rank).write_text(json.dumps({"identifier": "training-failed"}))
+        for rank in range(3):
+            paths.failure(rank).write_text("{}")
         paths.set_failures_aside(1)
-        assert [path.name for path in paths.failures()] == [f"failure-rank{rank}.json" for rank in (0, 2, 3)]
+        assert paths.failures() == [paths.failure(0), paths.failure(2)]
         paths.set_failures_aside(0, 2)
         assert paths.failures() == []
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"failure-rank{rank}.restart{number}.json" for rank in range(4) for number in (0, 1)
-    }
+    aside = {f"failure-rank{rank}.restart{number}.json" for rank in range(3) for number in (0, 1)}
+    assert {path.name for path in tmp_path.iterdir()} == aside
 
 
 @pytest.mark.parametrize(
     ("named", "own", "used"),
     [
         ("runs/20260101-101010-0a1b", "runs/20260101-101013-{run_id}", "runs/20260101-101010-0a1b"),
-        ("runs/torchrun-0a1b2c3d", "runs/20260101-101013-{run_id}", "runs/torchrun-0a1b2c3d"),
         ("/mnt/run", "/mnt/run", "/mnt/run"),
         ("/mnt/run-7", "/mnt/run-{run_id}", "/mnt/run-7"),
-        ("/mnt/\\x1b", "/mnt/\x1b", "/mnt/\x1b"),
         ("/root/.ssh", "runs/20260101-101013-{run_id}", None),
         ("runs/../../.ssh", "runs/20260101-101013-{run_id}", None),
-        ("runs/..", "runs/20260101-101013-{run_id}", None),
         ("runs/a/b", "runs/20260101-101013-{run_id}", None),
         ("runs/20260101-101010-0a1b", "runs/20260202-202020-77", None),
         ("/mnt/run-../x", "/mnt/run-{run_id}", None),
-        ("/mnt/other", "/mnt/run", None),
         ("/mnt/run", None, None),
         (None, "/mnt/run", None),
     ],
@@ -141,17 +131,13 @@ def test_a_rank_writes_to_the_folder_that_rank_0_names_only_if_it_is_its_own(
 
 
 def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
-
     def to_go_on(config: TrainConfig) -> TrainConfig | None:
         job = Job(spec=WorldSpec(), run_id="id", run_dir=str(tmp_path), go_on="go on", config=config)
         return Ranks(job, Hosts(nproc=2), ThreadPoolExecutor(1))._to_go_on()
 
-    assert to_go_on(began) == began.resumed()
-    assert to_go_on(another) is another
-    paths.checkpoints.mkdir()
-    checkpoint_files.write(paths.checkpoints, 8, b"", {})
+    began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
+    assert (to_go_on(began), to_go_on(another)) == (began.resumed(), another)
+    checkpoint_files.write(RunPaths(tmp_path).checkpoints, 8, b"", {})
     assert to_go_on(another) == another.resumed()
 
 
@@ -194,15 +180,3 @@ def test_what_can_be_known_before_ranks_are_started_is_said_once_and_leaves_noth
     first, *rest = capsys.readouterr().err.splitlines()
     assert said in first and not any("error[" in line for line in rest)
     assert not run.exists()
-
-
-def test_launch_opens_nothing_in_a_folder_that_a_run_trains_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ddp_manual.run_folder.LOCK_TIMEOUT", 0.2)
-    run = RunPaths(tmp_path / "run").create()
-    with run.locked():
-        options = ["--dataset", "synthetic", "--resume", "auto"]
-        assert cli.run(["launch", "--nproc", "2", "--run_dir", str(run.run_dir), "--", *options]) == 2
-    assert f"error[bad-option]: --run_dir {run.run_dir} is in use\n" in capsys.readouterr().err
-    assert [path.name for path in run.run_dir.iterdir()] == [run.lock.name]

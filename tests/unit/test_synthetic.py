@@ -13,7 +13,7 @@ def digits() -> tuple[Tensor, Tensor]:
     return draw_digits(2100, seed=1)
 
 
-@pytest.mark.parametrize("count", [0, 7, 2049])
+@pytest.mark.parametrize("count", [0, 2049])
 def test_the_same_seed_draws_the_same_digits_and_a_smaller_count_the_first_of_them(
     count: int, digits: tuple[Tensor, Tensor]
 ) -> None:
