@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,48 +46,24 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
         return train(world, config)
 
 
-class Died(Exception): ...
-
-
-@pytest.fixture
-def dies_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have training die in its Nth step from now on; 0: not any more."""
-    train_step, steps = Trainer._train_step, [0]
-
-    def counted(*arguments: Any) -> Any:
-        steps[0] -= 1
-        if steps[0] == 0:
-            raise Died
-        return train_step(*arguments)
-
-    def dies_at(step: int) -> None:
-        steps[0] = step
-
-    monkeypatch.setattr(Trainer, "_train_step", counted)
-    return dies_at
-
-
 def accuracies(folder: Path) -> list[float]:
     found: list[float] = json.loads(RunPaths(folder).accuracies.read_bytes())
     return found
 
 
 def test_a_run_that_began_from_another_runs_checkpoint_resumes_even_if_it_died_before_its_own_first(
-    tmp_path: Path, dies_at: Callable[[int], None]
+    tmp_path: Path,
 ) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    one, two, undisturbed = (tmp_path / name for name in ("one", "two", "undisturbed"))
     run(one, epochs=1)
-    dies_at(1)
-    with pytest.raises(Died):
+    with patch.object(Trainer, "_train_step", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         run(two, resume=str(one))
     assert [found.step for found in checkpoint_files.find(RunPaths(two).checkpoints)] == [STEPS_PER_EPOCH]
-    dies_at(0)
     run(two, resume="auto")
     assert len(accuracies(two)) == 2 and accuracies(two)[0] == accuracies(one)[0]
-    undisturbed, resumed = tmp_path / "undisturbed", RunPaths(two).model
     run(undisturbed, epochs=1)
     run(undisturbed, resume="auto")
-    assert resumed.read_bytes() == RunPaths(undisturbed).model.read_bytes()
+    assert RunPaths(two).model.read_bytes() == RunPaths(undisturbed).model.read_bytes()
 
 
 def test_the_predictions_of_a_complete_run_are_made_anew_only_where_one_is_missing(tmp_path: Path) -> None:
@@ -119,13 +95,10 @@ def test_a_damaged_summary_is_written_again(tmp_path: Path, damaged: str) -> Non
 def test_a_run_that_goes_back_to_an_earlier_end_has_the_summary_of_that_one(tmp_path: Path) -> None:
     run(tmp_path)
     first = checkpoint_files.find(RunPaths(tmp_path).checkpoints)[-1]
-    assert run(tmp_path, epochs=1, resume=str(first.path))["epochs"] == 1
-    assert json.loads(RunPaths(tmp_path).summary.read_bytes())["epochs"] == 1
-    assert json.loads(RunPaths(tmp_path).config.read_bytes())["epochs"] == 1
-
-
-def test_at_its_end_a_run_names_its_folder_in_one_line(tmp_path: Path) -> None:
-    (line,) = result_text(run(tmp_path, epochs=1)).splitlines()
+    summary = run(tmp_path, epochs=1, resume=str(first.path))
+    for written in (RunPaths(tmp_path).summary, RunPaths(tmp_path).config):
+        assert json.loads(written.read_bytes())["epochs"] == summary["epochs"] == 1
+    (line,) = result_text(summary).splitlines()
     assert " after 1 epoch on 1 rank (" in line and line.endswith(f"; files in {tmp_path}")
 
 

@@ -124,16 +124,6 @@ def test_16_bits_are_scaled_to_8_and_what_is_transparent_is_black(animals: Path)
     assert colours[:, 0, 0].tolist() == [200, 100, 50] and not colours[:, :, 4:].any()
 
 
-def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(root: str, download: bool) -> None:
-        raise RuntimeError("no network")
-
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", fails)
-    with pytest.raises(DataMissing, match="cifar10 is not in") as caught:
-        source("cifar10", tmp_path / "new").prepare()
-    assert caught.value.why.endswith("it could not be downloaded:\nno network")
-
-
 def test_more_images_than_memory_holds_are_refused_before_they_are_read(
     animals: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +230,6 @@ def test_what_a_factory_draws_follows_from_the_seed(module: Write) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ("def made(): return images.numpy(), [0, 1, 0, 1]", "returned a tuple of 2"),
         ("def made(): return (images / 255, labels), part", "leave ToTensor and Normalize out"),
         ("def made(): return part, (images.permute(0, 2, 3, 1), labels)", r"images.permute\(0, 3, 1, 2\)"),
         ("def made(): return (images, ['cat'] * 4), part", "a train part that is not tensors"),
@@ -248,15 +237,12 @@ def test_what_a_factory_draws_follows_from_the_seed(module: Write) -> None:
         ("def made(): return 1, part", "returned a int as its train part"),
         ("def made(): return part, (images, labels.float())", r"test labels that are float32 \[4\]"),
         ("def made(): return part, (images, labels - 1)", "a test label -1"),
-        ("def made(): return part, (images[:0], labels[:0])", "a test part without images"),
         ("def made(): return part, [('x', 0)]", "a strange item 0 of its test part .a str is no image"),
         ("def made(): return part, [(images[0], 0), (images[0, :, :4], 0)]", r"a strange item 1 .* \[3, 4, 8\]"),
         ("def made(): return part, [(images[0], 0.5)]", "a strange item 0 of its test part .its label is float32"),
         ("def made(): return part, [(Image.new('F', (8, 8)), 0)]", "pixels of mode F"),
         ("class Few(Pictures): classes = ('cat',)\ndef made(): return Few(), Few()", "a label 1"),
         ("class Few(Pictures): classes = ('dog', 'cat')\ndef made(): return Few(), Pictures()", "dog, cat and"),
-        ("class Few(Pictures): classes = 2\ndef made(): return Few(), Few()", "a int as the classes of its train part"),
-        ("def made(folder): return part, part", "cannot be called: missing a required argument: .folder"),
         ("made = 5", "has no function or class made"),
         ("import nonsense.of_mine", "cannot be imported"),
     ],
@@ -268,41 +254,23 @@ def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: Write, 
     assert re.search(named, f"{caught.value.what}\n{caught.value.next}\n{caught.value}")
 
 
-def test_what_a_factory_or_an_item_raises_comes_through_and_the_item_is_named(
+def test_what_an_item_raises_comes_through_and_the_item_is_named(
     module: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = module(
-        """
-        class Broken(Pictures):
-            def __getitem__(self, index): return super().__getitem__(index) if index < 3 else int("x")
-        def made(): return part, Broken()
-        def fails(): raise ZeroDivisionError("mine")
-        """
-    )
+    broken = "def __getitem__(self, index): return super().__getitem__(index) if index < 3 else int('x')"
+    name = module(f"class Broken(Pictures):\n    {broken}\ndef made(): return part, Broken()")
     with pytest.raises(ValueError, match="invalid literal"):
         source(f"{name}:made").load("train")
     (told,) = caplog.messages
     assert f"--dataset {name}:made: item 3 of its test part raised ValueError" in told
-    with pytest.raises(ZeroDivisionError):
-        source(f"{name}:fails").load("train")
-    with pytest.raises(ZeroDivisionError):
-        models.build(f"{name}:fails", device=torch.device("cpu"), seed=0)
 
 
 def test_images_that_differ_when_they_are_read_again_are_told(module: Write, caplog: pytest.LogCaptureFixture) -> None:
-    name = module(
-        """
-        class Noisy(Pictures):
-            def __getitem__(self, index): return torch.randint(256, (3, 8, 8), dtype=torch.uint8), int(labels[index])
-        def made(): return Noisy(), Noisy()
-        def still(): return Noisy(), Pictures()
-        """
-    )
-    for factory in ("made", "still"):
-        source(f"{name}:{factory}").load("train")
-    both, one = caplog.messages
-    assert f"the train and test images of {name}:made differ when they are read again" in both
-    assert f"the train images of {name}:still differ" in one
+    noise = "def __getitem__(self, index): return torch.randint(256, (3, 8, 8), dtype=torch.uint8), 0"
+    name = module(f"class Noisy(Pictures):\n    {noise}\ndef made(): return Noisy(), Pictures()")
+    source(f"{name}:made").load("train")
+    (told,) = caplog.messages
+    assert f"the train images of {name}:made differ when they are read again" in told
 
 
 SCALARS = "class Made(torch.nn.Linear):\n    def forward(self, x): return super().forward(x.flatten(1)).squeeze()\n"
@@ -344,18 +312,15 @@ def test_a_class_without_arguments_or_a_factory_with_lazy_layers_is_a_model(modu
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_a_module_that_is_not_there_or_a_misspelt_function_is_answered_with_what_was_meant(module: Write) -> None:
+def test_a_misspelt_function_or_module_is_answered_with_what_was_meant(module: Write) -> None:
     name = module("def network(): pass\ndef train(): pass\n" + "from os.path import *\n")
-    for ask in (own_code.factory, own_code.digest):
-        with pytest.raises(BadOption, match=r"there is no module torch\.nowhere") as caught:
-            ask("model", "torch.nowhere:made")
-        assert "PYTHONPATH" in caught.value.next
+    meant = {"netwrok": "name one of its functions or classes", ".py:network": "name the module, not its file"}
+    for typed, advice in meant.items():
         with pytest.raises(BadOption) as caught:
-            ask("model", f"{name}.py:network")
-        assert caught.value.next == f"name the module, not its file: --model {name}:network"
-    with pytest.raises(BadOption) as caught:
-        own_code.factory("model", f"{name}:netwrok")
-    assert caught.value.next == f"name one of its functions or classes: --model {name}:network"
+            own_code.factory("model", f"{name}{typed}" if ":" in typed else f"{name}:{typed}")
+        assert caught.value.next == f"{advice}: --model {name}:network"
+    with pytest.raises(BadOption, match="has no function or class x") as caught:
+        own_code.factory("model", f"{name}:x")
     assert caught.value.why.endswith(" defines Pictures, network, train")
 
 
