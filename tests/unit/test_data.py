@@ -9,14 +9,19 @@ import resource
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from ddp_manual.errors import DataCorrupt, DataMissing
-from ddp_manual.training import datasets
+from ddp_manual.errors import DataCorrupt, DataDiffers, DataMissing
+from ddp_manual.training import datasets, ddp
+from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split, warn_of_untrained
 from tests.conftest import source
 
@@ -158,18 +163,6 @@ def test_a_whole_cache_that_a_rank_has_no_memory_for_stays(
     assert before == {path: path.stat().st_ino for path in caches(tiny_mnist)}
 
 
-def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(
-    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    assert pixels(tiny_mnist) == list(range(12))
-    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
-    path.unlink()
-    path.mkdir()  # as little can be done about it as about a file in a folder that is read-only
-    (path / "file").touch()
-    assert pixels(tiny_mnist) == list(range(12))
-
-
 def test_what_is_outdated_or_half_written_stays_a_week_since_ranks_of_other_hosts_may_have_mapped_it(
     tiny_mnist: Path,
 ) -> None:
@@ -229,3 +222,42 @@ def test_a_class_without_an_image_to_train_on_is_named(
     warn_of_untrained(Split(images, torch.tensor(labels), ("ant", "bee", "cat")))
     assert re.findall("no training image of (.*) classes: ", caplog.text) == said
     assert ("if the labels are numbered from 1" in caplog.text) is (labels == [1, 2])
+
+
+# -- whether all ranks have read the same ----------------------------------------------------------------------------
+
+
+SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
+
+
+def compare(
+    monkeypatch: pytest.MonkeyPatch, others: Split, hosts: list[str], *, own_factory: bool = False
+) -> tuple[str, str]:
+    """As rank 0 of two sees it, whose test part is the same as the other's."""
+
+    def gathered(mine: Tensor) -> list[Tensor]:
+        return [mine, torch.tensor([fingerprint(others), fingerprint(SPLIT)])]
+
+    monkeypatch.setattr(ddp, "all_gather", gathered)
+    world: Any = SimpleNamespace(device=torch.device("cpu"), roster=lambda: [{"host": host} for host in hosts])
+    return compare_data(world, SPLIT, SPLIT, own_factory=own_factory)
+
+
+@pytest.mark.parametrize(("own_factory", "then"), [(False, "copy rank 0's --data_dir"), (True, "have the factory ret")])
+def test_what_to_do_about_other_data_depends_on_what_returned_them(
+    monkeypatch: pytest.MonkeyPatch, own_factory: bool, then: str
+) -> None:
+    other = replace(SPLIT, labels=torch.tensor([1, 0]))
+    with pytest.raises(DataDiffers, match=r"the data on b are not those of rank 0") as caught:
+        compare(monkeypatch, other, ["a", "b"], own_factory=own_factory)
+    assert then in (caught.value.next or "")
+    assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why
+
+
+def test_other_names_of_classes_are_other_data_but_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = replace(SPLIT, classes=("dog", "cat"))
+    with pytest.raises(DataDiffers):
+        compare(monkeypatch, renamed, ["a", "b"])
+    train, test = compare(monkeypatch, SPLIT, ["a", "b"])
+    assert train == test and len(train) == 32
+    assert fingerprint(renamed)[:3] == fingerprint(SPLIT)[:3]

@@ -1,9 +1,12 @@
+"""The commands ``evaluate`` and ``show-data``, on folders of small images."""
+
 from __future__ import annotations
 
 import io
 import json
 import re
 import shutil
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,6 @@ import torch
 from PIL import Image
 
 from ddp_manual import cli
-from ddp_manual.run_folder import in_a_file_name
 from ddp_manual.training import checkpoint_files, models
 from ddp_manual.training.config import TrainConfig
 
@@ -94,17 +96,8 @@ def test_model_data_and_normalisation_come_from_the_run(
     assert by_class == [("ant", 4, right[:4].mean().item()), ("bee", 4, right[4:].mean().item()), ("cat", 0, None)]
 
 
-def test_the_text_has_a_line_for_each_class_and_each_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["evaluate", "--checkpoint", str(run / "model.pt"), "--out_dir", str(run / "a" / "b")]) == 0
-    first, _, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"mlp of {run / 'model.pt'} on folder:") and first.endswith("over 8 images")
-    assert [line.split()[0] for line in lines[:3]] == ["ant", "bee", "cat"]
-    assert [line.strip() for line in sorted(lines[3:])] == [str(run / "a" / "b" / name) for name in FILES]
-    assert sorted(path.name for path in (run / "a" / "b").iterdir()) == FILES
-
-
 def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
-    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_images(tmp_path / "others", train=("ant", "bee", "cat"), test=("cat",))
     saved = save_checkpoint(run, 7)
@@ -112,20 +105,10 @@ def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
         Path(evaluated(capsys, "--checkpoint", *arguments)["files"][0]).parent
         for arguments in ([run], [run, "--dataset", f"folder:{other}"], [saved], [saved.with_suffix(".json")])
     ]
-    assert folders[2] == folders[3]
-    names = [folder.name for folder in folders[:3]]
-    assert re.fullmatch(r"evaluation-.*-pets-[0-9a-f]{8}", names[0])
-    assert re.fullmatch(r"evaluation-.*-others-[0-9a-f]{8}", names[1])
-    assert names[2] == f"{names[0]}-{saved.stem}"
+    assert re.fullmatch(r"evaluation-.*-pets-[0-9a-f]{8}", folders[0].name)
+    assert re.fullmatch(r"evaluation-.*-others-[0-9a-f]{8}", folders[1].name)
+    assert folders[2] == folders[3] == folders[0].with_name(f"{folders[0].name}-{saved.stem}")
     assert all(folder.parent == run and sorted(path.name for path in folder.iterdir()) == FILES for folder in folders)
-
-
-def test_no_two_data_sets_share_the_name_of_a_folder_and_a_plain_name_stays_as_it_is() -> None:
-    names = ["fashion:mnist", "folder:/데이터", "folder:/写真", "folder:/x/a-b", "folder:/x/a/b", "folder:\udcff"]
-    names += ["folder:\udcfe", "folder:" + "a/" * 60 + "x", "folder:b" + "a/" * 60 + "x", "fashion-mnist"]
-    given = [in_a_file_name(name) for name in names]
-    assert len(set(given)) == len(names) and all(len(name) < 100 for name in given)
-    assert given[-1] == "fashion-mnist" and in_a_file_name("folder:cifar10") == "folder-cifar10"
 
 
 def test_code_that_no_flag_names_is_not_imported(
@@ -225,10 +208,14 @@ def test_what_cannot_be_evaluated_is_named_and_nothing_is_written(
 
 
 def test_other_names_for_as_many_classes_are_a_warning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["evaluate", "--checkpoint", str(run), "--classes", "ant,wasp,cat"]) == 0
+    options = ["--classes", "ant,wasp,cat", "--out_dir", str(run / "a")]
+    assert cli.run(["evaluate", "--checkpoint", str(run), *options]) == 0
     said = capsys.readouterr()
     assert "the classes have other names than those the model was trained on: wasp instead of bee" in said.err
-    assert "\n  wasp " in said.out
+    first, _, *lines = said.out.splitlines()
+    assert first.startswith(f"mlp of {run / 'model.pt'} on folder:") and first.endswith("over 8 images")
+    assert [line.split()[0] for line in lines[:3]] == ["ant", "wasp", "cat"]
+    assert sorted(line.strip() for line in lines[3:]) == [str(run / "a" / name) for name in FILES]
 
 
 def test_the_same_classes_in_another_order_are_numbered_as_in_training(
@@ -251,3 +238,74 @@ def test_a_config_whose_record_of_the_run_contradicts_itself_is_named(
     describe(run, facts)
     said = refused(capsys, 15, "--checkpoint", run)
     assert f"error[checkpoint-corrupt]: {run / 'config.json'} is not what a run has written" in said
+
+
+# -- show-data ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def animals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The data set as it is named from a current folder of its own."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return f"folder:{write_images(tmp_path / 'animals', train=('ant', 'bee'), test=('bee',))}"
+
+
+def test_show_data_writes_a_grid_and_counts_each_class(animals: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["show-data", "--dataset", animals, "--out", "animals.png"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{animals}, train: 8 images of 8x8 pixels, in colour"
+    assert [line.split() for line in lines] == [["class", "images"], ["ant", "4"], ["bee", "4"], ["animals.png"]]
+    with Image.open("animals.png") as picture:
+        assert picture.format == "PNG" and picture.width > 8 * 80
+
+
+@pytest.mark.parametrize(("folder", "option"), [("mine", "--out"), ("deep/data", "--data_dir")])
+def test_part_count_names_and_the_folder_can_be_chosen(
+    animals: str, folder: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine").mkdir()
+    options = ["--part", "test", "--count", "2", "--classes", "x,y", "--image_size", "30", option, folder]
+    assert cli.run(["show-data", "--dataset", animals, *options]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.endswith("test: 4 images of 30x30 pixels, in colour")
+    assert [line.split() for line in lines[1:3]] == [["x", "0"], ["y", "4"]]
+    (written,) = Path(folder).glob("*-animals-????????-test.png")
+    assert lines[-1].strip() == str(written)
+    with Image.open(written) as picture:
+        assert 2 * 80 < picture.width < 3 * 100
+
+
+@pytest.mark.parametrize(("variable", "shown"), [("COLORTERM", 8 * 4 * 8), ("NO_COLOR", 0)])
+def test_a_terminal_with_colours_is_shown_half_blocks_of_the_images_colours(
+    animals: str, variable: str, shown: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 pixels wide and 4 characters high, four side by side in 40 columns, two rows."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "40", variable: "truecolor"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.run(["show-data", "--dataset", animals]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\N{UPPER HALF BLOCK}") == shown
+    assert ("38;2;80;60;100;48;2;80;60;100m" in said) is (shown > 0)  # bee 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        ("--out a.jpg", 2, "--out a.jpg is not the name of a PNG file"),
+        ("--out nothing/a.png", 2, "--out nothing/a.png cannot be written"),
+        ("--count 0", 2, "--count"),
+        ("--classes cat", 2, "--classes gives 1 name,"),
+        ("--dataset folder:nothing", 16, "nothing/train cannot be read as a folder of images"),
+        ("--dataset mnist --data_dir file", 2, "--data_dir"),
+    ],
+)
+def test_a_bad_option_or_data_set_is_named(
+    animals: str, arguments: str, code: int, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").touch()
+    assert cli.run(["show-data", "--dataset", animals, *arguments.split()]) == code
+    assert named in capsys.readouterr().err
