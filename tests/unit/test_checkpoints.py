@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,40 +263,19 @@ def test_a_run_is_resumed_with_what_was_typed_except_for_what_it_resumed_from_be
 BLACK = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"), digest="one")
 
 
-@pytest.fixture
-def resume(tmp_path: Path) -> Callable[..., None]:
-    """Resume on these images, with these options, from a checkpoint of a run on black ones with those."""
-
-    def resume(now: dict[str, Any], *, train: Split = BLACK, test: Split = BLACK, **then: Any) -> None:
-        network, optimizer = trained()
-        saved = checkpoint.options_of(TrainConfig(**{"epochs": 9, **then}), BLACK, BLACK)
-        path = checkpoint_files.write(RunPaths(tmp_path).checkpoints, 33, taken(network, optimizer, **saved), {})
-        config = TrainConfig(resume=str(path), **{"epochs": 9, **now})
-        network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=train.shape)
-        trainer: Any = SimpleNamespace(
-            config=config,
-            options=checkpoint.options_of(config, train, test),
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            epoch_plan=SimpleNamespace(samples=len(train), seen=lambda _: 0),
-            network=network,
-            optimizer=torch.optim.SGD(network.parameters(), momentum=0.9),
-            settle_buckets=int,
-            resume=lambda position, history: None,
-        )
-        checkpoint.resume(RunPaths(tmp_path), trainer)
-
-    return resume
+def resume(path: Path, then: dict[str, Any], now: dict[str, Any], train: Split = BLACK, test: Split = BLACK) -> None:
+    """Compare the options of a run that goes on with these images with those of a checkpoint of one with black ones."""
+    began, config = (TrainConfig(**{"epochs": 9, **options}) for options in (then, now))
+    options = checkpoint.options_of(began, BLACK, BLACK)
+    saved: Any = SimpleNamespace(options=options, position=Position(epoch=2, taken=7))
+    checkpoint._check_options(path, saved, config, checkpoint.options_of(config, train, test))
 
 
-def test_a_checkpoint_of_other_images_or_options_is_a_mismatch_and_not_damaged(
-    tmp_path: Path, resume: Callable[..., None]
-) -> None:
-    pictures = {"dataset": "folder:here", "image_size": 28}
+def test_a_checkpoint_of_other_images_or_options_is_a_mismatch(tmp_path: Path) -> None:
+    pictures, path = {"dataset": "folder:here", "image_size": 28}, RunPaths(tmp_path).checkpoints / "step.pt"
     larger = replace(BLACK, images=torch.zeros(8, 1, 32, 32, dtype=torch.uint8), classes=("a", "b", "c"))
     with pytest.raises(CheckpointMismatch, match="another run") as caught:
-        resume({**pictures, "image_size": 32, "normalization": "none"}, train=larger, **pictures)
+        resume(path, pictures, {**pictures, "image_size": 32, "normalization": "none"}, larger)
     assert caught.value.why.splitlines() == [
         "image_size: 28 in the checkpoint / 32 here (argument)",
         "normalization: dataset in the checkpoint / none here (argument)",
@@ -306,31 +284,31 @@ def test_a_checkpoint_of_other_images_or_options_is_a_mismatch_and_not_damaged(
     ]
     assert caught.value.next.startswith("give the options it was saved with, which are in ")
     with pytest.raises(CheckpointMismatch, match="is of a run on other data"):
-        resume({}, train=replace(BLACK, digest="another"))
+        resume(path, {}, {}, replace(BLACK, digest="another"))
+    path.parent.mkdir()
     RunPaths(tmp_path).config.write_text("{}")
     for now in ({"seed": 1}, {"epochs": 1}):
         with pytest.raises(CheckpointMismatch) as caught:
-            resume(now)
+            resume(path, {}, now)
         again = f"leave those options out, which --resume auto --run_dir {tmp_path} takes from that run\n"
         assert caught.value.next.startswith(again)
 
 
-def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(tmp_path: Path) -> None:
-    saved = checkpoint.unpack(Path("step.pt"), taken(*trained()))
+def test_code_or_test_images_that_have_changed_since_the_checkpoint_are_a_warning_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, sources = {"model": "mine:net"}, iter(("one", "one", "one", "two"))
+    monkeypatch.setattr(own_code, "sources", lambda **_: {"model_source": next(sources)})
+    resume(tmp_path / "step.pt", own, own)
+    assert "changed" not in caplog.text
+    resume(tmp_path / "step.pt", own, own, test=replace(BLACK, digest="another"))
+    assert "the source of mine:net has changed since the checkpoint" in caplog.messages
+    assert "the test images of mnist have changed since the checkpoint" in caplog.text
+
+
+def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(content: bytes) -> None:
+    saved = checkpoint.unpack(Path("step.pt"), content)
     network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=(1, 32, 32), classes=10)
     with pytest.raises(CheckpointMismatch) as caught:
         checkpoint.check_parameters(Path("step.pt"), saved, network)
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"
-
-
-def test_code_or_test_images_that_have_changed_since_the_checkpoint_are_a_warning_and_not_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resume: Callable[..., None]
-) -> None:
-    own = {"model": "mine:net"}
-    sources = iter(("one", "one", "one", "two"))
-    monkeypatch.setattr(own_code, "sources", lambda **_: {"model_source": next(sources)})
-    resume(own, **own)
-    assert "changed" not in caplog.text
-    resume(own, test=replace(BLACK, digest="another"), **own)
-    assert "the source of mine:net has changed since the checkpoint" in caplog.messages
-    assert "the test images of mnist have changed since the checkpoint" in caplog.text

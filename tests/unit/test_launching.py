@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
 from ddp_manual.agent.launched_worker import copy
-from ddp_manual.errors import DdpManualError, PeerLost, Stopped
+from ddp_manual.errors import PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
-from ddp_manual.messages import LastWords, RankInfo
-from ddp_manual.protocol.verdicts import error_for, verdict_about
 from ddp_manual.run_folder import RunPaths, own_run_dir
 from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
@@ -48,24 +45,6 @@ def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
 def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(options: Any, restarts: int) -> None:
     spec = WorldSpec(**options, sources=dict.fromkeys(options, "flag"))
     assert Job(spec=spec, run_id="id", run_dir=None, go_on="").max_restarts == restarts
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "again"),
-    [
-        (Stopped(signal.SIGTERM), 143, False),
-        (errors.BadOption("--epochs 0 is below 1", why="", next=""), 2, False),
-        (errors.TrainingFailed("it has left with 3", why="", next=""), 3, True),
-        (PeerLost("rank 1 is gone: SIGTERM", why="", next=""), 143, False),
-        (PeerLost("rank 1 is gone: SIGKILL", why="", next=""), 137, True),
-    ],
-)
-def test_after_a_failure_on_another_host_ranks_start_again_if_they_do_so_there(
-    error: DdpManualError, exit_code: int, again: bool
-) -> None:
-    about, last_words = RankInfo(rank=1, world_size=2, host="hostB", pid=4711), LastWords.of(error)
-    verdict = verdict_about(about, replace(last_words, exit_code=exit_code), judged=isinstance(error, PeerLost))
-    assert [may_be_fixed(error_for(rank, verdict)) for rank in (0, 1)] == [again, again]
 
 
 def test_a_progress_bar_is_shown_once_a_second_while_it_grows(

@@ -118,15 +118,6 @@ def test_batches_of_large_images_are_smaller(side: int, batches: list[int]) -> N
     assert sizes == batches
 
 
-def test_the_loss_of_a_model_that_computes_in_half_precision_is_summed_in_single() -> None:
-    split, scores = split_of([0, 1, 2] * 200), torch.randn(600, 3).bfloat16()
-    half = nn.Identity()
-    half.register_forward_hook(lambda *_: scores)
-    found, _ = evaluate(half, split, unit_scale(1), rank=0, world_size=1)
-    expected = nn.functional.cross_entropy(scores.double(), split.labels)
-    assert found.loss == pytest.approx(float(expected), rel=1e-6)
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_picture_shows_the_images_themselves_in_the_predictions_order(channels: int) -> None:
     split = split_of([1, 0, 2, 2], channels=channels)
@@ -139,20 +130,6 @@ def test_the_picture_shows_the_images_themselves_in_the_predictions_order(channe
     windows = pixels.unfold(2, 84, 1).permute(2, 0, 1, 3)
     places = [int((windows == image).flatten(1).all(dim=1).nonzero()) for image in enlarged[predictions.order]]
     assert places == sorted(places)
-
-
-@pytest.mark.parametrize(
-    ("side", "classes", "count"),
-    [(1, ("a", "b", "c"), 12), (32, CLASSES, 3), (500, ("a name of a class " * 9, "ä" * 99, ""), 1)],
-)
-def test_images_of_any_size_and_names_of_any_length_keep_the_picture_small(
-    side: int, classes: tuple[str, ...], count: int
-) -> None:
-    split = split_of([index % 3 for index in range(count)], channels=3, side=side, classes=classes)
-    for png in (pictures.image_grid(split), pictures.prediction_grid(Predictions(torch.rand(count, 3), split))):
-        width, height = opened(png).size
-        assert min(10, count) * 80 <= width <= 1800
-        assert 90 <= height <= 500
 
 
 def test_a_grid_shows_every_class_of_a_data_set_that_is_sorted_by_class() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -88,21 +88,6 @@ def test_constants_and_powers_of_two_do_not_collide() -> None:
     assert len(pairs) == 64 * 63 // 2
 
 
-def test_the_memory_order_of_a_tensor_costs_no_copy_and_other_values_in_it_are_seen() -> None:
-    weight = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
-    assert replica_state._in_memory_order(weight)[0].data_ptr() == weight.data_ptr()
-    other = weight.clone()
-    assert of(other) == of(weight)
-    other[3, 2, 1, 0] += 1
-    assert of(other) != of(weight)
-
-
-def test_statistics_of_normalisation_are_not_compared_and_other_buffers_are() -> None:
-    model = network()
-    model.register_buffer("table", torch.arange(4))
-    assert names(model) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "table"]
-
-
 @pytest.mark.parametrize(("copied", "compared"), [(True, []), (False, ["table"])])
 def test_what_ddp_copies_from_rank_0_or_was_told_to_ignore_is_not_compared(
     process_group: None, copied: bool, compared: list[str]
@@ -131,17 +116,6 @@ def test_the_state_of_an_optimizer_is_named_by_its_parameter_and_none_is_created
     assert found["betas of parameter group 0[1]"] == "number"
     found = collect(model, after_a_step(model, torch.optim.LBFGS(model.parameters(), max_iter=3))).structure()
     assert "old_dirs of 0.weight[0]" in found and "func_evals of 0.weight" in found
-
-
-@pytest.mark.parametrize(
-    ("model", "refused"),
-    [
-        (lambda: nn.LazyLinear(3), "weight has no values yet: run the model once before"),
-        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device, and has no values"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_by_name(model: Callable[[], nn.Module], refused: str) -> None:
-    assert collect(model(), None).refused == refused
 
 
 def test_replicated_tensors_of_a_mesh_are_compared_and_sharded_ones_are_left_out(process_group: None) -> None:

@@ -208,25 +208,6 @@ def test_a_factory_returns_tensors_or_datasets(module: Write, body: str, classes
     assert train.classes == classes
 
 
-def test_what_a_factory_draws_follows_from_the_seed(module: Write) -> None:
-    name = module(
-        """
-        import random
-        import numpy
-        def made():
-            noise = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
-            return (noise, numpy.random.permutation(4)), (images[random.sample(range(4), 4)], labels)
-        """
-    )
-
-    def drawn(seed: int) -> list[torch.Tensor]:
-        train, test = (source(f"{name}:made", seed=seed).load(part) for part in PARTS)
-        return [train.images, train.labels, test.images]
-
-    assert all(torch.equal(first, again) for first, again in zip(drawn(2**40), drawn(2**40), strict=True))
-    assert not torch.equal(drawn(0)[0], drawn(1)[0])
-
-
 @pytest.mark.parametrize(
     ("body", "named"),
     [
@@ -293,23 +274,6 @@ def test_what_is_wrong_with_what_a_model_factory_returns_is_named(module: Write,
     name = module(body)
     with pytest.raises(BadOption, match=named):
         models.build(f"{name}:made", device=torch.device("cpu"), seed=0, shape=(3, 8, 8), classes=2)
-
-
-@pytest.mark.parametrize("factory", ["Net", "made"])
-def test_a_class_without_arguments_or_a_factory_with_lazy_layers_is_a_model(module: Write, factory: str) -> None:
-    name = module(
-        """
-        class Net(torch.nn.Sequential):
-            def __init__(self): super().__init__(torch.nn.Flatten(), torch.nn.Linear(192, 2))
-        def made(shape, classes):
-            assert shape == (3, 8, 8)
-            return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(classes))
-        """
-    )
-    made = {"device": torch.device("cpu"), "seed": 1, "shape": (3, 8, 8), "classes": 2}
-    first, second = (models.build(f"{name}:{factory}", **made) for _ in range(2))
-    assert first.training
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_a_misspelt_function_or_module_is_answered_with_what_was_meant(module: Write) -> None:

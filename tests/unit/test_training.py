@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import platform
-import resource
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,6 @@ from ddp_manual.errors import BadOption
 from ddp_manual.training import config, data, ddp, metrics, models
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
-from ddp_manual.worker import device
 from tests.conftest import source
 
 
@@ -142,13 +139,3 @@ def test_steps_that_a_device_takes_after_their_launch_has_returned_count_once_th
             meter.add(sum(taken), torch.tensor(0.5), torch.eye(3), torch.arange(3))
         meter.sync(sum(taken), 0.1)
     assert taken == steps
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc returns the memory")
-def test_a_rank_keeps_the_memory_that_a_step_frees() -> None:
-    device.keep_freed_memory()
-    torch.ones(8 << 20, dtype=torch.uint8)  # the kernel provides these pages once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        torch.ones(8 << 20, dtype=torch.uint8)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000  # otherwise 2,048 of 4 KiB each time
