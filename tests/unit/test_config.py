@@ -79,22 +79,8 @@ def test_the_global_batch_is_divided_over_the_ranks_and_refused_with_one_that_ca
         assert advice in caught.value.next
 
 
-def test_the_ranks_must_agree_on_everything_except_the_paths() -> None:
-    shared = TrainConfig(lr=0.5, sources={"lr": "flag"}).shared_options()
-    assert shared["lr"] == (0.5, "flag")
-    assert shared["epochs"] == (2, "default")
-    assert not {"data_dir", "run_dir", "resume", "keep"} & set(shared)
-
-
 def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder() -> None:
     assert not is_own_factory(TrainConfig(dataset="folder:my_images").dataset)
-
-
-def test_gradients_are_clipped_unless_sgd_is_to_be_plain() -> None:
-    assert TrainConfig().most_grad_norm == 1.0
-    assert TrainConfig(momentum=0.0).most_grad_norm == 0.0
-    assert TrainConfig(momentum=0.0, clip_grad_norm=2.0).most_grad_norm == 2.0
-    assert TrainConfig(clip_grad_norm=0.0).most_grad_norm == 0.0
 
 
 # -- files of options -----------------------------------------------------------------------------------------------

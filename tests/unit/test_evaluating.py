@@ -143,13 +143,9 @@ def test_a_model_without_its_run_is_evaluated_as_flags_say(
 ) -> None:
     moved = tmp_path / "moved.pt"
     shutil.copy(run / "model.pt", moved)
-    told = ["--model", "mlp", "--dataset", f"folder:{pets}"]
-    losses = [
-        evaluated(capsys, "--checkpoint", *arguments)["loss"]
-        for arguments in ([moved, *told], [run, "--normalization", "dataset"], [run], [run, "--normalization", "none"])
-    ]
-    assert losses[0] == losses[1]
-    assert len(set(losses)) == 3
+    told = evaluated(capsys, "--checkpoint", moved, "--model", "mlp", "--dataset", f"folder:{pets}")["loss"]
+    assert told == evaluated(capsys, "--checkpoint", run, "--normalization", "dataset")["loss"]
+    assert told != evaluated(capsys, "--checkpoint", run, "--normalization", "none")["loss"]
 
 
 PARAMETERS = {"position": torch.zeros(2), "model": torch.zeros(3)}
@@ -229,15 +225,6 @@ def test_the_same_classes_in_another_order_are_numbered_as_in_training(
     assert [one["name"] for one in report["classes"]] == ["bee", "cat", "ant"]
     assert report["loss"] == pytest.approx(as_trained["loss"]) and report["accuracy"] == as_trained["accuracy"]
     assert sorted(report["classes"], key=lambda one: str(one["name"])) == as_trained["classes"]
-
-
-@pytest.mark.parametrize("facts", [{"mean": "x"}, {"std": [0.0] * 3}, {"mean": [0.0]}, {"shape": [8, 8]}], ids=str)
-def test_a_config_whose_record_of_the_run_contradicts_itself_is_named(
-    run: Path, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    describe(run, facts)
-    said = refused(capsys, 15, "--checkpoint", run)
-    assert f"error[checkpoint-corrupt]: {run / 'config.json'} is not what a run has written" in said
 
 
 # -- show-data ------------------------------------------------------------------------------------------------------

@@ -132,15 +132,6 @@ def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_i
         prepared(job(), Hosts(nproc=1))
 
 
-def test_the_ranks_of_each_host_follow_those_of_the_host_before() -> None:
-    second = Hosts(nproc=4, nnodes=3, node_rank=1)
-    assert (second.world_size, [*second.ranks]) == (12, [4, 5, 6, 7])
-    with pytest.raises(errors.BadOption, match="--node_rank 3 does not exist among 3 hosts"):
-        Hosts(nproc=4, nnodes=3, node_rank=3).check(WorldSpec(master_addr="hostA"))
-    with pytest.raises(errors.BadOption, match="launch on 3 hosts needs the address of the first one"):
-        second.check(WorldSpec())
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

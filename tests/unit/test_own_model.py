@@ -89,16 +89,6 @@ def test_a_network_that_cannot_be_trained_on_one_sample_is_found_before_training
     assert network.training and all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_a_network_that_ends_in_a_softmax_is_a_warning(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    for network in (Linear(), nn.Sequential(Linear(), nn.LogSoftmax(dim=1))):
-        fewest_samples(build(network))
-    assert not caplog.messages
-    fewest_samples(build(nn.Sequential(Linear(), nn.Softmax(dim=1))))
-    (told,) = caplog.messages
-    assert "--model mine:net gives probabilities" in told
-
-
 def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(build: Build) -> None:
     network = Linear()
     network.spare = nn.Linear(3, 3)

@@ -131,19 +131,6 @@ def test_replicated_tensors_of_a_mesh_are_compared_and_sharded_ones_are_left_out
     assert "bias" in state.structure() and "exp_avg of bias" in state.structure()
 
 
-def test_the_parameters_and_the_state_of_fsdp1_are_left_out(process_group: None) -> None:
-    class FullyShardedDataParallel(nn.Sequential):
-        """Named as torch's, which shards on a GPU only."""
-
-    model = nn.Sequential(nn.Linear(2, 2), FullyShardedDataParallel(nn.Linear(2, 2)))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    state = collect(model, optimizer)
-    assert [name for name in state.left_out if not name.startswith("exp_avg")] == ["1.0.weight", "1.0.bias"]
-    assert "exp_avg of 1.0.weight" in state.left_out and "step of 1.0.weight" in state.structure()
-
-
 def test_alone_and_without_a_process_group_there_is_nothing_to_compare(process_group: None) -> None:
     ddp_manual.check_replicas(nn.LazyLinear(3))
     dist.destroy_process_group()

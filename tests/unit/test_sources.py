@@ -235,17 +235,6 @@ def test_what_is_wrong_with_what_a_data_factory_returns_is_named(module: Write, 
     assert re.search(named, f"{caught.value.what}\n{caught.value.next}\n{caught.value}")
 
 
-def test_what_an_item_raises_comes_through_and_the_item_is_named(
-    module: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = "def __getitem__(self, index): return super().__getitem__(index) if index < 3 else int('x')"
-    name = module(f"class Broken(Pictures):\n    {broken}\ndef made(): return part, Broken()")
-    with pytest.raises(ValueError, match="invalid literal"):
-        source(f"{name}:made").load("train")
-    (told,) = caplog.messages
-    assert f"--dataset {name}:made: item 3 of its test part raised ValueError" in told
-
-
 def test_images_that_differ_when_they_are_read_again_are_told(module: Write, caplog: pytest.LogCaptureFixture) -> None:
     noise = "def __getitem__(self, index): return torch.randint(256, (3, 8, 8), dtype=torch.uint8), 0"
     name = module(f"class Noisy(Pictures):\n    {noise}\ndef made(): return Noisy(), Pictures()")

@@ -29,7 +29,6 @@ from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.trackers import Tracker, Trackers, WeightsAndBiases, table_of
-from ddp_manual.world_spec import WorldSpec
 from tests.conftest import REPOSITORY, log_to_root
 
 Opened = Callable[..., Trackers]
@@ -182,13 +181,6 @@ def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything
     assert "error[bad-option]: --track wandb needs wandb, which this Python does not have" in said
     assert "next: pip install wandb\n" in said and "pip install -e '.[wandb]'" in said
     assert not (tmp_path / "run").exists()
-
-
-def test_a_stall_timeout_that_is_shorter_than_wandb_may_take_to_begin_is_warned_of(warnings: Warnings) -> None:
-    for world_size, stall_timeout in ((1, 20), (2, 30), (2, 20)):
-        TrainConfig(track="wandb").check_trackers(WorldSpec(world_size=world_size, stall_timeout=stall_timeout))
-    (warning,) = warnings()
-    assert warning.startswith("--stall_timeout 20 may be too short for --track wandb: ")
 
 
 def test_a_folder_that_has_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
