@@ -18,16 +18,10 @@ from torch import nn
 
 from ddp_manual import cli, run_folder
 from ddp_manual.agent.tasks import training_task
-from ddp_manual.errors import (
-    BadOption,
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    CheckpointMissing,
-    DiskFull,
-)
+from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, DiskFull
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
-from ddp_manual.training import checkpoint, checkpoint_files, models, own_code
+from ddp_manual.training import checkpoint, checkpoint_files, models
 from ddp_manual.training.checkpoint import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
@@ -263,12 +257,12 @@ def test_a_run_is_resumed_with_what_was_typed_except_for_what_it_resumed_from_be
 BLACK = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("a", "b"), digest="one")
 
 
-def resume(path: Path, then: dict[str, Any], now: dict[str, Any], train: Split = BLACK, test: Split = BLACK) -> None:
+def resume(path: Path, then: dict[str, Any], now: dict[str, Any], train: Split = BLACK) -> None:
     """Compare the options of a run that goes on with these images with those of a checkpoint of one with black ones."""
     began, config = (TrainConfig(**{"epochs": 9, **options}) for options in (then, now))
     options = checkpoint.options_of(began, BLACK, BLACK)
     saved: Any = SimpleNamespace(options=options, position=Position(epoch=2, taken=7))
-    checkpoint._check_options(path, saved, config, checkpoint.options_of(config, train, test))
+    checkpoint._check_options(path, saved, config, checkpoint.options_of(config, train, BLACK))
 
 
 def test_a_checkpoint_of_other_images_or_options_is_a_mismatch(tmp_path: Path) -> None:
@@ -292,18 +286,6 @@ def test_a_checkpoint_of_other_images_or_options_is_a_mismatch(tmp_path: Path) -
             resume(path, {}, now)
         again = f"leave those options out, which --resume auto --run_dir {tmp_path} takes from that run\n"
         assert caught.value.next.startswith(again)
-
-
-def test_code_or_test_images_that_have_changed_since_the_checkpoint_are_a_warning_and_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    own, sources = {"model": "mine:net"}, iter(("one", "one", "one", "two"))
-    monkeypatch.setattr(own_code, "sources", lambda **_: {"model_source": next(sources)})
-    resume(tmp_path / "step.pt", own, own)
-    assert "changed" not in caplog.text
-    resume(tmp_path / "step.pt", own, own, test=replace(BLACK, digest="another"))
-    assert "the source of mine:net has changed since the checkpoint" in caplog.messages
-    assert "the test images of mnist have changed since the checkpoint" in caplog.text
 
 
 def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(content: bytes) -> None:

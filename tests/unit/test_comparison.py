@@ -14,7 +14,7 @@ import pytest
 from ddp_manual import cli
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths, append_json_line
-from ddp_manual.tools import compare, runs
+from ddp_manual.tools import compare
 from ddp_manual.training.config import TrainConfig
 
 
@@ -150,17 +150,6 @@ def test_folders_that_are_foreign_half_written_or_damaged_do_not_keep_runs_from_
     out = capsys.readouterr().out
     assert "    bad-option: no\\x1b[2J such\n" in out and "accuracies.json cannot be read: it is damaged\n" in out
     assert cli.run(["runs", str(tmp_path / "nowhere")]) == 2
-
-
-@pytest.mark.parametrize(("width", "kept"), [(80, ["ranks", "accuracy", "epochs", "ended"]), (20, ["accuracy"])])
-def test_the_list_of_runs_leaves_out_columns_that_a_narrow_terminal_cannot_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, kept: list[str]
-) -> None:
-    leave_run(tmp_path / "20261122-000007-a0d54100")
-    monkeypatch.setattr(runs, "stdout_width", lambda: width)
-    head, line = runs.text(runs.list_runs(tmp_path)).splitlines()
-    assert len(line) <= max(width, 48)
-    assert head.split() == ["run", "state", *kept]
 
 
 def test_a_run_that_has_just_begun_has_a_column_and_a_line_that_a_kill_cut_off_is_passed_over(tmp_path: Path) -> None:

@@ -227,12 +227,3 @@ def test_what_to_do_about_other_data_depends_on_what_returned_them(monkeypatch: 
             compare(monkeypatch, other, ["a", "b"], own_factory=own_factory)
         assert then in (caught.value.next or "")
     assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why
-
-
-def test_other_names_of_classes_are_other_data_but_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    renamed = replace(SPLIT, classes=("dog", "cat"))
-    with pytest.raises(DataDiffers):
-        compare(monkeypatch, renamed, ["a", "b"])
-    train, test = compare(monkeypatch, SPLIT, ["a", "b"])
-    assert train == test and len(train) == 32
-    assert fingerprint(renamed)[:3] == fingerprint(SPLIT)[:3]

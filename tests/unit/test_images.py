@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from ddp_manual.training.augment import Augmentation, Normalise, unit_scale
+from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.data import Split
 from tests.conftest import source
 
@@ -55,9 +55,3 @@ def test_each_channel_is_normalised_by_its_own_mean_and_deviation() -> None:
     means, deviations = normalised.mean(dim=(0, 2, 3)), normalised.std(dim=(0, 2, 3), correction=0)
     torch.testing.assert_close(means, torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(deviations, torch.tensor([1.0, 1.0, 0.0]), atol=1e-5, rtol=0)
-
-
-def test_without_normalisation_images_are_0_to_1() -> None:
-    images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1)
-    torch.testing.assert_close(unit_scale(3)(images).flatten(), torch.tensor([0.0, 0.2, 1.0]))
-    torch.testing.assert_close(Normalise([51.0] * 3, [102.0] * 3)(images).flatten(), torch.tensor([-0.5, 0.0, 2.0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -150,14 +149,7 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
     trainer_of(Linear(nn.BatchNorm1d(6)), 9, fewest=2).settle_buckets()
 
 
-@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
-def test_parameters_that_only_some_steps_use_are_named(
-    one_rank: None, level: dist.DebugLevel, request: pytest.FixtureRequest
-) -> None:
-    """With TORCH_DISTRIBUTED_DEBUG torch says more."""
-    request.addfinalizer(partial(dist.set_debug_level, dist.get_debug_level()))
-    dist.set_debug_level(level)
-
+def test_parameters_that_only_some_steps_use_are_named(one_rank: None) -> None:
     class Varying(Linear):
         steps = 0
 
@@ -167,7 +159,6 @@ def test_parameters_that_only_some_steps_use_are_named(
             return scores if self.steps > 2 else scores + self.get_submodule("12")(scores)
 
     network = Varying()
-    network.frozen = nn.Linear(1, 1).requires_grad_(False)
     network.add_module("12", nn.Linear(CLASSES, CLASSES))  # as in a Sequential
     with pytest.raises(TrainingFailed, match=r"in a step: 12\.weight, 12\.bias\n") as caught:
         trained(network, samples=16, fewest=1, no_ddp=False)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy
 import pytest
 import torch
 from PIL import Image
@@ -116,20 +115,6 @@ def test_batches_of_large_images_are_smaller(side: int, batches: list[int]) -> N
     images = torch.zeros(1, 3, side, side, dtype=torch.uint8).expand(sum(batches), -1, -1, -1)
     evaluate(Counting(), Split(images, torch.zeros(sum(batches)).long(), CLASSES), unit_scale(3), rank=0, world_size=1)
     assert sizes == batches
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_the_picture_shows_the_images_themselves_in_the_predictions_order(channels: int) -> None:
-    split = split_of([1, 0, 2, 2], channels=channels)
-    # Sample 2 alone is a mistake; then 3, 1, 0.
-    probabilities = torch.tensor([[0.2, 0.6, 0.2], [0.7, 0.2, 0.1], [0.4, 0.3, 0.3], [0.0, 0.1, 0.9]])
-    predictions = Predictions(probabilities, split)
-    picture = opened(pictures.prediction_grid(predictions))
-    pixels = torch.from_numpy(numpy.array(picture)).permute(2, 0, 1)[:, 32:116]
-    enlarged = split.images.expand(-1, 3, -1, -1).repeat_interleave(3, 2).repeat_interleave(3, 3)
-    windows = pixels.unfold(2, 84, 1).permute(2, 0, 1, 3)
-    places = [int((windows == image).flatten(1).all(dim=1).nonzero()) for image in enlarged[predictions.order]]
-    assert places == sorted(places)
 
 
 def test_a_grid_shows_every_class_of_a_data_set_that_is_sorted_by_class() -> None:

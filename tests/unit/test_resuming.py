@@ -122,8 +122,6 @@ def test_samples_per_second_are_those_since_the_run_was_last_resumed_without_the
     resumed = run(tmp_path, resume="auto", checkpoint_steps=1)
     assert resumed["samples_per_second"] == pytest.approx(100)
     assert resumed["train_seconds"] == pytest.approx(STEPS_PER_EPOCH * 1.1)
-    RunPaths(tmp_path).summary.unlink()
-    assert run(tmp_path, resume="auto")["samples_per_second"] == pytest.approx(80 / (STEPS_PER_EPOCH * 1.1))
 
 
 @pytest.mark.parametrize(

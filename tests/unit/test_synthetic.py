@@ -29,11 +29,6 @@ def test_the_same_seed_draws_the_same_digits_and_a_smaller_count_the_first_of_th
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_no_two_digits_are_the_same_also_of_another_seed(digits: tuple[Tensor, Tensor]) -> None:
-    images = torch.cat([digits[0], draw_digits(300, seed=2)[0]]).flatten(1)
-    assert len(images.unique(dim=0)) == len(images)
-
-
 def test_every_digit_is_drawn_about_equally_often_and_in_mixed_order(digits: tuple[Tensor, Tensor]) -> None:
     labels = digits[1]
     # 2,100 draws: five standard deviations of a tenth are 0.033.
