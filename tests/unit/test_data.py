@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from ddp_manual.errors import DataCorrupt, DataDiffers
 from ddp_manual.training import datasets, ddp
 from ddp_manual.training.agreement import compare_data, fingerprint
-from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split, warn_of_untrained
+from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split
 from tests.conftest import source
 
 
@@ -143,18 +141,6 @@ def test_a_damaged_cache_is_named_and_made_anew(
     assert path.read_bytes() == content
 
 
-def test_a_whole_cache_that_a_rank_has_no_memory_for_stays(
-    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert pixels(tiny_mnist) == list(range(12))
-    before = {path: path.stat().st_ino for path in caches(tiny_mnist)}
-    error = RuntimeError("unable to mmap 94 bytes from file: Cannot allocate memory (12)")
-    monkeypatch.setattr(torch, "load", Mock(side_effect=error))
-    assert source("mnist", tiny_mnist).load("test").images.flatten().tolist() == list(range(12))
-    assert "cannot be read: " in caplog.text and "damaged" not in caplog.text
-    assert before == {path: path.stat().st_ino for path in caches(tiny_mnist)}
-
-
 def test_what_is_outdated_or_half_written_stays_a_week_since_ranks_of_other_hosts_may_have_mapped_it(
     tiny_mnist: Path,
 ) -> None:
@@ -189,16 +175,6 @@ def test_where_the_folder_of_the_data_cannot_be_written_the_cache_is_in_the_user
     monkeypatch.setattr(datasets.Downloaded, "read", lambda *_: pytest.fail("the files are read again"))
     assert pixels(tiny_mnist) == pixels(other) == list(range(12))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-@pytest.mark.parametrize(("labels", "said"), [([0, 1, 2], []), ([1, 2], ["1 of the 3"]), ([0, 0], ["2 of the 3"])])
-def test_a_class_without_an_image_to_train_on_is_named(
-    labels: list[int], said: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    images = torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8)
-    warn_of_untrained(Split(images, torch.tensor(labels), ("ant", "bee", "cat")))
-    assert re.findall("no training image of (.*) classes: ", caplog.text) == said
-    assert ("if the labels are numbered from 1" in caplog.text) is (labels == [1, 2])
 
 
 # -- whether all ranks have read the same ----------------------------------------------------------------------------

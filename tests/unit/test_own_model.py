@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual import TrainConfig, terminal
 from ddp_manual.errors import BadOption, TrainingFailed
@@ -163,12 +162,6 @@ def test_parameters_that_only_some_steps_use_are_named(one_rank: None) -> None:
     with pytest.raises(TrainingFailed, match=r"in a step: 12\.weight, 12\.bias\n") as caught:
         trained(network, samples=16, fewest=1, no_ddp=False)
     assert "--no_ddp" in caught.value.next
-
-
-def test_a_network_that_is_wrapped_already_is_refused(build: Build, one_rank: None) -> None:
-    for wrapper in (DistributedDataParallel, DataParallel):
-        with pytest.raises(BadOption, match=f"--model mine:net returned a {wrapper.__name__}"):
-            build(wrapper(Linear()))
 
 
 def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) -> None:

@@ -115,10 +115,3 @@ def test_batches_of_large_images_are_smaller(side: int, batches: list[int]) -> N
     images = torch.zeros(1, 3, side, side, dtype=torch.uint8).expand(sum(batches), -1, -1, -1)
     evaluate(Counting(), Split(images, torch.zeros(sum(batches)).long(), CLASSES), unit_scale(3), rank=0, world_size=1)
     assert sizes == batches
-
-
-def test_a_grid_shows_every_class_of_a_data_set_that_is_sorted_by_class() -> None:
-    split = split_of([0] * 50 + [1] * 50 + [2] * 50)
-    chosen = pictures.spread(split, 9)
-    assert split.labels[chosen].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert pictures.spread(split, 1000) == list(range(150))

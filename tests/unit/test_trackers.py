@@ -177,14 +177,6 @@ def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_has_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "flytekit_of_another_name").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(train_config.PACKAGES, "flyte", ("flytekit_of_another_name",))
-    with pytest.raises(BadOption, match=r"examples/flyte_workflow\.py needs flytekit_of_another_name"):
-        train_config.require("flyte", "examples/flyte_workflow.py")
-
-
 def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> None:
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
