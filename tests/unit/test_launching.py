@@ -14,17 +14,19 @@ import pytest
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
 from ddp_manual.agent.launched_worker import copy
-from ddp_manual.errors import PeerLost, Stopped
+from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
+from ddp_manual.messages import RankInfo
+from ddp_manual.protocol.verdicts import error_for, lost_rank
 from ddp_manual.run_folder import RunPaths, own_run_dir
 from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
 
 
-def failed(code: int) -> PeerLost:
-    error = PeerLost("rank 1 is gone", why="it said nothing", next="start it again")
+def failed(code: int, kind: type[DdpManualError] = PeerLost) -> DdpManualError:
+    error = kind("rank 1 is gone", why="it said nothing", next="start it again")
     error.exit_code = code
     return error
 
@@ -33,6 +35,7 @@ def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
     again = {code for code in range(1, 129) if may_be_fixed(failed(code))}
     assert again == {errors.TrainingFailed.exit_code, errors.PeerGone.exit_code}
     assert may_be_fixed(failed(128 + signal.SIGKILL)) and may_be_fixed(failed(128 + signal.SIGSEGV))
+    assert may_be_fixed(failed(3, errors.TrainingFailed))  # of sys.exit(3)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         assert not may_be_fixed(Stopped(number))
 
@@ -44,6 +47,13 @@ def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
 def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(options: Any, restarts: int) -> None:
     spec = WorldSpec(**options, sources=dict.fromkeys(options, "flag"))
     assert Job(spec=spec, run_id="id", run_dir=None, go_on="").max_restarts == restarts
+
+
+@pytest.mark.parametrize(("exit_code", "again"), [(143, False), (137, True)])
+def test_after_a_death_on_another_host_ranks_start_again_if_they_do_so_there(exit_code: int, again: bool) -> None:
+    about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
+    verdict = lost_rank(about, "rank 1 is gone", why="", next="", exit_code=exit_code)
+    assert [may_be_fixed(error_for(rank, verdict)) for rank in (0, 1)] == [again, again]
 
 
 def test_a_progress_bar_is_shown_once_a_second_while_it_grows(

@@ -99,13 +99,6 @@ def test_parameters_without_a_gradient_are_named_where_ddp_would_wait_for_them(b
     assert fewest_samples(network, with_ddp=True) == 1
 
 
-def test_a_buffer_that_cannot_be_sent_is_named(build: Build) -> None:
-    network = Linear()
-    network.register_buffer("grid", torch.zeros(3, 1).expand(3, 4))
-    with pytest.raises(BadOption, match=r"a buffer that cannot be sent to other ranks, grid, float32 \[3, 4\]"):
-        fewest_samples(build(network), with_ddp=True)
-
-
 def test_a_state_that_no_checkpoint_can_hold_is_refused(build: Build) -> None:
     class Remembering(Linear):
         state: object = {"seen": 3, "names": ["a"]}

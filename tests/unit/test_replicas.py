@@ -107,6 +107,7 @@ def test_what_ddp_copies_from_rank_0_or_was_told_to_ignore_is_not_compared(
 
 def test_the_state_of_an_optimizer_is_named_by_its_parameter_and_none_is_created() -> None:
     model = network()
+    assert names(model) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]  # and no statistics
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
     collect(model, optimizer)
     assert len(optimizer.state) == 0
@@ -129,6 +130,14 @@ def test_replicated_tensors_of_a_mesh_are_compared_and_sharded_ones_are_left_out
     state = collect(model, optimizer)
     assert state.left_out == ["weight", "exp_avg of weight", "exp_avg_sq of weight"]
     assert "bias" in state.structure() and "exp_avg of bias" in state.structure()
+
+
+def test_parameters_that_fsdp1_shards_are_left_out() -> None:
+    class FullyShardedDataParallel(nn.Sequential):
+        """Named as torch's, which shards on a GPU only."""
+
+    model = nn.Sequential(nn.Linear(2, 2), FullyShardedDataParallel(nn.Linear(2, 2)))
+    assert collect(model, None).left_out == ["1.0.weight", "1.0.bias"]
 
 
 def test_alone_and_without_a_process_group_there_is_nothing_to_compare(process_group: None) -> None:
