@@ -102,8 +102,10 @@ def test_without_a_summary_the_speed_is_that_since_the_run_was_last_resumed(tmp_
 
 
 def test_failed_starts_are_passed_over_if_two_runs_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two, failed, mistyped = (tmp_path / name for name in ("one", "two", "failed", "mistyped"))
-    leave_run(one), leave_run(two), failed.mkdir(), mistyped.mkdir()
+    one, two = (leave_run(tmp_path / name) for name in ("one", "two"))
+    failed, mistyped = (tmp_path / name for name in ("failed", "mistyped"))
+    for folder in (failed, mistyped):
+        folder.mkdir()
     RunPaths(failed).failure(1).write_text("{}")
     assert cli.run(["compare", str(one), str(failed), str(mistyped), str(two)]) == 0
     said = capsys.readouterr()
@@ -130,7 +132,8 @@ def test_a_run_is_shown_as_running_stopped_failed_or_unfinished(tmp_path: Path) 
 def test_folders_that_are_foreign_half_written_or_damaged_do_not_keep_runs_from_being_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    leave_run(tmp_path / "whole"), leave_run(tmp_path / "damaged", finished=False)
+    leave_run(tmp_path / "whole")
+    leave_run(tmp_path / "damaged", finished=False)
     left = {
         "begun/log-rank0.txt": "",
         "failed/failure-rank0.json": '{"identifier": "bad-option", "what": "no\\u001b[2J such"}',

@@ -33,7 +33,6 @@ from ddp_manual.world_spec import WorldSpec
         (WorldSpec, {"master_addr": "0.0.0.0"}, "--master_addr 0.0.0.0"),
         (WorldSpec, {"run_id": "../up"}, "--run_id"),
         (WorldSpec, {"join_timeout": 0.0}, "--join_timeout 0.0 is not above 0"),
-        (TrainConfig, {"dataset": "folder:"}, "--dataset folder:"),
         (TrainConfig, {"dataset": "my-data:make"}, "--dataset my-data:make"),
         (TrainConfig, {"image_size": 32}, "--image_size is for --dataset folder:PATH"),
         (TrainConfig, {"classes": "cat,cat"}, "--classes 'cat,cat'"),
