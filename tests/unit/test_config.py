@@ -1,50 +1,44 @@
+"""Options of a training and of a rank: their bounds, what follows from them, and files of options."""
+
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_manual import cli
+from ddp_manual.agent.tasks import program_task
+from ddp_manual.agent.to_type import rank_command
 from ddp_manual.errors import BadOption
-from ddp_manual.options import as_flags
+from ddp_manual.program import SCRIPT, Program
+from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.learning_rate import peak_lr
-from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.world_spec import WorldSpec
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
         (WorldSpec, {"world_size": 4, "rank": 4}, "--rank 4"),
-        (WorldSpec, {"rank": -1}, "--rank -1 is below 0"),
         (WorldSpec, {"master_port": 65536}, "--master_port 65536 is above 65535"),
         (WorldSpec, {"master_port": 0, "world_size": 2, "rank": 1}, "port 0"),
         (WorldSpec, {"master_addr": " "}, "--master_addr is empty"),
         (WorldSpec, {"master_addr": "0.0.0.0"}, "--master_addr 0.0.0.0"),
         (WorldSpec, {"run_id": "../up"}, "--run_id"),
-        (WorldSpec, {"backend": "mpi"}, "--backend mpi is not known"),
         (WorldSpec, {"join_timeout": 0.0}, "--join_timeout 0.0 is not above 0"),
-        (WorldSpec, {"join_timeout": float("nan")}, "--join_timeout nan is not a finite number"),
-        (TrainConfig, {"model": "resnet"}, "--model resnet is not known"),
-        (TrainConfig, {"model": "folder:x/y"}, "--model folder:x/y"),
-        (TrainConfig, {"model": "mine:"}, "--model mine:"),
-        (TrainConfig, {"dataset": "folder:"}, "--dataset folder:"),
         (TrainConfig, {"dataset": "my-data:make"}, "--dataset my-data:make"),
         (TrainConfig, {"image_size": 32}, "--image_size is for --dataset folder:PATH"),
-        (TrainConfig, {"classes": "cat,,dog"}, "--classes 'cat,,dog'"),
         (TrainConfig, {"classes": "cat,cat"}, "--classes 'cat,cat'"),
         (TrainConfig, {"lr": 1e308}, "--lr 1e+308 is above 1000000.0"),
-        (TrainConfig, {"momentum": 1.0}, "--momentum 1.0"),
         (TrainConfig, {"warmup_epochs": 3.0, "epochs": 2}, "--warmup_epochs 3 is longer"),
-        (TrainConfig, {"resume": " "}, "--resume is empty"),
         (TrainConfig, {"run_dir": ""}, "--run_dir is empty"),
-        (TrainConfig, {"batch_size": 10, "global_batch_size": 20}, "--batch_size and --global_batch_size"),
     ],
 )
 def test_an_option_that_cannot_work_is_a_bad_option_that_names_it(
@@ -54,22 +48,6 @@ def test_an_option_that_cannot_work_is_a_bad_option_that_names_it(
         kind(**options)
     assert named in caught.value.what
     assert caught.value.next
-
-
-def test_a_flag_comes_before_a_variable_and_a_variable_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("RANK", "3")
-    spec = WorldSpec.from_environment(rank=5)
-    assert (spec.rank, spec.world_size, spec.master_port) == (5, 8, 29500)
-    assert spec.named("rank") == "rank 5 (flag)"
-    assert spec.named("world_size") == "world_size 8 (from WORLD_SIZE)"
-    assert spec.named("master_port") == "master_port 29500 (default)"
-
-
-def test_a_variable_that_is_not_a_number_is_named_with_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(BadOption, match="WORLD_SIZE='two' is not a number"):
-        WorldSpec.from_environment()
 
 
 def test_the_agent_store_is_believed_only_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,42 +65,139 @@ def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed
     assert peak_lr(TrainConfig(lr=0.1, global_batch_size=200), 4) == pytest.approx(0.1)
 
 
-def test_the_global_batch_is_divided_over_the_ranks() -> None:
+def test_the_global_batch_is_divided_over_the_ranks_and_refused_with_one_that_can_be() -> None:
     assert TrainConfig().batch_size_per_rank(3) == 100
     assert TrainConfig(global_batch_size=200).batch_size_per_rank(4) == 50
     assert TrainConfig(global_batch_size=200).batch_size_per_rank(3, has_shrunk=True) == 66
+    for world_size, advice in ((3, "198 or 201"), (400, "400")):
+        with pytest.raises(BadOption) as caught:
+            TrainConfig(global_batch_size=200).batch_size_per_rank(world_size)
+        assert advice in caught.value.next
 
 
-@pytest.mark.parametrize(("world_size", "advice"), [(3, "198 or 201"), (400, "400")])
-def test_a_global_batch_that_cannot_be_divided_is_refused_with_one_that_can(world_size: int, advice: str) -> None:
-    with pytest.raises(BadOption) as caught:
-        TrainConfig(global_batch_size=200).batch_size_per_rank(world_size)
-    assert advice in caught.value.next
+# -- files of options -----------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_must_agree_on_everything_except_the_paths() -> None:
-    shared = TrainConfig(lr=0.5, sources={"lr": "flag"}).shared_options()
-    assert shared["lr"] == (0.5, "flag")
-    assert shared["epochs"] == (2, "default")
-    assert not {"data_dir", "run_dir", "resume", "keep"} & set(shared)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "options.json"
 
 
-def test_flags_are_quoted_for_a_shell() -> None:
-    assert (
-        as_flags({"data_dir": "my data", "sync_bn": True, "no": False, "none": None})
-        == "--data_dir 'my data' --sync_bn"
+def test_what_a_run_has_written_is_read_as_the_same_config_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    config = TrainConfig(model="mlp", lr=0.1, sync_bn=True, data_dir="my data", run_dir="runs/first", resume="auto")
+    path = RunPaths(tmp_path).config
+    path.write_text(json.dumps({**config.values(), "run": {"run_id": "1c5ad2c6", "world_size": 2, "mean": [33.3]}}))
+    for named in (path, tmp_path):
+        read = TrainConfig.from_file(str(named))
+        assert read == dataclasses.replace(config, run_dir=None, resume=None)
+        assert read.source("lr") == f"from {path}"
+
+
+def test_a_file_need_not_give_all_options_and_each_value_remembers_where_it_is_from(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"epochs": 3, "lr": 1, "batch_size": null, "seed": null}')  # as on Windows
+    config = TrainConfig.from_file(str(file), epochs=4)
+    assert config.named("epochs") == "epochs 4 (flag)"
+    assert config.named("lr") == f"lr 1 (from {file})"
+    assert config.named("batch_size") == "batch_size None (default)"
+    assert config.named("seed") == "seed 0 (default)"
+    assert TrainConfig.from_file(None, epochs=4) == TrainConfig(epochs=4)
+
+
+def test_a_batch_size_that_is_typed_replaces_the_other_kind_in_the_file(file: Path) -> None:
+    for in_the_file, flag in itertools.permutations(("batch_size", "global_batch_size")):
+        file.write_text(json.dumps({in_the_file: 60}))
+        config = TrainConfig.from_file(str(file), **{flag: 80})
+        assert (getattr(config, in_the_file), getattr(config, flag)) == (None, 80)
+    file.write_text('{"batch_size": 60, "global_batch_size": 60}')
+    with pytest.raises(BadOption, match="cannot both be given"):
+        TrainConfig.from_file(str(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "image_size", "classes"),
+    [({"dataset": "folder:birds"}, 64, None), ({"dataset": "mnist"}, None, None), ({}, 64, "cat,dog")],
+)
+def test_the_names_and_the_size_of_another_data_set_do_not_count(
+    file: Path, flags: dict[str, Any], image_size: int | None, classes: str | None
+) -> None:
+    file.write_text('{"dataset": "folder:pets", "image_size": 64, "classes": "cat,dog"}')
+    config = TrainConfig.from_file(str(file), **flags)
+    assert (config.image_size, config.classes) == (image_size, classes)
+
+
+def test_a_flag_switches_off_what_the_file_has_switched_on(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text('{"no_ddp": true, "flip": true, "sync_bn": true, "epochs": 0}')
+    flags = ["--ddp", "--no-flip", "--no_sync_bn"]
+    assert cli.run(["train", "--config", str(file), *flags, "--world_size", "2"]) == 2
+    assert "--epochs 0 is below 1" in capsys.readouterr().err
+    off = TrainConfig.from_file(str(file), epochs=1, no_ddp=False, flip=False, sync_bn=False)
+    assert off == TrainConfig(epochs=1) and off.source("flip") == "flag"
+
+
+def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(file)])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--config", str(file)])
+    file.write_text(json.dumps(TrainConfig(model="mlp", lr=0.5, sync_bn=True).values()))
+    given = {"world_size": 2, "master_addr": "node0", "master_port": 29501, "join_timeout": 1800.0, "device": "cpu"}
+    config = TrainConfig.from_file(str(file), epochs=2)
+    assert rank_command(WorldSpec.from_environment(**given), "train", config.given_options()) == (
+        "python train.py --world_size 2 --rank {rank} --master_addr node0 --master_port {master_port} --device cpu "
+        "--model mlp --epochs 2 --lr 0.5 --sync_bn"
     )
+    script = Program(kind=SCRIPT, name="own.py", arguments=("5",))
+    task = program_task(WorldSpec(world_size=2), script, run_dir="runs/own", may_differ=["seed"], restarts=(0, 0))
+    assert task.command == (
+        "python train.py --world_size 2 --rank {rank} --run_dir runs/own --may_differ seed own.py 5"
+    ), "what was typed and a rank that is given back needs"
 
 
-@pytest.mark.parametrize("name", ["folder:cifar10", "folder:my_images"])
-def test_a_folder_whose_name_could_be_that_of_a_factory_is_a_folder(name: str) -> None:
-    assert not is_own_factory(TrainConfig(dataset=name).dataset)
-    with pytest.raises(BadOption, match="is not known"):
-        TrainConfig(model=name)
+def test_a_run_that_is_resumed_has_the_options_in_its_folder_unless_others_are_given(tmp_path: Path) -> None:
+    paths, other, run_dir = RunPaths(tmp_path), tmp_path / "other.json", str(tmp_path)
+    began = TrainConfig(model="mlp", dataset="folder:pictures", image_size=8, classes="a,b", batch_size=7, epochs=9)
+    paths.config.write_text(json.dumps({**began.values(), "run_dir": "x", "resume": "y", "run": {"a": 1}}))
+    resumed = TrainConfig.from_file(None, run_dir=run_dir, resume="auto")
+    assert resumed == dataclasses.replace(began, run_dir=run_dir, resume="auto")
+    other.write_text('{"epochs": 5, "global_batch_size": 6, "seed": 1}')
+    resumed = TrainConfig.from_file(str(other), run_dir=run_dir, resume="auto", dataset="mnist", seed=0)
+    changed = {"dataset": "mnist", "seed": 0, "epochs": 5, "global_batch_size": 6, "model": "mlp"}
+    assert resumed == TrainConfig(run_dir=run_dir, resume="auto", **changed)
+    for flags in ({"run_dir": run_dir}, {"run_dir": run_dir, "resume": "x.pt"}, {"run_dir": "none", "resume": "auto"}):
+        assert TrainConfig.from_file(None, **flags).model == "convnet"
 
 
-def test_gradients_are_clipped_unless_sgd_is_to_be_plain() -> None:
-    assert TrainConfig().most_grad_norm == 1.0
-    assert TrainConfig(momentum=0.0).most_grad_norm == 0.0
-    assert TrainConfig(momentum=0.0, clip_grad_norm=2.0).most_grad_norm == 2.0
-    assert TrainConfig(clip_grad_norm=0.0).most_grad_norm == 0.0
+@pytest.mark.parametrize(
+    ("text", "what", "said"),
+    [
+        ("", "{} holds no options", "Expecting value"),
+        ('{"epochs": 3', "{} holds no options", "line 1 column 13"),
+        ("[1, 2]", "{} holds no options", "it is JSON, but no object"),
+        ("[" * 100_000, "{} holds no options", "recursion"),
+        ('{"epochs": 3, "epochs": 4}', "{} holds no options", '"epochs" is there twice'),
+        ('{"epoch": 3}', '{}: "epoch" is no option', "write epochs"),
+        ('{"colour": "red"}', '{}: "colour" is no option', "leave it out"),
+        ('{"rank": 1}', "{}: rank cannot be given in a file", "--rank"),
+        ('{"run_dir": "runs/mine"}', "{}: run_dir cannot be given in a file", "--run_dir"),
+        ('{"epochs": 0}', "--epochs 0 is below 1", "or change it in {}"),
+        ('{"epochs": 3.0}', "--epochs 3.0 is not a whole number", "or change it in {}"),
+        ('{"epochs": true}', "--epochs True is not a whole number", "or change it in {}"),
+        ('{"lr": false}', "--lr False is not a number", "or change it in {}"),
+        ('{"sync_bn": 1}', "--sync_bn 1 is not true or false", "or change it in {}"),
+        ('{"lr": NaN}', "--lr nan is not a finite number", "or change it in {}"),
+    ],
+    ids=range(15),
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_name(file: Path, text: str, what: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(BadOption) as caught:
+        TrainConfig.from_file(str(file))
+    assert caught.value.what == what.format(file)
+    assert said.format(file) in f"{caught.value.why}\n{caught.value.next}"
+
+
+def test_a_file_that_cannot_be_read_exits_2_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "a pipe")  # reading it would wait for whoever writes to it
+    for path in (tmp_path / "missing", tmp_path, tmp_path / "a pipe"):
+        assert cli.run(["train", "--config", str(path)]) == 2
+        assert f"error[bad-option]: --config {path} cannot be read" in capsys.readouterr().err

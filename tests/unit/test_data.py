@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gzip
 import os
-import resource
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from ddp_manual.errors import DataCorrupt, DataMissing
-from ddp_manual.training import datasets
-from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split, warn_of_untrained
+from ddp_manual.errors import DataCorrupt, DataDiffers
+from ddp_manual.training import datasets, ddp
+from ddp_manual.training.agreement import compare_data, fingerprint
+from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split
 from tests.conftest import source
 
 
@@ -61,7 +65,6 @@ def test_images_and_labels_are_read_compressed_or_not(tiny_mnist: Path, part: st
         ("t10k-images-idx3-ubyte", lambda content: content[:27]),
         ("train-images-idx3-ubyte.gz", lambda content: content[:30]),
         ("t10k-images-idx3-ubyte", lambda content: struct.pack(">II", 0x0801, 3) + bytes(23)),
-        ("t10k-images-idx3-ubyte", lambda content: struct.pack(">4I", 0x0D03, 1, 1, 1) + bytes(4)),
         ("t10k-images-idx3-ubyte", lambda content: b"<html>There is no such page</html>"),
     ],
 )
@@ -74,22 +77,13 @@ def test_a_file_that_is_cut_off_or_of_another_kind_is_named(
         source("mnist", tiny_mnist).prepare()
 
 
-def test_labels_that_do_not_belong_to_the_images_are_refused(tiny_mnist: Path) -> None:
-    labels = raw_file(tiny_mnist, "t10k-labels-idx1-ubyte")
-    write_idx(labels, (2,), bytes([1, 2]))
-    with pytest.raises(DataCorrupt, match="3 images and 2 labels"):
+@pytest.mark.parametrize(
+    ("labels", "said"), [([1, 2], "3 images and 2 labels"), ([1, 2, 10], "3 labels, the highest 10")]
+)
+def test_labels_that_do_not_belong_to_the_images_are_refused(tiny_mnist: Path, labels: list[int], said: str) -> None:
+    write_idx(raw_file(tiny_mnist, "t10k-labels-idx1-ubyte"), (len(labels),), bytes(labels))
+    with pytest.raises(DataCorrupt, match=said):
         source("mnist", tiny_mnist).prepare()
-    write_idx(labels, (3,), bytes([1, 2, 10]))
-    with pytest.raises(DataCorrupt, match="3 labels, the highest 10") as caught:
-        source("mnist", tiny_mnist).prepare()
-    assert str(labels.name) in caught.value.why
-
-
-def test_missing_files_are_listed_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(DataMissing) as caught:
-        source("kmnist", tmp_path).load("train")
-    assert "train-images-idx3-ubyte" in caught.value.why
-    assert "--dataset synthetic" in caught.value.next
 
 
 # -- the cache ------------------------------------------------------------------------------------------------------
@@ -110,15 +104,7 @@ def pixels(data_dir: Path, part: str = "test") -> list[int]:
 def test_a_second_start_reads_the_cache(tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source("mnist", tiny_mnist).prepare()
     monkeypatch.setattr(datasets.Downloaded, "read", lambda *_: pytest.fail("the files are read again"))
-    for part in PARTS:
-        assert pixels(tiny_mnist, part) == list(range(12))
-
-
-def test_writing_to_the_images_changes_neither_the_file_nor_what_others_see(tiny_mnist: Path) -> None:
-    assert pixels(tiny_mnist) == list(range(12))
-    mine, other = (source("mnist", tiny_mnist).load("test") for _ in range(2))
-    mine.images.zero_()
-    assert other.images.flatten().tolist() == pixels(tiny_mnist) == list(range(12))
+    assert [pixels(tiny_mnist, part) for part in PARTS] == [[*range(12)]] * 2
 
 
 def test_a_file_that_is_replaced_is_read_even_if_its_size_and_its_time_are_the_same(tiny_mnist: Path) -> None:
@@ -132,19 +118,12 @@ def test_a_file_that_is_replaced_is_read_even_if_its_size_and_its_time_are_the_s
     assert pixels(tiny_mnist) == list(range(12, 24))
 
 
-def other_images(content: bytes) -> bytes:
-    assert content.count(bytes(range(12))) == 1
-    return content.replace(bytes(range(12)), bytes(range(11, -1, -1)))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda content: b"",
         lambda content: content[:-1],
-        lambda content: content[:40],
-        lambda content: bytes(len(content)),
-        other_images,
+        lambda content: content.replace(bytes(range(12)), bytes(range(11, -1, -1))),
         lambda content: content.replace(struct.pack("<3q", 7, 0, 9), struct.pack("<3q", 7, 1, 9)),
         lambda content: content.replace(b"X\x01\x00\x00\x007", b"X\x01\x00\x00\x00Z"),
     ],
@@ -155,78 +134,17 @@ def test_a_damaged_cache_is_named_and_made_anew(
     assert pixels(tiny_mnist) == list(range(12))
     (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
     content = path.read_bytes()
+    assert damage(content) != content
     path.write_bytes(damage(content))
     assert pixels(tiny_mnist) == list(range(12))
-    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert f"the cache {path} is damaged and is made anew: " in warning.getMessage()
+    assert f"the cache {path} is damaged and is made anew: " in caplog.text
     assert path.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("unable to mmap 94 bytes from file: Cannot allocate memory (12)"), MemoryError()]
-)
-def test_a_whole_cache_that_a_rank_has_no_memory_for_stays(
-    tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    assert pixels(tiny_mnist) == list(range(12))
-    before = {path: path.stat().st_ino for path in caches(tiny_mnist)}
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    with monkeypatch.context() as short_of_memory:
-        short_of_memory.setattr(torch, "load", fail)
-        assert source("mnist", tiny_mnist).load("test").images.flatten().tolist() == list(range(12))
-    assert "cannot be read: " in caplog.text
-    assert "damaged" not in caplog.text
-    assert {path: path.stat().st_ino for path in caches(tiny_mnist)} == before
-
-
-def test_a_damaged_cache_that_cannot_be_replaced_does_not_stay_in_the_way(
-    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    assert pixels(tiny_mnist) == list(range(12))
-    (path,) = (path for path in caches(tiny_mnist) if "test" in path.name)
-    content = path.read_bytes()
-    path.unlink()
-    path.mkdir()  # as little can be done about it as about a file in a folder that is read-only
-    path.with_name(f"{path.name}.kept").write_bytes(content)
-    assert pixels(tiny_mnist) == list(range(12))
-
-
-def test_a_host_that_is_slower_leaves_the_cache_of_the_faster_one_where_it_is(tiny_mnist: Path) -> None:
-    mnist = source("mnist", tiny_mnist)
-    mnist.prepare()
-    before = {path: path.stat().st_ino for path in caches(tiny_mnist)}
-    split = mnist.read("test")
-    cache = mnist.cache("test")
-    assert cache is not None and cache.save(split)
-    assert {path: path.stat().st_ino for path in caches(tiny_mnist)} == before
-    assert sorted((tiny_mnist / CACHE_FOLDER).iterdir()) == sorted(before)
-
-
-def test_the_real_mnist_has_its_known_shape(mnist: Path) -> None:
-    train, test = (source("mnist", mnist).load(part) for part in ("train", "test"))
-    assert (len(train), len(test)) == (60_000, 10_000)
-    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-
-
-def test_synthetic_digits_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "DRAWN_COUNTS", {"train": 30, "test": 20})
-    source("synthetic", tmp_path).prepare()
-    before = {path: path.stat().st_ino for path in caches(tmp_path)}
-    again = source("synthetic", tmp_path)
-    again.prepare()
-    assert again.load("test").images.shape == (20, 1, 28, 28)
-    assert len(before) == 2 and before == {path: path.stat().st_ino for path in caches(tmp_path)}
 
 
 def test_what_is_outdated_or_half_written_stays_a_week_since_ranks_of_other_hosts_may_have_mapped_it(
     tiny_mnist: Path,
 ) -> None:
     assert pixels(tiny_mnist) == list(range(12))
-    mapped = source("mnist", tiny_mnist).load("test")
     earlier = caches(tiny_mnist)
     for path in earlier:
         os.utime(path, (0, 0))
@@ -236,7 +154,6 @@ def test_what_is_outdated_or_half_written_stays_a_week_since_ranks_of_other_host
         path.write_bytes(b"half")
     write_idx(raw_file(tiny_mnist, "t10k-images-idx3-ubyte"), (3, 2, 2), bytes(range(12, 24)))
     assert pixels(tiny_mnist) == list(range(12, 24))
-    assert mapped.images.flatten().tolist() == list(range(12))
     assert len(caches(tiny_mnist)) == 4 and all(path.exists() for path in left)
     for path in (*earlier, *left):
         os.utime(path, (0, 0))
@@ -260,27 +177,29 @@ def test_where_the_folder_of_the_data_cannot_be_written_the_cache_is_in_the_user
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_on_a_full_disk_the_images_are_read_without_a_cache(
-    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    found, before = source("mnist", tiny_mnist), resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # bytes: fewer than a cache has
-        found.prepare()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [len(found.load(part)) for part in PARTS] == [3, 3]
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == len(PARTS) and "no cache can be written" in warnings[0] and str(tiny_mnist) in warnings[0]
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".cache")]
+# -- whether all ranks have read the same ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("labels", "said"), [([0, 1, 2], None), ([1, 2], "1 of the 3"), ([0, 0], "2 of the 3")])
-def test_a_class_without_an_image_to_train_on_is_named(
-    labels: list[int], said: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    images = torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8)
-    warn_of_untrained(Split(images, torch.tensor(labels), ("ant", "bee", "cat")))
-    assert (said is None) is not any(f"no training image of {said} classes: " in told for told in caplog.messages)
-    assert any("if the labels are numbered from 1" in told for told in caplog.messages) is (labels == [1, 2])
+SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
+
+
+def compare(
+    monkeypatch: pytest.MonkeyPatch, others: Split, hosts: list[str], *, own_factory: bool = False
+) -> tuple[str, str]:
+    """As rank 0 of two sees it, whose test part is the same as the other's."""
+
+    def gathered(mine: Tensor) -> list[Tensor]:
+        return [mine, torch.tensor([fingerprint(others), fingerprint(SPLIT)])]
+
+    monkeypatch.setattr(ddp, "all_gather", gathered)
+    world: Any = SimpleNamespace(device=torch.device("cpu"), roster=lambda: [{"host": host} for host in hosts])
+    return compare_data(world, SPLIT, SPLIT, own_factory=own_factory)
+
+
+def test_what_to_do_about_other_data_depends_on_what_returned_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(SPLIT, labels=torch.tensor([1, 0]))
+    for own_factory, then in ((False, "copy rank 0's --data_dir"), (True, "have the factory return the same data")):
+        with pytest.raises(DataDiffers, match=r"the data on b are not those of rank 0") as caught:
+            compare(monkeypatch, other, ["a", "b"], own_factory=own_factory)
+        assert then in (caught.value.next or "")
+    assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from ddp_manual.training.data import Data, Split
 from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, in_host_memory
 from ddp_manual.training.loop import Trainer
 from tests.alone import alone
-from tests.conftest import Start, source
+from tests.conftest import source
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -52,68 +53,35 @@ def test_training_from_host_memory_computes_what_training_on_the_device_does() -
     assert torch.equal(on_device[0], on_host[0]) and on_device[1] == on_host[1]
 
 
-def test_a_batch_from_host_memory_has_the_images_the_labels_and_the_numbers_of_its_samples() -> None:
-    split = some_images(8)
-    for samples in (torch.tensor([5, 0, 3]), torch.arange(8)[1::3], torch.arange(0)):
-        for found, wanted in zip(in_host_memory([split], CPU)[0].batch(samples), split.batch(samples), strict=True):
-            assert torch.equal(found, wanted) and found.dtype == wanted.dtype
-
-
 @pytest.mark.parametrize("taken_meanwhile", [False, True])
 def test_images_that_do_not_fit_on_the_gpu_stay_in_host_memory_and_a_line_says_so(
     taken_meanwhile: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_memory(split: Split, device: torch.device) -> Split:
-        assert taken_meanwhile, "it is known beforehand that they do not fit"
-        raise torch.OutOfMemoryError
-
+    known_beforehand = AssertionError("it is known beforehand that they do not fit")
+    refuse = Mock(side_effect=torch.OutOfMemoryError if taken_meanwhile else known_beforehand)
     free = (1 << 30) if taken_meanwhile else (1 << 20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 << 30))
-    monkeypatch.setattr(Split, "to", no_memory)
-    parts = [some_images(3000), some_images(10)]
+    monkeypatch.setattr(Split, "to", refuse)
     with caplog.at_level(logging.INFO):
-        found = bring_to(GPU, parts)
+        found = bring_to(GPU, [some_images(3000), some_images(10)])
     assert all(isinstance(split, SplitInHostMemory) and split.device == GPU for split in found)
-    assert all(split.images is part.images for split, part in zip(found, parts, strict=True))
     said = f"the images (2 MB) stay in host memory, and go to cuda:0 in pinned batches: it has {free >> 20} MB free"
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("can_write", "megabytes", "refused"), [(True, 8, False), (False, 10, False), (False, 8, True)]
+)
 def test_images_that_each_rank_of_a_host_reads_for_itself_are_refused_if_memory_holds_fewer_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_write: bool, megabytes: int, refused: bool
 ) -> None:
+    """Two parts of 1.5 MB, and three copies besides the one that has been read."""
     images = source("synthetic", tmp_path)
     monkeypatch.setattr(images, "read", lambda part: some_images(2000))
-    available = {"bytes": 10 << 20}
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=available["bytes"]))
-    # Two parts of 1.5 MB, and three copies besides the one that has been read.
-    for can_write, megabytes in ((True, 8), (False, 10), (False, 8)):
-        monkeypatch.setattr(data.DataCache, "save", lambda cache, split, can_write=can_write: can_write)
-        available["bytes"] = megabytes << 20
-        images.prepare()
-        check_host_memory(images, 1)
-        if (can_write, megabytes) != (False, 8):
-            check_host_memory(images, 4)
-    with pytest.raises(BadOption) as caught:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=megabytes << 20))
+    monkeypatch.setattr(data.DataCache, "save", lambda *_: can_write)
+    images.prepare()
+    check_host_memory(images, 1)
+    expected = "do not fit into memory once for each of the 4 ranks on"
+    with pytest.raises(BadOption, match=expected) if refused else nullcontext():
         check_host_memory(images, 4)
-    assert "do not fit into memory once for each of the 4 ranks on" in caught.value.what
-    assert "each copy takes 3 MB, 8 MB are free" in caught.value.why
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_that_is_nearly_full_the_training_reads_its_images_from_host_memory(
-    start: Start, digits: Path, tmp_path: Path
-) -> None:
-    script = f"""if True:
-        import torch
-        import ddp_manual
-        torch.cuda.mem_get_info = lambda device: (1 << 20, 2 << 20)
-        with ddp_manual.join(run_dir={str(tmp_path / "run")!r}) as world:
-            config = ddp_manual.TrainConfig(data_dir={str(digits)!r}, epochs=2)
-            summary = ddp_manual.train(world, config)
-            print(summary["device"], summary["final_test_accuracy"] > 0.9)
-    """
-    process = start(sys.executable, "-c", script)
-    assert process.wait() == 0, process.err
-    assert process.out == "cuda True\n"
-    assert "stay in host memory, and go to cuda:0 in pinned batches" in process.err

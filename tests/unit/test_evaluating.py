@@ -1,3 +1,5 @@
+"""The commands ``evaluate`` and ``show-data``, on folders of small images."""
+
 from __future__ import annotations
 
 import io
@@ -14,8 +16,7 @@ import torch
 from PIL import Image
 
 from ddp_manual import cli
-from ddp_manual.run_folder import in_a_file_name
-from ddp_manual.training import checkpoint_files, models, own_code
+from ddp_manual.training import checkpoint_files, models
 from ddp_manual.training.config import TrainConfig
 
 FILES = ["confusion.csv", "confusion.png", "mistakes.png", "predictions.csv"]
@@ -36,6 +37,12 @@ def write_images(folder: Path, *, train: tuple[str, ...], test: tuple[str, ...])
                 colour = (80 * place, 60 * index, 50 * (place + index) % 256)
                 Image.new("RGB", (8, 8), colour).save(folder / part / name / f"{index}.png")
     return folder
+
+
+def describe(run: Path, facts: dict[str, Any] | None = None, **options: str) -> None:
+    """Write the ``config.json`` of a run, in which these options and facts replace those that are there."""
+    there = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**there, **options, "run": {**there["run"], **(facts or {})}}))
 
 
 @pytest.fixture
@@ -81,29 +88,15 @@ def test_model_data_and_normalisation_come_from_the_run(
     labels = torch.tensor([0] * 4 + [1] * 4)
     with torch.inference_mode():
         scores = untrained()((images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1))
-    right = scores.argmax(dim=1) == labels
-    assert report["samples"] == 8
-    assert report["accuracy"] == right.double().mean().item()
+    right = (scores.argmax(dim=1) == labels).double()
+    assert (report["samples"], report["accuracy"]) == (8, right.mean().item())
     assert report["loss"] == pytest.approx(torch.nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
-    assert [(one["name"], one["images"], one["accuracy"]) for one in report["classes"]] == [
-        ("ant", 4, right[:4].double().mean().item()),
-        ("bee", 4, right[4:].double().mean().item()),
-        ("cat", 0, None),
-    ]
-
-
-def test_the_text_has_a_line_for_each_class_and_each_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["evaluate", "--checkpoint", str(run / "model.pt"), "--out_dir", str(run / "a" / "b")]) == 0
-    first, header, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"mlp of {run / 'model.pt'} on folder:") and first.endswith("over 8 images")
-    assert header.split("  ")[1:] == ["class", "images", "accuracy", "most often taken for"]
-    assert [line.split()[0] for line in lines[:3]] == ["ant", "bee", "cat"]
-    assert sorted(Path(line.strip()).name for line in lines[3:]) == FILES
-    assert sorted(path.name for path in (run / "a" / "b").iterdir()) == FILES
+    by_class = [(one["name"], one["images"], one["accuracy"]) for one in report["classes"]]
+    assert by_class == [("ant", 4, right[:4].mean().item()), ("bee", 4, right[4:].mean().item()), ("cat", 0, None)]
 
 
 def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
-    run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_images(tmp_path / "others", train=("ant", "bee", "cat"), test=("cat",))
     saved = save_checkpoint(run, 7)
@@ -111,20 +104,10 @@ def test_each_data_set_and_each_checkpoint_gets_its_own_evaluation_folder(
         Path(evaluated(capsys, "--checkpoint", *arguments)["files"][0]).parent
         for arguments in ([run], [run, "--dataset", f"folder:{other}"], [saved], [saved.with_suffix(".json")])
     ]
-    assert folders[2] == folders[3]
-    names = [folder.name for folder in folders[:3]]
-    assert re.fullmatch(r"evaluation-.*-pets-[0-9a-f]{8}", names[0])
-    assert re.fullmatch(r"evaluation-.*-others-[0-9a-f]{8}", names[1])
-    assert names[2] == f"{names[0]}-{saved.stem}"
+    assert re.fullmatch(r"evaluation-.*-pets-[0-9a-f]{8}", folders[0].name)
+    assert re.fullmatch(r"evaluation-.*-others-[0-9a-f]{8}", folders[1].name)
+    assert folders[2] == folders[3] == folders[0].with_name(f"{folders[0].name}-{saved.stem}")
     assert all(folder.parent == run and sorted(path.name for path in folder.iterdir()) == FILES for folder in folders)
-
-
-def test_no_two_data_sets_share_the_name_of_a_folder_and_a_plain_name_stays_as_it_is() -> None:
-    names = ["fashion:mnist", "folder:/데이터", "folder:/写真", "folder:/x/a-b", "folder:/x/a/b", "folder:\udcff"]
-    names += ["folder:\udcfe", "folder:" + "a/" * 60 + "x", "folder:b" + "a/" * 60 + "x", "fashion-mnist"]
-    given = [in_a_file_name(name) for name in names]
-    assert len(set(given)) == len(names) and all(len(name) < 100 for name in given)
-    assert given[-1] == "fashion-mnist" and in_a_file_name("folder:cifar10") == "folder-cifar10"
 
 
 def test_code_that_no_flag_names_is_not_imported(
@@ -132,35 +115,13 @@ def test_code_that_no_flag_names_is_not_imported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shipped.py").write_text("raise AssertionError('imported')")
-    described = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**described, "model": "shipped:net", "dataset": "shipped:data"}))
+    describe(run, model="shipped:net", dataset="shipped:data")
     said = refused(capsys, 2, "--checkpoint", run)
     assert "the model and the dataset of" in said and "add --model shipped:net --dataset shipped:data" in said
-    said = refused(capsys, 2, "--checkpoint", run, "--dataset", f"folder:{pets}")
-    assert "add --model shipped:net\n" in said
-    told = ["--model", "mlp", "--dataset", f"folder:{pets}"]
-    assert evaluated(capsys, "--checkpoint", run, *told)["samples"] == 8
-    assert "cannot be imported" in refused(capsys, 2, "--checkpoint", run, *told[2:], "--model", "shipped:net")
-
-
-def test_code_that_has_changed_since_the_run_is_a_warning(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "mine_evaluated.py").write_text("from ddp_manual.training.models import MLP as net")
-    config = json.loads((run / "config.json").read_text()) | {"model": "mine_evaluated:net"}
-    current = own_code.sources(model="mine_evaluated:net")
-    for source, changed in ((current, False), ({"model_source": "another"}, True)):
-        (run / "config.json").write_text(json.dumps({**config, "run": {**config["run"], **source}}))
-        assert cli.run(["evaluate", "--checkpoint", str(run), "--model", "mine_evaluated:net"]) == 0
-        assert ("the source of mine_evaluated:net has changed since the run" in capsys.readouterr().err) is changed
-
-
-def test_a_parameter_may_have_the_name_of_a_part_of_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parameters = {"position": torch.zeros(2), "model": torch.zeros(3)}
-    for content in (parameters, {"model": parameters, "position": {}}, {**parameters, "a._extra_state": {"n": 1}}):
-        torch.save(content, run / "model.pt")
-        assert "is no mlp" in refused(capsys, 15, "--checkpoint", run)
+    own_data = ["--dataset", f"folder:{pets}"]
+    assert "add --model shipped:net\n" in refused(capsys, 2, "--checkpoint", run, *own_data)
+    assert evaluated(capsys, "--checkpoint", run, *own_data, "--model", "mlp")["samples"] == 8
+    assert "cannot be imported" in refused(capsys, 2, "--checkpoint", run, *own_data, "--model", "shipped:net")
 
 
 def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_is_whole(
@@ -176,150 +137,141 @@ def test_a_run_that_has_no_model_yet_is_evaluated_at_its_newest_checkpoint_that_
     assert "is not the checkpoint that was written" in refused(capsys, 15, "--checkpoint", damaged)
 
 
-def test_a_checkpoint_that_was_set_aside_is_evaluated_with_its_runs_options_also_from_within_its_folder(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = save_checkpoint(run, 7)
-    (run / "checkpoints").rename(run / "elsewhere")
-    (run / "checkpoints").mkdir()
-    (run / "elsewhere").rename(run / "checkpoints" / "set-aside")
-    monkeypatch.chdir(run / "checkpoints" / "set-aside")
-    report = evaluated(capsys, "--checkpoint", saved.name)
-    assert report["model"] == "mlp"
-    assert Path(report["files"][0]).resolve().parent.parent == run
-
-
-def test_a_model_without_its_run_needs_the_model_and_the_dataset_as_flags(
+def test_a_model_without_its_run_is_evaluated_as_flags_say(
     run: Path, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = tmp_path / "moved.pt"
     shutil.copy(run / "model.pt", moved)
-    said = refused(capsys, 2, "--checkpoint", moved, "--model", "mlp")
-    assert "does not say which dataset it is of" in said and "--dataset mnist" in said
-    told = ["--model", "mlp", "--dataset", f"folder:{pets}"]
-    losses = [
-        evaluated(capsys, "--checkpoint", *arguments)["loss"]
-        for arguments in ([moved, *told], [run, "--normalization", "dataset"], [run], [run, "--normalization", "none"])
-    ]
-    assert losses[0] == losses[1]
-    assert len(set(losses)) == 3
+    told = evaluated(capsys, "--checkpoint", moved, "--model", "mlp", "--dataset", f"folder:{pets}")["loss"]
+    assert told == evaluated(capsys, "--checkpoint", run, "--normalization", "dataset")["loss"]
+    assert told != evaluated(capsys, "--checkpoint", run, "--normalization", "none")["loss"]
+
+
+PARAMETERS = {"position": torch.zeros(2), "model": torch.zeros(3)}
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "said"),
     [
-        (None, "cannot read it"),
-        ([1, 2], "cannot read it"),
+        (None, "model.pt holds no model\n  why:  torch.load with weights_only=True cannot read it"),
         (Fraction(1, 2), "torch.load with weights_only=True cannot read it: UnpicklingError\n"),
-        ({}, "it holds nothing"),
         ({"epoch": 3, "accuracy": 0.5}, "it holds epoch, accuracy, where tensors are wanted"),
+        # A parameter may have the name of a part of a checkpoint.
+        (PARAMETERS, "is no mlp"),
+        ({"model": PARAMETERS, "position": {}}, "is no mlp"),
+        ({**PARAMETERS, "a._extra_state": {"n": 1}}, "is no mlp"),
+        ({name: value * torch.nan for name, value in untrained().state_dict().items()}, "scores that are not numbers"),
     ],
+    ids=range(7),
 )
-def test_a_file_that_is_no_model_is_refused(
-    run: Path, content: Any, why: str, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_no_model_or_no_model_of_the_run_is_refused(
+    run: Path, content: Any, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = run / "model.pt"
     if content is None:
         model.write_bytes(model.read_bytes()[:-2000])
     else:
         torch.save(content, model)
-    said = refused(capsys, 15, "--checkpoint", run)
-    assert f"error[checkpoint-corrupt]: {model} holds no model" in said and why in said
+    assert said in refused(capsys, 15, "--checkpoint", run)
 
 
-def test_for_a_folder_without_a_model_the_models_near_it_are_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (".", 15, "error[checkpoint-missing]: no model at ."),
+        ("run/modle.pt", 15, "error[checkpoint-missing]: no model at run/modle.pt"),
+        ("/dev/zero", 2, "no regular file"),
+        ("moved.pt --model mlp", 2, "does not say which dataset it is of"),
+        ("run --model convnet", 15, "is no convnet for 3x8x8 images of 3 classes"),
+        ("run --dataset folder:two", 15, "on 3x8x8 images of 3 classes; folder:two has 3x8x8 images of 2 classes"),
+        ("run --image_size 16", 15, "has 3x16x16 images of 3 classes"),
+        ("run --out_dir run", 2, "--out_dir run is the folder of a run"),
+        ("run --out_dir begun", 2, "--out_dir begun is the folder of a run"),
+        ("run --out_dir moved.pt/out", 2, "--out_dir"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named_and_nothing_is_written(
+    run: Path, arguments: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, 15, "--checkpoint", tmp_path)
-    assert "error[checkpoint-missing]: no model at" in said
-    assert "there is no such file" in refused(capsys, 15, "--checkpoint", run / "modle.pt")
-    assert "no regular file" in refused(capsys, 2, "--checkpoint", "/dev/zero")
-
-
-def test_another_model_is_refused_and_the_one_that_fits_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, 15, "--checkpoint", run, "--model", "convnet")
-    assert "error[checkpoint-mismatch]: " in said and "is no convnet for 3x8x8 images of 3 classes" in said
-
-
-def test_images_of_another_shape_or_number_of_classes_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two = write_images(tmp_path / "two", train=("ant", "bee"), test=("ant", "bee"))
-    before = set(run.iterdir())
-    said = refused(capsys, 15, "--checkpoint", run, "--dataset", f"folder:{two}")
-    assert "trained on 3x8x8 images of 3 classes" in said
-    assert f"folder:{two} has 3x8x8 images of 2 classes" in said
-    said = refused(capsys, 15, "--checkpoint", run, "--image_size", 16)
-    assert "has 3x16x16 images of 3 classes" in said and "resized with --image_size" in said
-    for path in two.rglob("*.png"):
-        Image.open(path).convert("L").save(path)
-    said = refused(capsys, 15, "--checkpoint", run, "--dataset", f"folder:{two}")
-    assert f"folder:{two} has 1x8x8 images of 2 classes" in said
-    assert set(run.iterdir()) == before
+    monkeypatch.chdir(run.parent)
+    write_images(Path("two"), train=("ant", "bee"), test=("ant", "bee"))
+    shutil.copy("run/model.pt", "moved.pt")
+    Path("begun/checkpoints").mkdir(parents=True)
+    assert said in refused(capsys, code, "--checkpoint", *arguments.split())
+    assert {path.name for path in run.iterdir()} == {"config.json", "model.pt"}
 
 
 def test_other_names_for_as_many_classes_are_a_warning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["evaluate", "--checkpoint", str(run), "--classes", "ant,wasp,cat"]) == 0
+    options = ["--classes", "ant,wasp,cat", "--out_dir", str(run / "a")]
+    assert cli.run(["evaluate", "--checkpoint", str(run), *options]) == 0
     said = capsys.readouterr()
     assert "the classes have other names than those the model was trained on: wasp instead of bee" in said.err
-    assert "\n  wasp " in said.out
+    first, _, *lines = said.out.splitlines()
+    assert first.startswith(f"mlp of {run / 'model.pt'} on folder:") and first.endswith("over 8 images")
+    assert [line.split()[0] for line in lines[:3]] == ["ant", "wasp", "cat"]
+    assert sorted(line.strip() for line in lines[3:]) == [str(run / "a" / name) for name in FILES]
 
 
 def test_the_same_classes_in_another_order_are_numbered_as_in_training(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["evaluate", "--checkpoint", str(run), "--json"]
-    assert cli.run(arguments) == 0
-    as_trained = json.loads(capsys.readouterr().out)
-    described = json.loads((run / "config.json").read_text())
-    order = [1, 2, 0]
-    described["run"]["classes"] = [described["run"]["classes"][place] for place in order]
-    (run / "config.json").write_text(json.dumps(described))
+    as_trained, order = evaluated(capsys, "--checkpoint", run), [1, 2, 0]
+    describe(run, {"classes": ["bee", "cat", "ant"]})
     parameters = torch.load(run / "model.pt", weights_only=True)
     torch.save({n: v[order] if n.startswith("fc.") else v for n, v in parameters.items()}, run / "model.pt")
-    assert cli.run(arguments) == 0
-    said = capsys.readouterr()
-    assert "are put into the order they had in training" in said.err and "other names" not in said.err
-    report = json.loads(said.out)
+    report = evaluated(capsys, "--checkpoint", run)
     assert [one["name"] for one in report["classes"]] == ["bee", "cat", "ant"]
     assert report["loss"] == pytest.approx(as_trained["loss"]) and report["accuracy"] == as_trained["accuracy"]
     assert sorted(report["classes"], key=lambda one: str(one["name"])) == as_trained["classes"]
-    assert cli.run([*arguments, "--classes", "ant,bee,cat"]) == 0
-    assert "ant instead of bee" in capsys.readouterr().err
+
+
+# -- show-data ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def animals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The data set as it is named from a current folder of its own."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return f"folder:{write_images(tmp_path / 'animals', train=('ant', 'bee'), test=('bee',))}"
+
+
+def test_show_data_writes_a_grid_and_counts_each_class(animals: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["show-data", "--dataset", animals, "--out", "animals.png"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{animals}, train: 8 images of 8x8 pixels, in colour"
+    assert [line.split() for line in lines] == [["class", "images"], ["ant", "4"], ["bee", "4"], ["animals.png"]]
+    with Image.open("animals.png") as picture:
+        assert picture.format == "PNG" and picture.width > 8 * 80
+
+
+@pytest.mark.parametrize(("folder", "option"), [("mine", "--out"), ("deep/data", "--data_dir")])
+def test_part_count_names_and_the_folder_can_be_chosen(
+    animals: str, folder: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine").mkdir()
+    options = ["--part", "test", "--count", "2", "--classes", "x,y", "--image_size", "30", option, folder]
+    assert cli.run(["show-data", "--dataset", animals, *options]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.endswith("test: 4 images of 30x30 pixels, in colour")
+    assert [line.split() for line in lines[1:3]] == [["x", "0"], ["y", "4"]]
+    (written,) = Path(folder).glob("*-animals-????????-test.png")
+    assert lines[-1].strip() == str(written)
+    with Image.open(written) as picture:
+        assert 2 * 80 < picture.width < 3 * 100
 
 
 @pytest.mark.parametrize(
-    "run_facts",
+    ("arguments", "code", "named"),
     [
-        {"mean": [0.0], "std": [1.0], "shape": [1, 28, 28]},
-        {"mean": "x", "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]},
-        {"mean": [0.0], "std": [0.0], "shape": [1, 28, 28], "classes": ["0"]},
-        {"mean": [0.0, 0.0], "std": [1.0], "shape": [1, 28, 28], "classes": ["0"]},
-        {"mean": [0.0], "std": [1.0], "shape": [28, 28], "classes": ["0"]},
-        [],
+        ("--out a.jpg", 2, "--out a.jpg is not the name of a PNG file"),
+        ("--out nothing/a.png", 2, "--out nothing/a.png cannot be written"),
+        ("--classes cat", 2, "--classes gives 1 name,"),
+        ("--dataset folder:nothing", 16, "nothing/train cannot be read as a folder of images"),
     ],
-    ids=range(6),
 )
-def test_a_config_whose_record_of_the_run_contradicts_itself_is_named(
-    run: Path, run_facts: Any, capsys: pytest.CaptureFixture[str]
+def test_a_bad_option_or_data_set_is_named(
+    animals: str, arguments: str, code: int, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    described = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**described, "run": run_facts}))
-    said = refused(capsys, 15, "--checkpoint", run)
-    assert f"error[checkpoint-corrupt]: {run / 'config.json'} is not what a run has written" in said
-
-
-def test_parameters_that_are_not_numbers_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parameters = torch.load(run / "model.pt", weights_only=True)
-    torch.save({name: value * float("nan") for name, value in parameters.items()}, run / "model.pt")
-    assert "gives scores that are not numbers" in refused(capsys, 15, "--checkpoint", run)
-
-
-def test_out_dir_cannot_be_the_folder_of_a_run_or_below_a_file(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "is the folder of a run" in refused(capsys, 2, "--checkpoint", run, "--out_dir", run)
-    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
-    assert "is the folder of a run" in refused(capsys, 2, "--checkpoint", run, "--out_dir", tmp_path / "begun")
-    (tmp_path / "file").touch()
-    assert "--out_dir" in refused(capsys, 2, "--checkpoint", run, "--out_dir", tmp_path / "file" / "out")
+    assert cli.run(["show-data", "--dataset", animals, *arguments.split()]) == code
+    assert named in capsys.readouterr().err

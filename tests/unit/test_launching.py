@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
 from ddp_manual.agent.launched_worker import copy
@@ -20,16 +18,15 @@ from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
-from ddp_manual.messages import LastWords, RankInfo
-from ddp_manual.protocol.verdicts import error_for, verdict_about
+from ddp_manual.messages import RankInfo
+from ddp_manual.protocol.verdicts import error_for, lost_rank
 from ddp_manual.run_folder import RunPaths, own_run_dir
 from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
-from ddp_manual.wire import LONGEST_LINE
 
 
-def failed(code: int) -> PeerLost:
-    error = PeerLost("rank 1 is gone", why="it said nothing", next="start it again")
+def failed(code: int, kind: type[DdpManualError] = PeerLost) -> DdpManualError:
+    error = kind("rank 1 is gone", why="it said nothing", next="start it again")
     error.exit_code = code
     return error
 
@@ -38,6 +35,7 @@ def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
     again = {code for code in range(1, 129) if may_be_fixed(failed(code))}
     assert again == {errors.TrainingFailed.exit_code, errors.PeerGone.exit_code}
     assert may_be_fixed(failed(128 + signal.SIGKILL)) and may_be_fixed(failed(128 + signal.SIGSEGV))
+    assert may_be_fixed(failed(3, errors.TrainingFailed))  # of sys.exit(3)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         assert not may_be_fixed(Stopped(number))
 
@@ -51,26 +49,11 @@ def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(o
     assert Job(spec=spec, run_id="id", run_dir=None, go_on="").max_restarts == restarts
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "again"),
-    [
-        (Stopped(signal.SIGTERM), 143, False),
-        (errors.DeviceMissing("rank 1 has no GPU", why="", next=""), 17, False),
-        (errors.BadOption("--epochs 0 is below 1", why="", next=""), 2, False),
-        (errors.TrainingFailed("ValueError: no", why="", next=""), 1, True),
-        (errors.TrainingFailed("it has left with 3", why="", next=""), 3, True),
-        (PeerLost("rank 1 is gone: SIGTERM", why="", next=""), 143, False),
-        (PeerLost("rank 1 is gone: SIGKILL", why="", next=""), 137, True),
-    ],
-)
-def test_after_a_failure_on_another_host_ranks_start_again_if_they_do_so_there(
-    error: DdpManualError, exit_code: int, again: bool
-) -> None:
+@pytest.mark.parametrize(("exit_code", "again"), [(143, False), (137, True)])
+def test_after_a_death_on_another_host_ranks_start_again_if_they_do_so_there(exit_code: int, again: bool) -> None:
     about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
-    judged = isinstance(error, PeerLost)
-    verdict = verdict_about(about, replace(LastWords.of(error), exit_code=exit_code), judged=judged)
-    for rank in (0, 1):
-        assert may_be_fixed(error_for(rank, verdict)) is again
+    verdict = lost_rank(about, "rank 1 is gone", why="", next="", exit_code=exit_code)
+    assert [may_be_fixed(error_for(rank, verdict)) for rank in (0, 1)] == [again, again]
 
 
 def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
@@ -85,51 +68,42 @@ def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
                 os.write(writing, b"\r%2d%%" % state)
             while "39%" not in (tmp_path / "log").read_text():  # though nothing follows it
                 await asyncio.sleep(0.01)
-            for piece in (b"\r40%", b"\r    \rsaved\n", b"\r41%", b"\r42% done\n"):
-                os.write(writing, piece)
-            await asyncio.to_thread(os.write, writing, b"\n" + b"x" * (LONGEST_LINE + 1))
+            os.write(writing, b"\r    \rsaved\n\r42% done\n")
             os.close(writing)
             await copying
             await asyncio.sleep(0.01)  # until the pipe is closed
 
     asyncio.run(copied())
-    lines = capsys.readouterr().out.splitlines()
-    end = lines.index("[rank 1] 39%") + 1
-    assert lines[0] == "[rank 1] begun" and end <= 3
-    assert lines[end : end + 3] == ["[rank 1] saved", "[rank 1] 42% done", "[rank 1] "]
-    assert (tmp_path / "log").stat().st_size > LONGEST_LINE
+    first, *between, last, saved, done = capsys.readouterr().out.splitlines()
+    assert first == "[rank 1] begun" and len(between) <= 1
+    assert [last, saved, done] == ["[rank 1] 39%", "[rank 1] saved", "[rank 1] 42% done"]
 
 
 def test_a_failure_that_is_set_aside_takes_the_first_number_that_is_free(tmp_path: Path) -> None:
     """Rank 0 sets aside the failures of ranks that are no more, too."""
     paths = RunPaths(tmp_path)
     for _ in range(2):
-        for rank in range(4):
-            paths.failure(rank).write_text(json.dumps({"identifier": "training-failed"}))
+        for rank in range(3):
+            paths.failure(rank).write_text("{}")
         paths.set_failures_aside(1)
-        assert [path.name for path in paths.failures()] == [f"failure-rank{rank}.json" for rank in (0, 2, 3)]
+        assert paths.failures() == [paths.failure(0), paths.failure(2)]
         paths.set_failures_aside(0, 2)
         assert paths.failures() == []
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"failure-rank{rank}.restart{number}.json" for rank in range(4) for number in (0, 1)
-    }
+    aside = {f"failure-rank{rank}.restart{number}.json" for rank in range(3) for number in (0, 1)}
+    assert {path.name for path in tmp_path.iterdir()} == aside
 
 
 @pytest.mark.parametrize(
     ("named", "own", "used"),
     [
         ("runs/20260101-101010-0a1b", "runs/20260101-101013-{run_id}", "runs/20260101-101010-0a1b"),
-        ("runs/torchrun-0a1b2c3d", "runs/20260101-101013-{run_id}", "runs/torchrun-0a1b2c3d"),
         ("/mnt/run", "/mnt/run", "/mnt/run"),
         ("/mnt/run-7", "/mnt/run-{run_id}", "/mnt/run-7"),
-        ("/mnt/\\x1b", "/mnt/\x1b", "/mnt/\x1b"),
         ("/root/.ssh", "runs/20260101-101013-{run_id}", None),
         ("runs/../../.ssh", "runs/20260101-101013-{run_id}", None),
-        ("runs/..", "runs/20260101-101013-{run_id}", None),
         ("runs/a/b", "runs/20260101-101013-{run_id}", None),
         ("runs/20260101-101010-0a1b", "runs/20260202-202020-77", None),
         ("/mnt/run-../x", "/mnt/run-{run_id}", None),
-        ("/mnt/other", "/mnt/run", None),
         ("/mnt/run", None, None),
         (None, "/mnt/run", None),
     ],
@@ -141,17 +115,13 @@ def test_a_rank_writes_to_the_folder_that_rank_0_names_only_if_it_is_its_own(
 
 
 def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
-
     def to_go_on(config: TrainConfig) -> TrainConfig | None:
         job = Job(spec=WorldSpec(), run_id="id", run_dir=str(tmp_path), go_on="go on", config=config)
         return Ranks(job, Hosts(nproc=2), ThreadPoolExecutor(1))._to_go_on()
 
-    assert to_go_on(began) == began.resumed()
-    assert to_go_on(another) is another
-    paths.checkpoints.mkdir()
-    checkpoint_files.write(paths.checkpoints, 8, b"", {})
+    began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
+    assert (to_go_on(began), to_go_on(another)) == (began.resumed(), another)
+    checkpoint_files.write(RunPaths(tmp_path).checkpoints, 8, b"", {})
     assert to_go_on(another) == another.resumed()
 
 
@@ -165,15 +135,6 @@ def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_i
     prepared(job(on_loss="wait"), Hosts(nproc=1))
     with pytest.raises(errors.BadOption, match="already holds a run"):
         prepared(job(), Hosts(nproc=1))
-
-
-def test_the_ranks_of_each_host_follow_those_of_the_host_before() -> None:
-    second = Hosts(nproc=4, nnodes=3, node_rank=1)
-    assert (second.world_size, [*second.ranks]) == (12, [4, 5, 6, 7])
-    with pytest.raises(errors.BadOption, match="--node_rank 3 does not exist among 3 hosts"):
-        Hosts(nproc=4, nnodes=3, node_rank=3).check(WorldSpec(master_addr="hostA"))
-    with pytest.raises(errors.BadOption, match="launch on 3 hosts needs the address of the first one"):
-        second.check(WorldSpec())
 
 
 @pytest.mark.parametrize(
@@ -194,15 +155,3 @@ def test_what_can_be_known_before_ranks_are_started_is_said_once_and_leaves_noth
     first, *rest = capsys.readouterr().err.splitlines()
     assert said in first and not any("error[" in line for line in rest)
     assert not run.exists()
-
-
-def test_launch_opens_nothing_in_a_folder_that_a_run_trains_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ddp_manual.run_folder.LOCK_TIMEOUT", 0.2)
-    run = RunPaths(tmp_path / "run").create()
-    with run.locked():
-        options = ["--dataset", "synthetic", "--resume", "auto"]
-        assert cli.run(["launch", "--nproc", "2", "--run_dir", str(run.run_dir), "--", *options]) == 2
-    assert f"error[bad-option]: --run_dir {run.run_dir} is in use\n" in capsys.readouterr().err
-    assert [path.name for path in run.run_dir.iterdir()] == [run.lock.name]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,69 +46,24 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
         return train(world, config)
 
 
-class Died(Exception): ...
-
-
-@pytest.fixture
-def dies_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have training die in its Nth step from now on; 0: not any more."""
-    train_step, steps = Trainer._train_step, [0]
-
-    def counted(*arguments: Any) -> Any:
-        steps[0] -= 1
-        if steps[0] == 0:
-            raise Died
-        return train_step(*arguments)
-
-    def dies_at(step: int) -> None:
-        steps[0] = step
-
-    monkeypatch.setattr(Trainer, "_train_step", counted)
-    return dies_at
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the meter takes for the time: ``now``, in seconds."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    return clock
-
-
-@pytest.fixture
-def step_takes(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Callable[[float], None]:
-    """Have each step take so many seconds of that clock, and nothing else any."""
-    train_step, seconds = Trainer._train_step, [0.0]
-
-    def timed(*arguments: Any) -> Any:
-        clock.now += seconds[0]
-        return train_step(*arguments)
-
-    monkeypatch.setattr(Trainer, "_train_step", timed)
-    return lambda of_a_step: seconds.__setitem__(0, of_a_step)
-
-
 def accuracies(folder: Path) -> list[float]:
     found: list[float] = json.loads(RunPaths(folder).accuracies.read_bytes())
     return found
 
 
 def test_a_run_that_began_from_another_runs_checkpoint_resumes_even_if_it_died_before_its_own_first(
-    tmp_path: Path, dies_at: Callable[[int], None]
+    tmp_path: Path,
 ) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+    one, two, undisturbed = (tmp_path / name for name in ("one", "two", "undisturbed"))
     run(one, epochs=1)
-    dies_at(1)
-    with pytest.raises(Died):
+    with patch.object(Trainer, "_train_step", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         run(two, resume=str(one))
     assert [found.step for found in checkpoint_files.find(RunPaths(two).checkpoints)] == [STEPS_PER_EPOCH]
-    dies_at(0)
     run(two, resume="auto")
     assert len(accuracies(two)) == 2 and accuracies(two)[0] == accuracies(one)[0]
-    undisturbed, resumed = tmp_path / "undisturbed", RunPaths(two).model
     run(undisturbed, epochs=1)
     run(undisturbed, resume="auto")
-    assert resumed.read_bytes() == RunPaths(undisturbed).model.read_bytes()
+    assert RunPaths(two).model.read_bytes() == RunPaths(undisturbed).model.read_bytes()
 
 
 def test_the_predictions_of_a_complete_run_are_made_anew_only_where_one_is_missing(tmp_path: Path) -> None:
@@ -129,10 +83,9 @@ def test_the_checkpoint_is_written_before_the_files_that_can_be_rebuilt_from_it(
     assert saved.path.stat().st_mtime_ns < min((tmp_path / name).stat().st_mtime_ns for name in names)
 
 
-@pytest.mark.parametrize("damaged", ["[1]", '{"final_test_accuracy": 1}', "{", '{"epochs": 1}'])
-def test_a_damaged_summary_is_written_again(tmp_path: Path, damaged: str) -> None:
+def test_a_damaged_summary_is_written_again(tmp_path: Path) -> None:
     whole = run(tmp_path, epochs=1)
-    RunPaths(tmp_path).summary.write_text(damaged)
+    RunPaths(tmp_path).summary.write_text('{"final_test_accuracy": 1}')
     again = run(tmp_path, epochs=1, resume="auto")
     assert json.loads(RunPaths(tmp_path).summary.read_bytes()) == again
     assert again["final_test_accuracy"] == whole["final_test_accuracy"]
@@ -141,41 +94,34 @@ def test_a_damaged_summary_is_written_again(tmp_path: Path, damaged: str) -> Non
 def test_a_run_that_goes_back_to_an_earlier_end_has_the_summary_of_that_one(tmp_path: Path) -> None:
     run(tmp_path)
     first = checkpoint_files.find(RunPaths(tmp_path).checkpoints)[-1]
-    assert run(tmp_path, epochs=1, resume=str(first.path))["epochs"] == 1
-    assert json.loads(RunPaths(tmp_path).summary.read_bytes())["epochs"] == 1
-    assert json.loads(RunPaths(tmp_path).config.read_bytes())["epochs"] == 1
-
-
-def test_at_its_end_a_run_names_its_folder_in_one_line(tmp_path: Path) -> None:
-    run(tmp_path / "one", epochs=1)
-    summary = run(tmp_path / "two", epochs=1, resume=str(tmp_path / "one"), track="tensorboard")
+    summary = run(tmp_path, epochs=1, resume=str(first.path))
+    for written in (RunPaths(tmp_path).summary, RunPaths(tmp_path).config):
+        assert json.loads(written.read_bytes())["epochs"] == summary["epochs"] == 1
     (line,) = result_text(summary).splitlines()
-    assert " after 1 epoch on 1 rank (" in line and line.endswith(f"; files in {tmp_path / 'two'}")
-    assert not RunPaths(tmp_path / "two").metrics.exists()
+    assert " after 1 epoch on 1 rank (" in line and line.endswith(f"; files in {tmp_path}")
 
 
 def test_samples_per_second_are_those_since_the_run_was_last_resumed_without_the_seconds_of_its_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, step_takes: Callable[[float], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint_files.write
+    clock, step_takes = SimpleNamespace(now=0.0), iter([1.0] * STEPS_PER_EPOCH + [0.1] * STEPS_PER_EPOCH)
+    train_step, write = Trainer._train_step, checkpoint_files.write
+
+    def timed_step(*arguments: Any) -> Any:
+        clock.now += next(step_takes)
+        return train_step(*arguments)
 
     def slow_write(*arguments: Any) -> Path:
         clock.now += 100
         return write(*arguments)
 
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(Trainer, "_train_step", timed_step)
     monkeypatch.setattr(checkpoint_files, "write", slow_write)
-    step_takes(1.0)
     assert run(tmp_path, epochs=1, checkpoint_steps=1)["samples_per_second"] == pytest.approx(10)
-    step_takes(0.1)
-    summary = run(tmp_path, resume="auto", checkpoint_steps=1)
-    assert summary["samples_per_second"] == pytest.approx(100)
-    assert summary["train_seconds"] == pytest.approx(STEPS_PER_EPOCH * 1.1)
-    lines = [json.loads(line) for line in RunPaths(tmp_path).metrics.read_text().splitlines()]
-    assert [(line["samples_per_second"], line["seconds"]) for line in lines] == [
-        *((pytest.approx(10), pytest.approx(4)), (pytest.approx(100), pytest.approx(4.4)))
-    ]
-    RunPaths(tmp_path).summary.unlink()
-    assert run(tmp_path, resume="auto")["samples_per_second"] == pytest.approx(80 / (STEPS_PER_EPOCH * 1.1))
+    resumed = run(tmp_path, resume="auto", checkpoint_steps=1)
+    assert resumed["samples_per_second"] == pytest.approx(100)
+    assert resumed["train_seconds"] == pytest.approx(STEPS_PER_EPOCH * 1.1)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +129,6 @@ def test_samples_per_second_are_those_since_the_run_was_last_resumed_without_the
     [
         ("[0.5]", Position(epoch=1, taken=10, step=5), True),
         ("[0.5, 0.75]", Position(epoch=1, taken=10, step=5), False),
-        ("[0.5", Position(epoch=1, taken=10, step=5), False),
-        ("[0.5]", Position(taken=10, step=1), False),
-        ("[0.5]", Position(), False),
         (None, Position(), True),
     ],
 )
@@ -196,19 +139,16 @@ def test_a_model_of_an_epoch_that_is_trained_again_is_removed(
     paths.model.write_bytes(b"model")
     if there is not None:
         paths.accuracies.write_text(there)
-    evaluations = (Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch
-    history = History(evaluations=evaluations)
+    history = History(evaluations=(Evaluation(loss=1.0, accuracy=0.5, samples=40),) * position.epoch)
     RunFiles(paths, keep=3, trackers=Trackers(())).rewind(position, history, nn.Linear(1, 1), complete=False)
     assert paths.model.exists() is stays
     assert accuracies(tmp_path) == [0.5] * position.epoch
 
 
-@pytest.mark.parametrize("named", ["new/run", "file/run"])
-def test_a_folder_is_checked_without_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_a_folder_is_checked_without_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches on two hosts share one: a folder that one had made and removed again could be missing for the other."""
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("a folder was made"))
+    RunPaths(tmp_path / "new" / "run").check(resuming=False)
     (tmp_path / "file").touch()
-    expected = pytest.raises(BadOption, match="cannot be written") if named == "file/run" else nullcontext()
-    with expected:
-        RunPaths(tmp_path / named).check(resuming=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(BadOption, match="cannot be written"):
+        RunPaths(tmp_path / "file" / "run").check(resuming=False)
