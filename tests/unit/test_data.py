@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import resource
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_manual.errors import DataCorrupt, DataDiffers
+from ddp_manual.errors import DataCorrupt, DataDiffers, DataMissing
 from ddp_manual.training import datasets, ddp
 from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split
@@ -203,3 +204,26 @@ def test_what_to_do_about_other_data_depends_on_what_returned_them(monkeypatch: 
             compare(monkeypatch, other, ["a", "b"], own_factory=own_factory)
         assert then in (caught.value.next or "")
     assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why
+
+
+def test_missing_files_are_listed_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(DataMissing) as caught:
+        source("kmnist", tmp_path).load("train")
+    assert "train-images-idx3-ubyte" in caught.value.why
+    assert "--dataset synthetic" in caught.value.next
+
+
+def test_on_a_full_disk_the_images_are_read_without_a_cache(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    found, before = source("mnist", tiny_mnist), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # bytes: fewer than a cache has
+        found.prepare()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [len(found.load(part)) for part in PARTS] == [3, 3]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(PARTS) and "no cache can be written" in warnings[0] and str(tiny_mnist) in warnings[0]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".cache")]

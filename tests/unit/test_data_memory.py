@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import types
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from ddp_manual.training.data import Data, Split
 from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, in_host_memory
 from ddp_manual.training.loop import Trainer
 from tests.alone import alone
-from tests.conftest import source
+from tests.conftest import Start, source
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -85,3 +86,22 @@ def test_images_that_each_rank_of_a_host_reads_for_itself_are_refused_if_memory_
     expected = "do not fit into memory once for each of the 4 ranks on"
     with pytest.raises(BadOption, match=expected) if refused else nullcontext():
         check_host_memory(images, 4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_that_is_nearly_full_the_training_reads_its_images_from_host_memory(
+    start: Start, digits: Path, tmp_path: Path
+) -> None:
+    script = f"""if True:
+        import torch
+        import ddp_manual
+        torch.cuda.mem_get_info = lambda device: (1 << 20, 2 << 20)
+        with ddp_manual.join(run_dir={str(tmp_path / "run")!r}) as world:
+            config = ddp_manual.TrainConfig(data_dir={str(digits)!r}, epochs=2)
+            summary = ddp_manual.train(world, config)
+            print(summary["device"], summary["final_test_accuracy"] > 0.9)
+    """
+    process = start(sys.executable, "-c", script)
+    assert process.wait() == 0, process.err
+    assert process.out == "cuda True\n"
+    assert "stay in host memory, and go to cuda:0 in pinned batches" in process.err

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,6 +14,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ddp_manual import run_folder
+from ddp_manual.errors import DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import ddp, pictures
 from ddp_manual.training.augment import unit_scale
@@ -115,3 +120,20 @@ def test_batches_of_large_images_are_smaller(side: int, batches: list[int]) -> N
     images = torch.zeros(1, 3, side, side, dtype=torch.uint8).expand(sum(batches), -1, -1, -1)
     evaluate(Counting(), Split(images, torch.zeros(sum(batches)).long(), CLASSES), unit_scale(3), rank=0, world_size=1)
     assert sizes == batches
+
+
+def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_without_it(
+    five: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(*_: object) -> Iterator[bytes]:
+        yield b"id,"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ddp_manual.training.results.table", no_room)
+    files = RunFiles(RunPaths(tmp_path), keep=1, trackers=Trackers(()))
+    with caplog.at_level(logging.WARNING):
+        files.write_predictions(Position(), five)
+    assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
+        run_folder.replace_files({tmp_path / "predictions.csv": no_room()})

@@ -274,3 +274,13 @@ def test_the_digest_is_that_of_the_source_that_was_imported_a_module_or_all_of_i
         sys.modules.pop("pack.below.layers", None)
         digests.add(own_code.digest("model", "pack.below.layers:made")[0])
     assert len(digests) == 5
+
+
+def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(root: str, download: bool) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", fails)
+    with pytest.raises(DataMissing, match="cifar10 is not in") as caught:
+        source("cifar10", tmp_path / "new").prepare()
+    assert caught.value.why.endswith("it could not be downloaded:\nno network")

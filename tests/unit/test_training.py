@@ -139,3 +139,20 @@ def test_steps_that_a_device_takes_after_their_launch_has_returned_count_once_th
             meter.add(sum(taken), torch.tensor(0.5), torch.eye(3), torch.arange(3))
         meter.sync(sum(taken), 0.1)
     assert taken == steps
+
+
+@pytest.mark.gpu
+def test_steps_of_a_gpu_count_once_they_are_done() -> None:
+    device = torch.device("cuda", 0)
+    meter, taken = metrics.Meter(device), []
+    batch = [tensor.to(device) for tensor in (torch.tensor(0.5), torch.eye(3), torch.arange(3))]
+    meter.begin(0)
+    for _ in range(4):
+        taken.append(steps_until_sync(meter.seconds_per_step))
+        for _ in range(taken[-1]):
+            torch.cuda._sleep(400_000_000)  # about 0.2 s
+            meter.own_work.start()
+            meter.own_work.stop()
+            meter.add(sum(taken), *batch)
+        meter.sync(sum(taken), 0.1)
+    assert taken[0] == 1 and all(2 <= steps <= 12 for steps in taken[1:]), taken
