@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from ddp_manual.from_worker import Progress
-from ddp_manual.messages import Beat, LongestWait, RankInfo
+from ddp_manual.messages import Beat, RankInfo
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.health import SLOW_FOR, Health, Stall
 from ddp_manual.protocol.watch import Watch
@@ -168,22 +167,18 @@ def test_a_slow_rank_is_named_once_after_it_was_slow_for_long() -> None:
     assert [line["slow"] for line in health.progress(0)] == [False, False, True]
 
 
-def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
+@pytest.mark.parametrize(
+    "meanwhile",
+    [training(2, 2, own=0.02), Beat(phase="evaluating", step=1, step_seconds=0.05)],
+    ids=["as fast as the other", "between two epochs"],
+)
+def test_a_rank_that_was_slow_for_moments_is_not_named(meanwhile: Beat) -> None:
     health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
     assert look_until(health, 10) == []
-    health.hear(1, training(2, 2, own=0.02), 10.0)
-    assert look_until(health, 20, since=10.5) == []
-    health.hear(1, training(3, 3, own=0.05), 20.0)
-    assert look_until(health, SLOW_FOR + 15, since=20.5) == []
-
-
-def test_time_between_two_epochs_does_not_make_a_rank_slow() -> None:
-    health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
-    assert look_until(health, 1) == []
-    health.hear(1, Beat(phase="evaluating", step=1, step_seconds=0.05), 1.0)
-    assert look_until(health, 100, since=1.5) == []
-    health.hear(1, training(2, 2, own=0.05), 100.0)
-    assert look_until(health, 101, since=100.5) == []
+    health.hear(1, meanwhile, 10.0)
+    assert look_until(health, 100, since=10.5) == []
+    health.hear(1, training(3, 3, own=0.05), 100.0)
+    assert look_until(health, SLOW_FOR + 85, since=100.5) == []
 
 
 def test_a_rank_that_is_stopped_again_has_the_full_time_again() -> None:
@@ -237,14 +232,11 @@ TYPED = {"stall_timeout_is_default": False}
     [
         (10.0, OF_SCRIPT, (7, 8), "80% of their process group's time-out of 10 s"),
         (600.0, OF_SCRIPT, (478, 480), "80% of their process group's time-out of 600 s"),  # NCCL's default
-        (1800.0, OF_SCRIPT, (1438, 1440), "80% of their process group's time-out of 1800 s"),  # gloo's
-        (14400.0, OF_SCRIPT, (11518, 11520), "80% of their process group's time-out of 14400 s"),
         (2.0, OF_SCRIPT, (1, 2), "80% of their process group's time-out of 2 s"),
         (None, OF_SCRIPT, (1800, 1801), "--stall_timeout"),
         (10.0, {**TYPED, "stall_timeout": 10.0}, (7, 8), "80% of their process group's time-out of 10 s"),
         (10.0, {**TYPED, "stall_timeout": 5.0}, (5, 6), "--stall_timeout"),
         (14400.0, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
-        (None, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
         (1800.0, {"stall_timeout": 300.0}, (300, 301), "--stall_timeout"),
     ],
 )
@@ -297,18 +289,6 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
     assert line["text"] == (f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)")
 
 
-def test_the_words_about_a_stall_say_which_limit_to_raise() -> None:
-    beats = {rank: training(7, 8 - rank, inside=not rank) for rank in range(2)}
-    infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
-    for behind in ([1], []):
-        for longest, words in (
-            (LongestWait(300.0), "a larger --stall_timeout"),
-            (LongestWait(7, 10), "a larger timeout in\ninit_process_group or new_group: it is 10 s"),
-        ):
-            stall = Stall([0] if behind else [0, 1], behind, 300.0, longest=longest)
-            assert words in verdicts.stalled(infos, stall, beats, {}, "again").next
-
-
 class Odd:
     """What a user's program may put where a number belongs."""
 
@@ -326,36 +306,3 @@ def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_progr
     timeouts = {**{str(group): 1800.0 for group in range(20_000)}, "long": 14400.0}
     beat = Progress().beat(timeouts=timeouts, inside=False, place="", debugging=False)
     assert beat.timeouts == {"": 1800.0, "long": 14400.0} == reader_of(Beat)(as_json(beat).decode()).timeouts
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"phase": 3},
-        {"step": "many"},
-        {"unfinished": "many"},
-        {"collectives": {"0": None}},
-        {"place": "x" * 300},
-        {"place": "a\nb"},
-        {"step": True},
-        {"stopped": 5},
-        {"stopped": "SIG\nSTOP"},
-        {"no": 1},
-        {"timeouts": {"": "long"}},
-        {"timeouts": {"": float("nan")}},
-        {"timeouts": {"": float("inf")}},
-        {"timeouts": {"": 0}},
-        {"timeouts": {"": True}},
-        *({"calls": calls} for calls in ({"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000})),
-    ],
-)
-def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises((msgspec.MsgspecError, ValueError)):
-        reader_of(Beat)(json.dumps(message))
-
-
-@pytest.mark.parametrize("number", [10**400, 1e20, float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["samples_per_second", "step_seconds", "timeouts"])
-def test_a_heartbeat_with_a_number_that_cannot_be_is_refused(field: str, number: float) -> None:
-    with pytest.raises((msgspec.MsgspecError, ValueError)):
-        reader_of(Beat)(json.dumps({field: {"": number} if field == "timeouts" else number}))

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -17,7 +16,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import Progress
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
-from ddp_manual.messages import Losses, Place, Placed, RankInfo, RunSoFar, Verdict
+from ddp_manual.messages import Losses, Place, Placed, RankInfo, Verdict
 from ddp_manual.on_loss import WAIT
 from ddp_manual.protocol.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.run_folder import holds_another_run
@@ -29,9 +28,6 @@ from tests.runs import RUN, info
 
 KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
 GONE = Verdict("peer-lost", "rank 2 (b, pid 7) is gone: SIGKILL", "why", "next", 14, rank=2, host="b", pid=7)
-
-SO_FAR: dict[str, Any] = {"run_id": "r", "run_dir": None, "generation": 1, "losses": 1, "lost_seconds": 1.0}
-SO_FAR |= {"host": "a", "pid": 7, "address": "10.0.0.1"}
 
 
 def here(*ranks: int) -> dict[int, RankInfo]:
@@ -76,16 +72,6 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
 
-def test_only_losses_after_the_same_step_count_together() -> None:
-    seats, rank_0 = begun(), replace(GONE, rank=0)
-    for number in range(4 * MOST_WITHOUT_A_STEP):
-        lost = {0: rank_0} if number % 4 == 0 else {2: GONE}
-        seats.begin(lost, 0.0)
-        seats.take_held(1, (number, number // 2), number // 2)
-        assert seats.refusal([0] if number % 4 == 0 else [], [1]) is None
-        seats.complete(KEEPS, here(0, 1, 2), 0.0)
-
-
 def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
     seats, refused = begun(), []
     for step in range(10):
@@ -94,13 +80,6 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
         refused.append(seats.refusal([2], [0]) is not None)
         seats.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
-
-
-@pytest.mark.parametrize("wrong", [{"generation": -1}, {"held": [1]}, {"held": ["a", 1]}, {"lost_seconds": "x"}])
-def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
-    assert msgspec.convert(SO_FAR, RunSoFar).held is None
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(SO_FAR | wrong, RunSoFar)
 
 
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
@@ -230,15 +209,6 @@ def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a
     assert caplog.messages == [
         "this script calls hold() without held(): after a loss it begins again from its beginning"
     ]
-
-
-def test_a_seat_that_only_the_host_of_rank_0_reaches_is_given_back_on_that_host() -> None:
-    seats = begun()
-    seats.begin({2: GONE}, 10.0)
-    for rank in (0, 1):
-        seats.take_held(rank, (0, 5), 5)
-    said = seats.kept(replace(KEEPS, host="a", address="127.0.0.1"), [0, 1], [2])
-    assert said is not None and "\nto replace rank 2, type on a (only it reaches 127.0.0.1):\n" in said
 
 
 def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
