@@ -44,19 +44,9 @@ OWN_FAULT = "internal error - please report this issue to the NCCL developers"
 # Report, error, identifier while joining, identifier later, whether another rank may be the reason, what it quotes.
 TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
     (
-        "torch 2.11",
-        ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
-        *("device-missing", "device-missing", False, "no GPUs found"),
-    ),
-    (
         "torch 2.15",
         RuntimeError("nccl2 requires at least one CUDA device"),
         *("device-missing", "device-missing", False, "at least one CUDA device"),
-    ),
-    (
-        "vllm-project/vllm#14537",
-        of_nccl(UNHANDLED, SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-EoOvZr (size 7340384)"),
-        *("out-of-memory", "out-of-memory", False, "; Error while creating shared memory segment /dev/shm/nccl-EoOvZr"),
     ),
     (
         "pytorch/ci-infra#490",
@@ -86,14 +76,6 @@ TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
         *("backend-unavailable", "training-failed", False, "Recv : invalid root 0"),
     ),
     (
-        "NVIDIA/nccl#1410",
-        of_nccl(
-            "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
-            *(CUDA, "Cuda failure 1 'invalid argument'"),
-        ),
-        *("backend-unavailable", "training-failed", False, "; Cuda failure 1 'invalid argument'"),
-    ),
-    (
         "NVIDIA/nccl#1235",
         of_nccl(
             "unhandled cuda error (run with NCCL_DEBUG=INFO for details)", CUDA, "Failed to CUDA calloc 6291456 bytes"
@@ -106,11 +88,6 @@ TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
         *("peer-lost", "peer-lost", True, "; socketProgressOpt: Call to recv from 172....<33759> failed"),
     ),
     (
-        "NVIDIA/nccl#1514",
-        of_nccl(OWN_FAULT, INTERNAL, "Net : Connection closed by remote peer user<50260>"),
-        *("peer-lost", "peer-lost", True, "; Net : Connection closed by remote peer user<50260>"),
-    ),
-    (
         "tatsu-lab/stanford_alpaca#207",
         of_nccl(
             GONE,
@@ -121,15 +98,6 @@ TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
     (
         "EvolvingLMMs-Lab/open-r1-multimodal#7",
         of_nccl(OWN_FAULT, INTERNAL, "Bootstrap : no socket interface found"),
-        *("peer-unreachable", "peer-unreachable", False, "let NCCL_SOCKET_IFNAME"),
-    ),
-    (
-        "NVIDIA/nccl#1837",
-        of_nccl(
-            OWN_FAULT,
-            INTERNAL,
-            "ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)",
-        ),
         *("peer-unreachable", "peer-unreachable", False, "let NCCL_SOCKET_IFNAME"),
     ),
     (
@@ -149,11 +117,6 @@ TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
             "NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out."
         ),
         *("peer-unreachable", "peer-stalled", True, "SeqNum=1580, OpType=ALLREDUCE"),
-    ),
-    (
-        "torch 2.15, nccl2/WorkNCCL.cpp",
-        dist.DistBackendError("NCCL operation timed out"),
-        *("peer-unreachable", "peer-stalled", True, "NCCL operation timed out"),
     ),
     (
         "bytedance/HLLM#20",
