@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,6 +24,7 @@ from ddp_manual.protocol.handshakes import LONGEST_HELLO
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, named_arguments, shown
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.wire import as_json, encode, reader_of
+from tests.runs import info
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:
@@ -64,29 +66,17 @@ def install(folder: Path, name: str, version: str, *modules: str) -> None:
 
 
 def test_local_modules_are_followed_wherever_they_are_imported(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "train.py": "import one\nfrom pack import inner\nif x: import short; import last\ndef f(): import late\n",
-            "one.py": "from pack.sub.deep import (\n    a,  # (why)\n    b,\n)\n",
-            "pack/__init__.py": "",
-            "pack/inner.py": "from . import beside\nfrom .sub import deep\n",
-            "pack/beside.py": "",
-            "pack/sub/__init__.py": "from .. import above\n",
-            "pack/sub/deep.py": "import one\n",
-            "pack/above.py": "",
-            "late.py": "",
-            "short.py": "",
-            "last.py": "",
-            "never.py": "",
-            "random.py": "",
-        },
-    )
-    expected = ["last.py", "late.py", "one.py", "pack/__init__.py", "pack/above.py", "pack/beside.py", "pack/inner.py"]
-    assert files_of(tmp_path / "train.py") == [
-        *expected,
-        *("pack/sub/__init__.py", "pack/sub/deep.py", "short.py", "train.py"),
-    ]
+    files = {
+        "train.py": "import one\nfrom pack import inner\nif x: import short; import last\ndef f(): import late\n",
+        "one.py": "from pack.sub.deep import (\n    a,  # (why)\n    b,\n)\n",
+        "pack/inner.py": "from . import beside\nfrom .sub import deep\n",
+        "pack/sub/__init__.py": "from .. import above\n",
+        "pack/sub/deep.py": "import one\n",
+    }
+    without_imports = "pack/__init__ pack/beside pack/above late short last never random"
+    files |= {f"{name}.py": "" for name in without_imports.split()}
+    write(tmp_path, files)
+    assert {*files_of(tmp_path / "train.py")} == {*files} - {"never.py", "random.py"}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +84,7 @@ def test_local_modules_are_followed_wherever_they_are_imported(tmp_path: Path) -
     [
         ({"train.py": "import random, json\n", "random.py": ""}, "train.py", SCRIPT, "random.py train.py"),
         ({"app/__main__.py": "import part\n", "app/part.py": ""}, "app", SCRIPT, "__main__.py part.py"),
-        ({"train.py": "import one\ndef f(:\n", "one.py": ""}, "train.py", SCRIPT, "one.py train.py"),
-        ({"train.py": "\ufeffimport one\n", "one.py": ""}, "train.py", SCRIPT, "one.py train.py"),
+        ({"train.py": "\ufeffimport one\ndef f(:\n", "one.py": ""}, "train.py", SCRIPT, "one.py train.py"),
         (PACKAGE, "pack.train", MODULE, "pack/__init__.py pack/always.py pack/part.py pack/train.py top.py"),
         (PACKAGE, "pack", MODULE, "pack/__init__.py pack/__main__.py pack/always.py"),
         # It was started with -m, and calls join: only the path of the file is known.
@@ -109,15 +98,6 @@ def test_the_files_of_a_program_are_those_that_python_would_find(
     assert files_of(named, kind) == followed.split()
 
 
-def test_a_changed_line_changes_the_digest_of_that_file_alone(tmp_path: Path) -> None:
-    write(tmp_path, {"train.py": "import one", "one.py": "x = 1"})
-    program = Program(kind=SCRIPT, name=str(tmp_path / "train.py"))
-    before = source_of(program).code
-    (tmp_path / "one.py").write_bytes(b"\xff\xfe\x00")
-    after = source_of(program).code
-    assert {name for name in before if before[name] != after[name]} == {"one.py"}
-
-
 def test_links_loops_folders_and_missing_files_are_no_problem(tmp_path: Path) -> None:
     write(tmp_path, {"real/train.py": "import loop, one, gone\n", "real/one.py": "import train, loop\n"})
     (tmp_path / "train-link.py").symlink_to(tmp_path / "real/train.py")
@@ -128,16 +108,9 @@ def test_links_loops_folders_and_missing_files_are_no_problem(tmp_path: Path) ->
 
 def test_an_unreadable_module_is_said_to_be_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run as root, who may read everything, so the read fails here."""
-    write(tmp_path, {"train.py": "import one\n", "one.py": ""})
-    real = Path.read_bytes
-
-    def read_bytes(path: Path) -> bytes:
-        if path.name == "one.py":
-            raise PermissionError(13, "Permission denied")
-        return real(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    assert source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py"))).code["one.py"] == "unreadable"
+    write(tmp_path, {"train.py": ""})
+    monkeypatch.setattr(Path, "read_bytes", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py"))).code == {"train.py": "unreadable"}
 
 
 def test_of_an_installed_module_its_file_and_its_package_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,19 +149,6 @@ def test_a_program_of_any_size_is_read_within_bounds(tmp_path: Path) -> None:
     files = {f"module{number}.py": f"import module{number + 1}\n" for number in range(MOST_FILES + 100)}
     write(tmp_path, {"train.py": "import module0\n", **files})
     assert files_of(tmp_path / "train.py") == ["local modules"]
-
-
-def test_a_usual_script_is_read_within_50_ms(tmp_path: Path) -> None:
-    """In processor time, since the machine has other work too; 200 KB in 20 files, which begin as real ones do."""
-    body = Path(source_of.__code__.co_filename).read_text()[:10_000]
-    files = {f"module{number}.py": f"import module{number + 1}, numpy, PIL\n{body}" for number in range(20)}
-    write(tmp_path, {"train.py": "import module0, torch, pytest\n", **files})
-    source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py")))  # what this process has to read once
-    began = time.process_time()
-    source = source_of(Program(kind=SCRIPT, name=str(tmp_path / "train.py")))
-    seconds = time.process_time() - began
-    assert len(source.code) == 21 and {"numpy", "pillow", "pytest"} <= source.packages.keys()
-    assert seconds < 0.05
 
 
 # -- packages ---------------------------------------------------------------------------------------------------------
@@ -233,16 +193,13 @@ def test_packages_that_are_imported_at_the_top_count_with_their_distribution(
     ("text", "imported"),
     [
         ("import torch\nimport torchvision.models as models\nimport numpy as np\n", "numpy torch torchvision.models"),
-        ("from torch.distributed import fsdp\n", "torch.distributed torch.distributed.fsdp"),
         (
             "from torch.utils.data import *\nfrom torch.nn import (  # why\n    Linear,\n)",
             "torch.nn torch.nn.Linear torch.utils.data",
         ),
         ("import torchmetrics, transformers, torch_geometric\n", ""),
-        ("from torch.utils import tensorboard\n", "torch.utils"),
         ("from torch.utils.tensorboard import SummaryWriter\nimport torch._inductor\n", ""),
         ("def f():\n    import torchvision\nif x:\n    import numpy\n", ""),
-        ("no Python at all (", ""),
     ],
 )
 def test_what_is_imported_before_a_fork_is_torch_torchvision_and_numpy(
@@ -272,25 +229,21 @@ def test_arguments_are_named_as_a_person_would_name_them() -> None:
 
 
 def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() -> None:
-    typed = ["--api_key", "hunter2", "--hf-token=hunter2", "wandb.apiKey=hunter2", "--set", "lr=1,password=hunter2=="]
-    open_to_all = ["--tokenizer", "bert", "--max_tokens=5", "--keys", "a", "monkey=b", "--use_token", "--lr", "1"]
-    arguments = named_arguments([*typed, *open_to_all])
+    typed = "--api_key hunter2 --hf-token=hunter2 wandb.apiKey=hunter2 --set lr=1,password=hunter2=="
+    open_to_all = "--tokenizer bert --max_tokens=5 --keys a monkey=b --use_token --lr 1"
+    arguments = named_arguments([*typed.split(), *open_to_all.split()])
     assert "hunter2" not in repr(arguments)
     assert shown(arguments) == {
         **{"--api_key": "...", "--hf-token": "...", "wandb.apiKey": "...", "--set": "lr=1,password=..."},
         **{"--tokenizer": "bert", "--max_tokens": "5", "--keys": "a", "monkey": "b", "--use_token": "given"},
         "--lr": "1",
     }
-    other = named_arguments([*typed[:1], "hunter3", *typed[2:], *open_to_all])
+    other = {**arguments, "--api_key": named_arguments(["--api_key", "hunter3"])["--api_key"]}
     assert differing_arguments(arguments, other) == ["--api_key"]
     hidden = "train.py --api_key ... --hf-token=... wandb.apiKey=... --set lr=1,password=..."
-    program = Program(kind=SCRIPT, name="train.py", arguments=(*typed, *open_to_all))
-    assert program.typed == f"{hidden} {' '.join(open_to_all)}"
-    ranks = [
-        RankInfo(rank=rank, world_size=2, host="a", pid=1, arguments=given)
-        for rank, given in enumerate((arguments, other))
-    ]
-    error = _other_arguments(ranks[1], ranks[0])
+    program = Program(kind=SCRIPT, name="train.py", arguments=(*typed.split(), *open_to_all.split()))
+    assert program.typed == f"{hidden} {open_to_all}"
+    error = _other_arguments(info(1, "b", arguments=other), info(0, "a", arguments=arguments))
     assert error is not None
     assert error.why == "--api_key: rank 0 (a) has ..., rank 1 has ..."
 
@@ -299,11 +252,9 @@ def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() 
     ("one", "other", "may_differ", "differ"),
     [
         ("--epochs=1 --rank 1 --local-rank=1 --master_addr a", "--node_rank=0 --epochs 1", "", ""),
-        ("--lr=0.1 --amp", "--amp --lr 0.1", "", ""),
         ("--lr=0.1 --amp", "--lr 0.2", "", "--amp,--lr"),
         ("--batch-size 1 a", "--batch-size 2 b", "batch_size", "argument 1"),
-        ("--batch-size 1 a", "--batch-size 2 b", "--batch-size", "argument 1"),
-        ("--batch-size 1 a", "--batch-size 2 b", " batch-size ,argument 1,no_such_argument", ""),
+        ("--batch-size 1 a", "--batch-size 2 b", " --batch-size ,argument 1,no_such_argument", ""),
         ("--batch-size 1 a", "--batch-size 2 b", "batch_size,argument_1", ""),
     ],
 )
@@ -319,9 +270,9 @@ def test_any_number_of_arguments_of_any_length_fits_into_a_hello() -> None:
     longest = ["--text", "x" * 100_000, *(f"--option{number}={'é' * 300}{number}" for number in range(1000))]
     arguments = named_arguments([*longest, "odd\x1b[2J\udcff"])
     code = dict.fromkeys([f"{number}{'c' * 200}" for number in range(MOST_PARTS)], "d" * 12)
-    info = RankInfo(rank=0, world_size=1, host="a", pid=1, address="10.0.0.1", arguments=arguments, code=code)
-    assert reader_of(RankInfo)(as_json(info).decode()) == info
-    assert len(encode(Seal(b"token").close(Hello, "n" * 32, Claim(info, "n" * 32)))) < LONGEST_HELLO
+    rank = info(0, "a", arguments=arguments, code=code)
+    assert reader_of(RankInfo)(as_json(rank).decode()) == rank
+    assert len(encode(Seal(b"token").close(Hello, "n" * 32, Claim(rank, "n" * 32)))) < LONGEST_HELLO
     longest[-1] += "changed"
     changed = named_arguments([*longest, "odd\x1b[2J\udcff"])
     assert differing_arguments(arguments, changed) == ["other arguments"]
@@ -335,30 +286,21 @@ def test_any_number_of_arguments_of_any_length_fits_into_a_hello() -> None:
 def test_variables_that_change_collectives_are_compared_and_those_of_a_host_or_a_log_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared = {
-        "NCCL_ALGO": "Ring",
-        "NCCL_PROTO": "Simple",
-        "NCCL_P2P_DISABLE": "1",
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-        "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
-    }
-    not_compared = [
-        *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_HOSTID"),
-        *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_GRAPH_DUMP_FILE_RANK"),
-        *("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
-        *("GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"),
-    ]
+    compared = (
+        "NCCL_ALGO NCCL_P2P_DISABLE TORCH_NCCL_BLOCKING_WAIT TORCH_DISTRIBUTED_DEBUG GLOO_DEVICE_TRANSPORT NCCL_PSK"
+    )
+    not_compared = (
+        "NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_IB_HCA NCCL_HOSTID NCCL_DEBUG NCCL_DEBUG_FILE NCCL_TOPO_FILE "
+        "NCCL_GRAPH_DUMP_FILE_RANK TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_DUMP_ON_TIMEOUT "
+        "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT MASTER_PORT OMP_NUM_THREADS TORCHELASTIC_RUN_ID"
+    )
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_"))]:
         monkeypatch.delenv(name)
-    for name, value in {**compared, **dict.fromkeys(not_compared, "1"), "NCCL_NTHREADS": ""}.items():
-        monkeypatch.setenv(name, value)
-    assert collective_variables(settings.network_variables()) == compared
-
-
-def test_the_key_of_nccl_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_PSK", "secret" * 10)
-    assert collective_variables(settings.network_variables())["NCCL_PSK"] == "set"
+    for name in [*compared.split(), *not_compared.split()]:
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("NCCL_NTHREADS", "")
+    found = collective_variables(settings.network_variables())
+    assert found == {**dict.fromkeys(compared.split(), "secret"), "NCCL_PSK": "set"}  # a key is not sent
 
 
 def test_how_gpus_of_one_host_reach_each_other_is_compared_on_that_host_only() -> None:
@@ -374,14 +316,12 @@ def test_how_gpus_of_one_host_reach_each_other_is_compared_on_that_host_only() -
     ("kind", "name", "what", "next"),
     [
         (SCRIPT, "trian.py", "trian.py does not exist", "did you mean train.py?"),
-        (SCRIPT, "nothing.py", "nothing.py does not exist", "correct the path of the script"),
         (SCRIPT, "pack", "pack is a folder without a __main__.py", "name the script in it: pack/only.py"),
         (MODULE, "train.py", "-m train.py is the name of a file", "-m train, or the file without -m: train.py"),
         (MODULE, "no.such", "there is no module no.such", "start in the folder that has it"),
         (MODULE, "regular", "the package regular has no __main__.py", "name a module of it: -m regular.MODULE"),
         (EXECUTABLE, "no-such", "there is no executable no-such", "give its path, such as ./no-such"),
         (EXECUTABLE, "./train.py", "./train.py cannot be executed", "chmod +x ./train.py"),
-        (EXECUTABLE, "./no.sh", "./no.sh does not exist", "correct the path of the executable"),
     ],
 )
 def test_a_program_that_is_not_there_is_named_before_anything_is_started(
