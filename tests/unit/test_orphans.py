@@ -66,25 +66,6 @@ def runs(program: str) -> None:
     assert done.stdout.endswith("passed\n"), done.stderr
 
 
-def test_all_that_a_worker_has_started_ends_with_it_in_whatever_session_it_is() -> None:
-    runs(
-        """
-        orphans.adopt()
-        plain, of_its_own = "sleep 100 & echo $!", "setsid sleep 100 & echo $!"
-        daemon = "(setsid sh -c 'echo $$; exec sleep 100' & )"
-        stubborn = "sh -c 'trap \\"\\" TERM; echo $$; while true; do sleep 1; done' &"
-        process, pids = worker("; ".join([plain, of_its_own, daemon]) + "; " + stubborn + " sleep 0.2")
-        wait_until(lambda: len(pids) == 4)
-        process.kill(), process.wait()
-        children = orphans.Children()
-        asyncio.run(children.end())
-        assert gone(pids), [state(pid) for pid in pids]
-        names = sorted(text.partition(" (pid")[0] for text in children.ended)
-        assert set(names) == {"sh", "sleep"} and len(names) >= 4, names
-        """
-    )
-
-
 def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes_on() -> None:
     runs(
         """
