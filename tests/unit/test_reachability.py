@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -59,27 +58,19 @@ def test_silent_connections_to_the_port_for_probes_make_room_for_a_host_and_are_
 ) -> None:
     monkeypatch.setattr(reachability, "ANSWER_WITHIN", 0.5)
 
-    async def strangers() -> tuple[str | None, list[int], float]:
+    async def strangers() -> None:
         answering = await answer_at("127.0.0.1")
         port = answering.sockets[0].getsockname()[1]
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MOST_CONNECTED)]
-        began = time.monotonic()
-        reached = await try_to_reach("127.0.0.1", port)
-        read = []
+        assert await try_to_reach("127.0.0.1", port) is None
         for reader, writer in silent:
-            received = 0
             with suppress(ConnectionResetError):
-                while piece := await reader.read(65536):
-                    received += len(piece)
-            read.append(received)
+                while await reader.read(65536):
+                    pass
             writer.close()
         answering.close()
-        return reached, read[-(MOST_CONNECTED - 1) :], time.monotonic() - began
 
-    reached, read, seconds = asyncio.run(strangers())
-    assert reached is None
-    assert read == [GREETING_BYTES] * (MOST_CONNECTED - 1)
-    assert seconds < 5
+    asyncio.run(asyncio.wait_for(strangers(), 5))
 
 
 def test_another_program_that_listens_there_is_not_taken_for_an_agent() -> None:
