@@ -43,19 +43,6 @@ from ddp_manual.world_spec import WorldSpec
 GREETING = Greeting(1, "00", "a", 1, token=False)
 
 
-def test_two_lines_that_alternate_are_said_every_10_s_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("ddp_manual.terminal.time.monotonic", lambda: now[0])
-    said: list[str] = []
-    waiting = Waiting(60, said.append)
-    while not waiting.over:
-        waiting.about(("timed out", "No route to host")[int(now[0]) % 2])
-        now[0] += 0.5
-    assert len(said) <= 12
-    waiting.about("something else")
-    assert said[-1] == "something else (waited 60 s of 60 s)"
-
-
 def probe(host: str, port: int) -> Probe:
     async def closed() -> Probe:
         found = await probe_at(host, port)
@@ -232,12 +219,6 @@ def test_a_name_that_no_host_can_have_is_refused_at_once_on_every_rank(host: str
         find_address(host, [], seconds=30, again=True)
     assert reason in caught.value.why
     assert ("--master_port" in caught.value.next) == host.endswith(":29500")
-
-
-def test_a_name_of_digits_that_reads_as_an_address_gives_a_warning() -> None:
-    said: list[str] = []
-    assert find_address("2130706433", said) == ["127.0.0.1"]
-    assert "is all digits: it is read as the IP address 127.0.0.1" in said[0]
 
 
 def test_a_loopback_address_is_refused_if_the_launcher_has_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

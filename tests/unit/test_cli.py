@@ -13,7 +13,6 @@ import pytest
 from ddp_manual import cli, terminal
 from ddp_manual.agent.ending import Ended
 from ddp_manual.environment import command_line
-from ddp_manual.environment.command_line import option_in, without_options
 from tests.conftest import log_to_root
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -165,13 +164,6 @@ def test_a_bad_option_exits_2_and_says_what_why_and_next(
     assert any(line.startswith("  next: ") for line in rest)
 
 
-def test_a_misspelt_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--model", "MPL"]) == 2
-    assert "next: did you mean --model mlp?" in capsys.readouterr().err
-    assert cli.run(["train", "--model", "resnet"]) == 2
-    assert "did you mean" not in capsys.readouterr().err
-
-
 def test_a_signal_before_there_is_a_run_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,14 +255,6 @@ def test_launch_says_of_an_option_in_the_wrong_place_or_of_torchrun_where_it_bel
     printed = capsys.readouterr().err
     for words in said:
         assert words in printed, printed
-
-
-def test_options_of_run_that_come_after_the_script_are_named() -> None:
-    typed = ("--lr", "0.1", "-x", "--rank=0", "data", "--world-size", "2", "--", "--nproc", "3")
-    assert option_in(typed, "world_size", "rank") == "--world_size 2"
-    assert option_in(typed, "rank") == "--rank 0"
-    assert option_in(typed, "nproc") == option_in(("--nproc",), "nproc") == ""
-    assert without_options(typed, "rank", "world_size") == ["--lr", "0.1", "-x", "data", "--nproc", "3"]
 
 
 def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:

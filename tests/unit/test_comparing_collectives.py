@@ -33,7 +33,7 @@ from ddp_manual.protocol.collectives import (
     Difference,
     Seen,
 )
-from ddp_manual.protocol.watch import RECORDS_WITHIN, STACKS, Watch
+from ddp_manual.protocol.watch import RECORDS_WITHIN, Watch
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo
@@ -188,22 +188,6 @@ def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() 
     assert [*watch.take_lost()] == [0]
     watch.check(4.0)
     assert not watch.take_lost()
-
-
-def test_an_observer_is_shown_the_stacks_that_are_here_when_the_time_is_over_or_the_ranks_begin_anew() -> None:
-    watch, sent = watched()
-    shown: list[Any] = []
-    for observer in range(2):
-        watch.ask_for_stacks(observer, [0, 1], lambda stacks, _: shown.append({**stacks}), 1.0)
-    watch.take_reply(0, STACKS, "main", 1.1)
-    watch.check(2.9)
-    assert not shown
-    watch.check(3.0)
-    assert shown == [{0: "main"}] * 2
-    assert [rank for message, rank in sent if message == messages.AskStacks()] == [0, 1]  # once for both observers
-    watch.ask_for_stacks(2, [0, 1], lambda stacks, _: shown.append({**stacks}), 4.0)
-    watch.stop(4.1)
-    assert shown[2:] == [{}]
 
 
 def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:

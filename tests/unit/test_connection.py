@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -92,21 +91,6 @@ def with_a_stranger(test: Callable[[Connection[Any], socket.socket], Awaitable[N
         connection.close()
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("content", [b"x" * 20_000, b"\n" * 20_000, b"{}\n" * 7_000, b'{"a": 1}\n' * 3_000])
-def test_of_a_stranger_that_sends_without_pause_only_so_many_bytes_are_read(content: bytes) -> None:
-    async def test(connection: Connection[Any], other: socket.socket) -> None:
-        taken: list[object] = []
-        gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        connection.handle(taken.append, gone.set_result)
-        with suppress(ConnectionError):
-            while not gone.done():
-                await asyncio.get_running_loop().sock_sendall(other, content)
-        assert "message" in await gone or "more than a stranger may" in await gone
-        assert len(json.dumps(taken)) < 15_000
-
-    with_a_stranger(test, 10_000)
 
 
 def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:

@@ -146,15 +146,6 @@ def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_fo
         assert health.find_stall(second) is None
 
 
-def test_a_stall_on_gpus_shows_their_unfinished_collectives_and_that_one_may_hang() -> None:
-    beats = {rank: replace(training(7, 9, inside=True), unfinished=2 - rank) for rank in range(2)}
-    infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
-    shown = verdicts.stalled(infos, Stall([0, 1], [], 300.0), beats, {}, "again")
-    assert "on train.py:1 in f, 2 collectives not completed by its GPU\n" in shown.why
-    assert "on train.py:1 in f, 1 collective not completed by its GPU\n" in shown.why
-    assert "nvidia-smi" in shown.next
-
-
 def look_until(health: Health, seconds: float, since: float = 0.0) -> list[tuple[int, float, float]]:
     """Whom the health has named as slow until then."""
     return [named for half in range(int(2 * since), int(2 * seconds) + 1) for named in health.newly_slow(half / 2)]
@@ -293,10 +284,10 @@ class Odd:
     """What a user's program may put where a number belongs."""
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), "3", Odd()])
+@pytest.mark.parametrize("value", [None, float("nan"), 10**400, "3", Odd()])
 def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: object) -> None:
     progress = Progress(phase="a\nb")
-    for name in ("epoch", "step", "samples_per_second", "step_seconds"):
+    for name in ("epoch", "step", "samples_per_second", "step_seconds", "loss"):
         setattr(progress, name, value)
     beat = progress.beat(timeouts={}, inside=False, place="\x1b[2J", debugging=False)
     assert reader_of(Beat)(as_json(beat).decode()) == Beat(phase="a\\nb", place="\\x1b[2J")

@@ -13,7 +13,6 @@ from ddp_manual.errors import (
     DdpManualError,
     DeviceMissing,
     DeviceTaken,
-    RankMissing,
     RankTaken,
     VersionMismatch,
 )
@@ -21,12 +20,9 @@ from ddp_manual.messages import (
     Claim,
     Heartbeat,
     Hello,
-    Look,
     News,
-    Question,
     RankInfo,
     Ready,
-    Refused,
     RunInfo,
     Welcome,
 )
@@ -226,12 +222,6 @@ def test_all_ranks_leave_their_gpus_only_if_nobody_has_chosen_a_device_and_a_ran
     assert (error is not None and "or use --device cpu on every rank" in error.next) is not all(may_use_cpu)
 
 
-def test_gloo_ranks_may_share_a_gpu() -> None:
-    ranks = [info(rank, "a", local_rank=0) for rank in range(2)]
-    has = ready(device="cuda", gpus=["GPU-1"])
-    assert shared_gpu([(rank, has) for rank in ranks], assign_places(ranks)) is None
-
-
 # -- the roll call ----------------------------------------------------------------------------------------------------
 
 
@@ -338,26 +328,10 @@ def told(peer: Peer) -> tuple[type, dict[str, Any]]:
     return type(message), decode(bytes(message.content).decode())
 
 
-def test_a_process_that_waits_for_a_taken_rank_is_refused_when_rank_0_leaves() -> None:
-    rank_0 = Rank0()
-    holder, second = (rank_0.hello(info(1, "b", pid=pid)) for pid in (7, 8))
-    assert told(holder)[0] is Welcome
-    rank_0.decides.end(RankMissing("rank 0 left", why="-", next="-"), 1.0)
-    for kind, words in map(told, (holder, second)):
-        assert (kind, words["what"]) == (Refused, "rank 0 (a, pid 1) left before all ranks had joined")
-
-
 def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
     rank_0 = Rank0()
     assert told(rank_0.hello(info(0, "b")))[1]["identifier"] == "rank-taken"
     assert told(rank_0.hello(info(0, "a"), "rank 0's"))[0] is Welcome
-
-
-def test_an_observer_that_asks_again_before_it_is_answered_ends_its_connection() -> None:
-    rank_0, look = Rank0(), Seal(None).close(Look, "", Question(""))
-    hasty = rank_0.hears(look)
-    with pytest.raises(Unreadable, match="before it is answered"):
-        rank_0.hears(look, hasty)
 
 
 def test_a_mistake_of_the_coordinator_ends_the_run_blaming_nobody_or_the_connection_of_a_stranger_alone(

@@ -197,20 +197,6 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
         holding.begin(None, placed(0), said.append, Progress())
 
 
-def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a_loss_will_cost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    log_to_root(monkeypatch)
-    for rank in (0, 1):
-        holding.begin(HeldMemory.create(), placed(rank), lambda message: None, Progress())
-        for _ in range(3):
-            holding.hold(torch.nn.Linear(2, 1))
-    holding.begin(None, placed(0), lambda message: None, Progress())
-    assert caplog.messages == [
-        "this script calls hold() without held(): after a loss it begins again from its beginning"
-    ]
-
-
 def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
     numbers = []
     for told in ([], [601, 602, 603, 604]):

@@ -103,19 +103,6 @@ def test_an_error_for_a_terminal_that_is_not_read_does_not_hang_the_exit(
     assert "--epochs 0 is below 1\n" in reader.read_until("raise it\n")
 
 
-def test_the_log_of_a_rank_goes_on_while_its_terminal_is_not_read(
-    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", reader.stream)
-    with (tmp_path / "log").open("ab") as log, ThreadPoolExecutor(1) as writer, unread.never_block():
-        output = RankOutput(log, 1, writer)
-        for number in range(200):
-            done = output.write(f"{WORDS}{number}\n".encode() * 1000)
-        done.result(timeout=20)
-        assert (tmp_path / "log").read_bytes().count(b"\n") == 200_000
-        assert "lines left out" in reader.read_until(", 199\n")
-
-
 def test_no_line_is_lost_of_a_terminal_that_is_read_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setitem(unread._writers, writing, unread._Writer(writing))
