@@ -65,15 +65,6 @@ TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
         *("device-taken", "device-taken", False, "invalid usage, NCCL version 2.21.5; Duplicate GPU detected : rank 1"),
     ),
     (
-        "NVIDIA/nccl#963",
-        of_nccl2(
-            "NCCL Recv",
-            "invalid argument (run with NCCL_DEBUG=WARN for details)",
-            "Recv : invalid root 0 (root should be in the 0..0 range)",
-        ),
-        *("backend-unavailable", "training-failed", False, "Recv : invalid root 0"),
-    ),
-    (
         "NVIDIA/nccl#1235",
         of_nccl(
             "unhandled cuda error (run with NCCL_DEBUG=INFO for details)", CUDA, "Failed to CUDA calloc 6291456 bytes"
@@ -115,14 +106,6 @@ TABLE: list[tuple[str, Exception, str, str, bool, str]] = [
             "NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out."
         ),
         *("peer-unreachable", "peer-stalled", True, "SeqNum=1580, OpType=ALLREDUCE"),
-    ),
-    (
-        "bytedance/HLLM#20",
-        dist.DistBackendError(
-            "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
-            "'0', but store->get('0') got error: Socket Timeout"
-        ),
-        *("peer-unreachable", "peer-stalled", True, "Socket Timeout"),
     ),
     (
         "gloo, a rank that is killed",

@@ -26,14 +26,13 @@ from ddp_manual.messages import (
     RunInfo,
     Welcome,
 )
-from ddp_manual.protocol.compatibility import shared_gpu, unlike, unlike_when_ready
+from ddp_manual.protocol.compatibility import unlike, unlike_when_ready
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.reachability import targets
 from ddp_manual.protocol.roll_call import (
     MOST_REFUSALS,
     RollCall,
-    assign_places,
     missing_ranks_error,
 )
 from ddp_manual.protocol.seal import Seal
@@ -142,92 +141,50 @@ def test_a_clock_that_differs_by_much_gives_a_warning() -> None:
 # -- GPUs: a second one cannot be had where the tests run, so what the processes say of theirs is made up -------------
 
 
-@pytest.mark.parametrize(
-    ("hosts", "gpus", "local_ranks", "error"),
-    [
-        ("aa", [["GPU-1", "GPU-2"]] * 2, [None, None], None),
-        ("aa", [["GPU-1", "GPU-2"]] * 2, [0, 0], DeviceTaken),
-        ("ab", [["GPU-1"]] * 2, [None, None], DeviceTaken),  # two containers that see the same GPU
-        ("aa", [["GPU-1"]] * 2, [None, None], DeviceMissing),
-    ],
-)
-def test_ranks_of_nccl_need_a_gpu_each(
-    hosts: str, gpus: list[list[str]], local_ranks: list[int | None], error: type[DdpManualError] | None
-) -> None:
-    ranks = [info(rank, host, local_ranks[rank]) for rank, host in enumerate(hosts)]
-    sees = [(rank, ready_with(*gpus[rank.rank])) for rank in ranks]
-    found = shared_gpu(sees, assign_places(ranks))
-    assert type(found) is (error or type(None))
-    if found is not None and error is DeviceTaken:
-        assert found.what == f"rank 0 (a, pid 1) and rank 1 ({hosts[1]}, pid 1) would share one GPU"
-        assert "GPU-1" in found.why
-    elif found is not None:
-        assert found.what == "rank 1 (a, pid 1) wants cuda:1, which does not exist"
-
-
-@pytest.mark.parametrize("from_launcher", [False, True])
-def test_each_rank_of_a_host_that_sees_only_a_gpu_of_its_own_takes_index_0(from_launcher: bool) -> None:
-    positions = [0, 1, 2] if from_launcher else [None] * 3
-    roll_call = roll_call_of(*(info(rank, "a", position) for rank, position in enumerate(positions)))
-    for rank in range(3):
-        assert roll_call.get_ready(rank, ready_with(f"GPU-{rank}", may_use_cpu=True)) == []
-    assert roll_call.leave_gpus() is None and roll_call.shared_gpu() is None
-    assert [place.local_rank for place in roll_call.places().values()] == [0, 0, 0]
-    assert [(line["device"], line["gpu"]) for line in roll_call.roster()] == [("cuda:0", f"GPU-{k}") for k in range(3)]
+UNTOLD = [None] * 3
 
 
 @pytest.mark.parametrize(
-    ("hosts", "gpus", "local_ranks"),
+    ("hosts", "gpus", "told", "may_use_cpu", "found"),
     [
-        ("abab", {}, [0, 0, 1, 1]),
-        ("aa", {0: ["GPU-1"], 1: ["GPU-1"]}, [0, 1]),
-        ("aa", {0: ["GPU-1", "GPU-2"], 1: ["GPU-1", "GPU-2"]}, [0, 1]),
-        ("aa", {0: ["GPU-1"]}, [0, 1]),
-        ("aabb", {0: ["GPU-1"], 1: ["GPU-2"], 2: ["GPU-3", "GPU-4"], 3: ["GPU-3", "GPU-4"]}, [0, 0, 0, 1]),
+        ("aba", ["1 2", "3 4", "1 2"], UNTOLD, [False] * 3, "cuda:0 cuda:0 cuda:1"),
+        ("abb", ["1", "3 4", "3 4"], UNTOLD, [False] * 3, "cuda:0 cuda:0 cuda:1"),
+        # Where each rank of a host sees only a GPU of its own, its index is 0.
+        ("aaa", ["1", "2", "3"], [0, 1, 2], [False] * 3, "cuda:0 cuda:0 cuda:0"),
+        ("aa", ["1 2", "1 2"], [0, 0], [False] * 2, "rank 0 (a, pid 1) and rank 1 (a, pid 1) would share one GPU"),
+        # One was told its GPU, and the other takes it by its position.
+        ("aa", ["1 2", "1 2"], [1, None], [False] * 2, "rank 0 (a, pid 1) and rank 1 (a, pid 1) would share one GPU"),
+        # Two containers that see the same GPU.
+        ("ab", ["1", "1"], UNTOLD, [False] * 2, "rank 0 (a, pid 1) and rank 1 (b, pid 1) would share one GPU"),
+        ("aa", ["1", "1"], UNTOLD, [False] * 2, "rank 1 (a, pid 1) wants cuda:1, which does not exist"),
+        ("aa", ["1", "1"], UNTOLD, [True] * 2, "all ranks train on the CPU, with gloo: a has 2 ranks and 1 GPU;"),
+        ("aa", ["1", "1"], [0, 1], [True] * 2, "all ranks train on the CPU, with gloo: a has 2 ranks and 1 GPU;"),
+        # The device of one was chosen.
+        ("aa", ["1", "1"], UNTOLD, [True, False], "rank 1 (a, pid 1) wants cuda:1, which does not exist"),
+        # One host has lost a GPU, which does not send the others to the CPU.
+        ("abb", ["1", "2", "2"], UNTOLD, [True] * 3, "rank 2 (b, pid 1) wants cuda:1, which does not exist"),
     ],
 )
-def test_a_rank_takes_the_index_of_its_position_on_its_host_unless_each_rank_there_sees_a_gpu_of_its_own(
-    hosts: str, gpus: dict[int, list[str]], local_ranks: list[int]
+def test_each_rank_of_nccl_takes_a_gpu_of_its_own_or_all_leave_theirs_where_nobody_has_chosen_a_device(
+    hosts: str, gpus: list[str], told: list[int | None], may_use_cpu: list[bool], found: str
 ) -> None:
-    places = assign_places([info(rank, host) for rank, host in enumerate(hosts)], gpus)
-    assert [place.local_rank for place in places.values()] == local_ranks
-
-
-def test_of_several_hosts_one_that_has_lost_a_gpu_does_not_send_the_others_to_the_cpu() -> None:
-    roll_call = roll_call_of(*(info(rank, host) for rank, host in enumerate("abb")))
-    for rank, gpu in enumerate(("GPU-1", "GPU-2", "GPU-2")):
-        assert roll_call.get_ready(rank, ready_with(gpu, may_use_cpu=True)) == []
-    assert roll_call.leave_gpus() is None
-    assert isinstance(roll_call.shared_gpu(), DeviceMissing)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "may_use_cpu", "local_ranks", "leave"),
-    [
-        (["GPU-1", "GPU-2"], [True, True], [None, None], False),
-        (["GPU-1"], [True, False], [None, None], False),  # the device of one was chosen
-        (["GPU-1"], [True, True], [0, 1], True),  # the local rank of a launcher chooses no GPU
-    ],
-)
-def test_all_ranks_leave_their_gpus_only_if_nobody_has_chosen_a_device_and_a_rank_has_none(
-    gpus: list[str], may_use_cpu: list[bool], local_ranks: list[int | None], leave: bool
-) -> None:
-    roll_call = roll_call_of(*(info(rank, "a", local_ranks[rank]) for rank in range(2)))
-    for rank in range(2):
-        assert roll_call.get_ready(rank, ready_with(*gpus, may_use_cpu=may_use_cpu[rank])) == []
-    why = roll_call.leave_gpus() or ""
-    assert why.startswith("all ranks train on the CPU, with gloo: a has 2 ranks and 1 GPU;") is leave
-    assert ({line["device"] for line in roll_call.roster()} == {"cpu"}) is leave
-    error = roll_call.shared_gpu()
-    assert (error is not None and "or use --device cpu on every rank" in error.next) is not all(may_use_cpu)
+    roll_call = roll_call_of(*(info(rank, host, told[rank]) for rank, host in enumerate(hosts)))
+    refused: list[tuple[int, DdpManualError]] = []
+    for rank, seen in enumerate(gpus):
+        refused += roll_call.get_ready(rank, ready_with(*seen.split(), may_use_cpu=may_use_cpu[rank]))
+    leave = roll_call.leave_gpus()
+    error = refused[0][1] if refused else roll_call.shared_gpu()
+    devices = [line["device"] for line in roll_call.roster()]
+    assert (error.what if error else leave or " ".join(devices)).startswith(found)
+    assert ({*devices} == {"cpu"}) is (leave is not None)
 
 
 # -- the roll call ----------------------------------------------------------------------------------------------------
 
 
-def roll_call_of(*infos: RankInfo, run: RunInfo = RUN) -> RollCall:
+def roll_call_of(*infos: RankInfo) -> RollCall:
     """All of these are here since second 0."""
-    roll_call = RollCall(run, infos[0], 0.0, WITHIN)
+    roll_call = RollCall(RUN, infos[0], 0.0, WITHIN)
     for one in infos:
         assert roll_call.admit(one, 0.0, 0.0, 0.0) is True
     return roll_call
