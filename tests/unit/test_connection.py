@@ -34,20 +34,19 @@ WITHIN = 10.0
 CLEAR = "\x1b[2J"
 
 
-def with_ends(test: Callable[[Connection[Any], socket.socket], Awaitable[None]]) -> None:
+def with_ends(test: Callable[[Connection[Any], socket.socket], Awaitable[None]], **how: Any) -> None:
     """Run ``test`` with a connection, and the other end of it as a plain socket."""
 
     async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            other = socket.create_connection(listener.getsockname())
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(partial(Connection, decode), sock=listener.accept()[0])
-            with other:
-                other.setblocking(False)
-                try:
-                    await asyncio.wait_for(test(connection, other), 3 * WITHIN)
-                finally:
-                    connection.close()
+        ours, other = socket.socketpair()
+        other.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(partial(Connection, decode, **how), sock=ours)
+        with other:
+            try:
+                await asyncio.wait_for(test(connection, other), 3 * WITHIN)
+            finally:
+                connection.close()
 
     asyncio.run(run())
 
@@ -78,21 +77,6 @@ def test_bytes_that_are_not_a_message_end_the_connection(content: bytes) -> None
     with_ends(test)
 
 
-def with_a_stranger(test: Callable[[Connection[Any], socket.socket], Awaitable[None]], longest: int) -> None:
-    """Like ``with_ends``, before anything is known of the other side."""
-
-    async def run() -> None:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        make = partial(Connection, decode, longest=longest, stranger=True)
-        _, connection = await asyncio.get_running_loop().create_connection(make, sock=ours)
-        with theirs:
-            await asyncio.wait_for(test(connection, theirs), WITHIN)
-        connection.close()
-
-    asyncio.run(run())
-
-
 def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:
     async def test(connection: Connection[Any], other: socket.socket) -> None:
         sent = 0
@@ -104,7 +88,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:
         assert connection.ended == "it sent more than a stranger may"
         assert sent <= 10_000 // COSTS_AT_LEAST + 10
 
-    with_a_stranger(test, 10_000)
+    with_ends(test, longest=10_000, stranger=True)
 
 
 def test_messages_that_nobody_takes_end_the_connection_instead_of_filling_the_memory() -> None:

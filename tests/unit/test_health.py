@@ -21,25 +21,9 @@ from tests.runs import run_info
 RUN = run_info()
 
 
-def training(
-    step: int,
-    collectives: int,
-    *,
-    inside: bool = False,
-    place: str = "train.py:1 in f",
-    own: float = 0,
-    nccl: bool = False,
-) -> Beat:
-    return Beat(
-        phase="training",
-        epoch=1,
-        step=step,
-        collectives={"0": collectives},
-        return_at_once=nccl,
-        inside=inside,
-        place=place,
-        step_seconds=own,
-    )
+def training(step: int, collectives: int, *, own: float = 0.0, nccl: bool = False, **other: Any) -> Beat:
+    usual = {"phase": "training", "epoch": 1, "place": "train.py:1 in f", **other}
+    return Beat(step=step, collectives={"0": collectives}, step_seconds=own, return_at_once=nccl, **usual)
 
 
 def health_of(*beats: Beat) -> Health:
@@ -63,8 +47,8 @@ def test_ranks_that_are_nearly_as_silent_are_named_too_and_the_most_silent_comes
     assert list(health.silent(11.1)) == [2, 1]
 
 
-def waits(collectives: int, *, step: int = 7, unfinished: int | None = None) -> Beat:
-    return replace(training(step, collectives, inside=True), unfinished=unfinished)
+def waits(collectives: int, *, step: int = 7, **other: Any) -> Beat:
+    return training(step, collectives, inside=True, **other)
 
 
 LEAVES = Beat(phase="leaving", collectives={"0": 5}, inside=True)
@@ -85,10 +69,10 @@ IN_A_SECOND_GROUP = replace(training(3, 5), collectives={"0": 5, "1": 90})
         ([waits(9, unfinished=2)] * 2, True, [0, 1], [], []),
         # These compute, whatever their numbers; a person may look at one; a group is compared among its members only.
         ([training(7, 9), training(7, 3)], False, [], [], []),
-        ([waits(8), replace(training(7, 7), debugging=True)], False, [], [], []),
+        ([waits(8), training(7, 7, debugging=True)], False, [], [], []),
         ([IN_A_SECOND_GROUP, training(3, 5)], False, [], [], []),
         ([LEAVES, training(7, 4)], False, [], [], []),
-        *(([replace(training(5, 4), phase=phase)] * 2, False, [], [], []) for phase in ("loading", "saving")),
+        *(([training(5, 4, phase=phase)] * 2, False, [], [], []) for phase in ("loading", "saving")),
     ],
 )
 def test_who_waits_and_who_is_behind_after_stall_timeout(
@@ -140,7 +124,7 @@ def test_a_rank_that_says_how_many_steps_there_are_has_the_time_left_at_its_pace
 def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_for_it() -> None:
     health = health_of(training(7, 900), training(7, 900))
     for second in range(1, 1000):
-        beat = replace(training(7, 900, inside=True, nccl=True), unfinished=1000 - second)
+        beat = waits(900, nccl=True, unfinished=1000 - second)
         for rank in range(2):
             health.hear(rank, beat, second)
         assert health.find_stall(second) is None

@@ -13,42 +13,39 @@ from ddp_manual.environment.slurm import first_host
 from ddp_manual.errors import BadOption
 from tests.conftest import Start
 from tests.unit import launcher_environments as recorded
+from tests.unit.launcher_environments import variables
 
-OPEN_MPI_RANK = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+OPEN_MPI_RANK = variables("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1")
+SKYPILOT_NODE = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"}
 
 
-def values(environment: dict[str, str]) -> dict[str, Any]:
-    return {option: value for option, (value, _) in of_rank(environment).items()}
+def values(environment: dict[str, str], read: Any = of_rank) -> dict[str, Any]:
+    return {option: value for option, (value, _) in read(environment).items()}
 
 
 @pytest.mark.parametrize(
     ("environment", "identity"),
     [
-        ({}, {}),
         ({"RANK": "", "WORLD_SIZE": " "}, {}),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, {"rank": 1, "world_size": 2}),
+        (variables("RANK=1 WORLD_SIZE=2"), {"rank": 1, "world_size": 2}),
         (
             recorded.SRUN_TASK,
             {"rank": 1, "world_size": 2, "local_rank": 0, "master_addr": "n1", "master_port": job_port(7, 0)},
         ),
         (OPEN_MPI_RANK, {"rank": 3, "world_size": 4, "local_rank": 1}),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, {"rank": 1, "world_size": 2, "local_rank": 0}),
-        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, {"rank": 1, "world_size": 2}),
+        (variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=0"), {"rank": 1, "world_size": 2, "local_rank": 0}),
+        (variables("JOB_COMPLETION_INDEX=1 WORLD_SIZE=2"), {"rank": 1, "world_size": 2}),
+        (SKYPILOT_NODE, {"rank": 1, "world_size": 2, "master_addr": "a"}),
         (
-            {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
-            {"rank": 1, "world_size": 2, "master_addr": "10.0.0.1"},
-        ),
-        (
-            {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.1"},
+            variables("DSTACK_NODES_NUM=2 DSTACK_NODE_RANK=0 DSTACK_MASTER_NODE_IP=10.0.0.1"),
             {"rank": 0, "world_size": 2, "master_addr": "10.0.0.1"},
         ),
         (
             # Kubeflow's TrainJob is an Indexed Job too.
-            {
-                "JOB_COMPLETION_INDEX": "1",
-                **{"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1"},
-                **{"PET_MASTER_ADDR": "node-0", "PET_MASTER_PORT": "29400"},
-            },
+            variables(
+                "JOB_COMPLETION_INDEX=1 PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=node-0 "
+                "PET_MASTER_PORT=29400"
+            ),
             {"rank": 1, "world_size": 2, "master_addr": "node-0", "master_port": 29400},
         ),
     ],
@@ -134,29 +131,17 @@ def test_a_number_that_is_none_is_named_with_its_variable() -> None:
 
 
 def test_a_node_with_several_gpus_is_for_launch() -> None:
-    node = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"}
+    node = {**SKYPILOT_NODE, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     with pytest.raises(BadOption, match="one process was started on this node for 8 ranks"):
-        of_rank({**node, "SKYPILOT_NUM_GPUS_PER_NODE": "8"})
-    found = of_node({**node, "SKYPILOT_NUM_GPUS_PER_NODE": "8"})
-    assert {option: value for option, (value, _) in found.items()} == {
-        "nnodes": 2,
-        "node_rank": 1,
-        "nproc": "8",
-        "master_addr": "a",
-    }
-    alone = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    assert of_rank(alone) == {}
+        of_rank(node)
+    assert values(node, of_node) == {"nnodes": 2, "node_rank": 1, "nproc": "8", "master_addr": "a"}
+    assert of_rank({**node, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}) == {}
 
 
 def test_launch_takes_its_node_from_a_step_with_one_task_per_node() -> None:
-    found = of_node(recorded.SRUN_TASK)
-    assert {option: value for option, (value, _) in found.items()} == {
-        "nnodes": 2,
-        "node_rank": 1,
-        "master_addr": "n1",
-        "master_port": job_port(7, 0),
-    }
-    assert of_node({**recorded.SRUN_TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}) == {}
+    found = values(recorded.SRUN_TASK, of_node)
+    assert found == {"nnodes": 2, "node_rank": 1, "master_addr": "n1", "master_port": job_port(7, 0)}
+    assert of_node(recorded.SRUN_ONE_TASK) == {}
     with pytest.raises(BadOption, match="Slurm runs launch 4 times on 2 nodes") as raised:
         of_node({**recorded.SRUN_TASK, "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"})
     assert "--nnodes 1" in raised.value.next

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,35 +124,41 @@ def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends
         HeldMemory.create().begin(tensors=left, text=10)
 
 
+@pytest.fixture
+def begin() -> Iterator[Callable[..., None]]:
+    """Begin to hold a script's state; the end of the test ends that."""
+
+    def begin(memory: HeldMemory | None, rank: int = 0, source: int | None = None, told: Any = None) -> None:
+        place = replace(placed(rank), state_from=source)
+        holding.begin(memory, place, lambda message: None, told or Progress())
+
+    yield begin
+    begin(None)
+
+
 def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_it_began_with(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[..., None]
 ) -> None:
     """What rank 0 holds reaches the others through a process group; here each reads rank 0's memory itself."""
     memories, model = [HeldMemory.create() for _ in range(3)], torch.nn.Linear(2, 1)
-    drawn, back = {}, {}
-
-    def begin(rank: int, source: int | None) -> None:
-        holding.begin(memories[rank], replace(placed(rank), state_from=source), lambda message: None, Progress())
-        torch.manual_seed(rank)
-
     monkeypatch.setattr(held_state, "share", lambda memory, source, device: rebuild(read(memories[source])))
-    try:
-        for rank in (0, 1):
-            begin(rank, None)
-            assert holding.held(model, per_rank=torch.set_rng_state) is None
-            for step in range(3):
-                torch.rand(7)
-                holding.hold(model, None, {"step": step}, per_rank=torch.get_rng_state())
-            drawn[rank] = torch.rand(7).tolist()
-        drawn[2] = torch.rand(7, generator=torch.Generator().manual_seed(2)).tolist()
-        for _ in range(2):  # a second loss, before another step, costs nothing more
-            for rank in range(3):
-                begin(rank, 0)
-                assert holding.held(model, per_rank=torch.set_rng_state) == {"step": 2}
-                back[rank] = torch.rand(7).tolist()
-            assert back == drawn
-    finally:
-        holding.begin(None, placed(0), lambda message: None, Progress())
+    drawn, back = {}, {}
+    for rank in (0, 1):
+        begin(memories[rank], rank)
+        torch.manual_seed(rank)
+        assert holding.held(model, per_rank=torch.set_rng_state) is None
+        for step in range(3):
+            torch.rand(7)
+            holding.hold(model, None, {"step": step}, per_rank=torch.get_rng_state())
+        drawn[rank] = torch.rand(7).tolist()
+    drawn[2] = torch.rand(7, generator=torch.Generator().manual_seed(2)).tolist()
+    for _ in range(2):  # a second loss, before another step, costs nothing more
+        for rank in range(3):
+            begin(memories[rank], rank, 0)
+            torch.manual_seed(rank)
+            assert holding.held(model, per_rank=torch.set_rng_state) == {"step": 2}
+            back[rank] = torch.rand(7).tolist()
+        assert back == drawn
 
 
 @pytest.mark.parametrize(("fit", "hold"), [(1, []), (2, [0]), (5, [0]), (6, [0, 1, 2]), (100, [0, 1, 2])])
@@ -176,44 +183,39 @@ def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one
 
 
 def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, begin: Callable[..., None]
 ) -> None:
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
-    said: list[Any] = []
     log_to_root(monkeypatch)
-    holding.begin(memory, placed(0), said.append, Progress())
-    try:
-        assert holding.held(model) is None
-        holding.hold(model)
-        assert memory.newest() is not None
-        monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
-        for _ in range(3):
-            holding.hold(model, extra=torch.zeros(10_000))  # more than before
-        assert memory.newest() is None
-        assert caplog.messages == [
-            "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
-        ]
-    finally:
-        holding.begin(None, placed(0), said.append, Progress())
+    begin(memory)
+    assert holding.held(model) is None
+    holding.hold(model)
+    assert memory.newest() is not None
+    monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
+    for _ in range(3):
+        holding.hold(model, extra=torch.zeros(10_000))  # more than before
+    assert memory.newest() is None
+    (said,) = caplog.messages
+    assert said.startswith("the state is not held any more, since there is no memory for it: ")
 
 
-def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
-    numbers = []
-    for told in ([], [601, 602, 603, 604]):
-        memory, progress = HeldMemory.create(), Progress()
-        holding.begin(memory, placed(0), lambda message: None, progress)
-        for call in range(4):
-            if told:
-                progress(step=told[call])
-            holding.hold(torch.nn.Linear(2, 1), every=2)
-        newest = memory.newest()
-        assert newest is not None
-        seats = begun()
-        seats.begin({2: GONE}, 10.0)
-        seats.take_held(0, newest.moment, newest.moment.step + bool(told))
-        line, _ = seats.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
-        numbers.append((newest.moment.named, line))
-    holding.begin(None, placed(0), lambda message: None, Progress())
-    assert [named for named, _ in numbers] == ["after call 4 of hold()", "after step 604"]
-    assert "all 3 go on after call 4 of hold(); the break took 1.0 s, and the ranks repeat no call" in numbers[0][1]
-    assert "all 3 go on after step 604; the break took 1.0 s, and the ranks repeat 1 step" in numbers[1][1]
+@pytest.mark.parametrize(
+    ("told", "named", "repeated"),
+    [([], "after call 4 of hold()", "no call"), ([601, 602, 603, 604], "after step 604", "1 step")],
+)
+def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold(
+    told: list[int], named: str, repeated: str, begin: Callable[..., None]
+) -> None:
+    memory, progress = HeldMemory.create(), Progress()
+    begin(memory, told=progress)
+    for call in range(4):
+        if told:
+            progress(step=told[call])
+        holding.hold(torch.nn.Linear(2, 1), every=2)
+    newest = memory.newest()
+    assert newest is not None and newest.moment.named == named
+    seats = begun()
+    seats.begin({2: GONE}, 10.0)
+    seats.take_held(0, newest.moment, newest.moment.step + bool(told))
+    line, _ = seats.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
+    assert f"all 3 go on {named}; the break took 1.0 s, and the ranks repeat {repeated}" in line
