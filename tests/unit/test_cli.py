@@ -109,8 +109,6 @@ def test_help_leaves_out_what_most_people_never_need_and_launch_begins_with_the_
     ("typed", "shown"),
     [
         ("launch --help", "says which. (default: a free one; with --nnodes 29500)"),
-        ("launch --help", "Rank 0's value is used. (default: 0)"),
-        ("train --help", "for all ranks to join. (default: 1800)"),
         ("check --help", "for all ranks to join. (default: 30)"),
         ("train --help", "for one that lives but does not come; rank 0's counts for all. (default: 300)"),
         ("run --help", "for one that lives but does not come; rank 0's counts for all. (default: 1800)"),
@@ -122,46 +120,44 @@ def test_a_default_is_that_of_the_command(typed: str, shown: str, capsys: pytest
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_script_in_place_of_a_command_is_told_what_starts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("fit").touch()
-    for script in ("train.py", "fit"):
-        assert cli.run([script, "--lr", "a b"]) == 2
-        assert f"next: ddp-manual run {script} --lr 'a b'\n" in capsys.readouterr().err
-    assert cli.run(["statsu"]) == 2
-    assert "next: ddp-manual run" not in capsys.readouterr().err
-
-
-def test_one_ranks_command_leads_to_launch_where_its_options_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    for typed, hint in (("run --nproc 2 a.py", "--nproc ... SCRIPT"), ("train --hosts a,b", "--hosts ... -- OPTIONS")):
-        assert cli.run(typed.split()) == 2
-        assert f"next: to start all ranks at once: ddp-manual launch {hint}\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("typed", "said"),
     [
-        (["--rank", "4", "--world_size", "4"], "--rank 4 does not exist in a world of 4"),
-        (["--master_port", "65536"], "--master_port 65536 is above 65535"),
-        (["--world_size", "two"], "'two' is not a valid integer"),
-        (["--model", "resnet"], "--model resnet is not known"),
-        (["--epochs", "0"], "--epochs 0 is below 1"),
-        (["--lr", "nan"], "--lr nan is not a finite number"),
-        (["--global_batch_size", "101", "--world_size", "2"], "--global_batch_size 101 cannot be divided"),
-        (["stray"], "stray"),
+        ("train --rank 4 --world_size 4", ["--rank 4 does not exist in a world of 4"]),
+        ("train --master_port 65536", ["--master_port 65536 is above 65535"]),
+        ("train --world_size two", ["'two' is not a valid integer"]),
+        ("train --model MPL", ["--model MPL is not known", "next: did you mean --model mlp?"]),
+        ("train --lr nan", ["--lr nan is not a finite number"]),
+        ("train --global_batch_size 101 --world_size 2", ["--global_batch_size 101 cannot be divided"]),
+        ("train stray", ["stray"]),
+        ("train.py --lr a;b", ["next: ddp-manual run train.py --lr 'a;b'\n"]),
+        ("script --lr 1", ["next: ddp-manual run script --lr 1\n"]),
+        ("statsu", ["No such command 'statsu'"]),
+        ("run --nproc 2 a.py", ["next: to start all ranks at once: ddp-manual launch --nproc ... SCRIPT\n"]),
+        ("train --hosts a,b", ["next: to start all ranks at once: ddp-manual launch --hosts ... -- OPTIONS\n"]),
+        ("launch --nproc 2 --max_restart 3 a.py", ["No such option '--max_restart'", "'--max_restarts'"]),
+        ("launch --nproc 2 --no_such script", ["No such option '--no_such'", "or put --no_such after the script"]),
+        ("launch --nproc 2 --device cpu a.py", ["No such option '--device'", "after a --, if it is one of the"]),
+        ("launch --nproc 2 --log-dir logs a.py", ["no option --log_dir", "torchrun has it", "next: leave it out"]),
+        ("launch --rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend", "--master_addr", "leave it out"]),
+        ("launch --nproc 0", ["--nproc 0"]),
+        ("launch --nproc 2 -- --world-size 3", ["--world_size cannot come after the --"]),
+        ("launch --nproc 2 -- --epohcs 3", ["No such option", "--epochs", "train --help"]),
+        ("launch --nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script", "leave --may_differ"]),
+        ("launch train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
     ],
 )
-def test_a_bad_option_exits_2_and_says_what_why_and_next(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+def test_what_is_typed_wrongly_exits_2_and_is_named_with_what_to_type(
+    typed: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["train", *arguments]) == 2
-    what, *rest = capsys.readouterr().err.splitlines()
-    assert what.startswith("error[bad-option]: ")
-    assert named in what
-    assert rest[0].startswith("  why:  ")
-    assert any(line.startswith("  next: ") for line in rest)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script").touch()
+    monkeypatch.setattr(sys, "argv", ["ddp-manual", *typed.split()])
+    assert cli.run(typed.split()) == 2
+    printed = capsys.readouterr().err
+    assert "error[bad-option]: " in printed and "\n  next: " in printed
+    for words in said:
+        assert words in printed, printed
 
 
 def test_a_signal_before_there_is_a_run_is_one_line(
@@ -227,34 +223,6 @@ def _seconds(command: list[str]) -> float:
     subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("--nproc 2 --max_restart 3 train.py", ["No such option '--max_restart'", "'--max_restarts'"]),
-        ("--nproc 2 --no_such script", ["No such option '--no_such'", "or put --no_such after the script"]),
-        ("--nproc 2 --device cpu train.py", ["No such option '--device'", "after a --, if it is one of the built-in"]),
-        ("--nproc 2 --log-dir logs train.py", ["no option --log_dir", "torchrun has it", "next: leave it out"]),
-        ("--rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend", "--master_addr", "leave it out"]),
-        ("--nproc 0", ["--nproc 0"]),
-        ("--nproc 2 -- --world-size 3", ["--world_size cannot come after the --"]),
-        ("--nproc 2 -- --epohcs 3", ["No such option", "--epochs", "train --help"]),
-        ("--nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script of your own", "leave --may_differ"]),
-        ("train.py --nproc 2", ["no --nproc before train.py", "next: put --nproc 2 before train.py"]),
-        ("train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
-    ],
-)
-def test_launch_says_of_an_option_in_the_wrong_place_or_of_torchrun_where_it_belongs(
-    typed: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script").touch()
-    monkeypatch.setattr(sys, "argv", ["ddp-manual", "launch", *typed.split()])
-    assert cli.run(["launch", *typed.split()]) == 2
-    printed = capsys.readouterr().err
-    for words in said:
-        assert words in printed, printed
 
 
 def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:

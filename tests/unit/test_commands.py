@@ -44,15 +44,6 @@ def test_the_lines_are_grouped_by_host_with_rank_0_first(capsys: Output) -> None
     )
 
 
-def test_on_one_host_nothing_is_said_about_others(capsys: Output) -> None:
-    assert printed(capsys, "--hosts", "localhost:1", "--", "--epochs", "1") == (
-        "# Type each line in a terminal of its own. Any order will do.\n"
-        "\n"
-        "# localhost\n"
-        "ddp-manual train --world_size 1 --rank 0 --master_addr localhost --epochs 1\n"
-    )
-
-
 def test_each_word_reaches_the_rank_as_it_was_typed(capsys: Output) -> None:
     odd = ["a b", "it's", "$HOME", "c;", "--api_key", "secret", "--rank=5", "-m", "*", ""]
     options = ["--master_port", "3000", "--token_file", "my token", "--listen_addr", "0.0.0.0", "--allow_mismatch"]

@@ -32,15 +32,12 @@ def test_an_address_is_a_name_without_its_user() -> None:
     ("text", "what", "hint"),
     [
         ("", "--hosts '' lacks a host", "it is empty"),
-        ("a:4,", "--hosts 'a:4,' lacks a host", "nothing stands there: entry 2 of 2"),
         ("a:x", "--hosts 'a:x', entry a:x: 'x' is not a number of ranks", "--hosts a:4,b:4"),
-        ("a:12345678", "'12345678' is not a number of ranks", "from 1 to 9999999"),
         ("a:٣", "'٣' is not a number of ranks", "it is no whole number"),
         ("a:4,b:00", "entry b:00: '00' is not a number of ranks", "leave the host out"),
         ("fe80::1:2", "has an IPv6 address without brackets: fe80::1:2", "[fe80::1]:4"),
         ("[fe80::x]:2", "'[fe80::x]' is not a host", "an IPv6 address"),
         ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host", "--hosts a:4"),
-        ("a;reboot", "'a;reboot' is not a host", "--hosts a:4"),
         ("a:2,b:1,me@A:3", "entry me@A:3: the host A is there already", "name each host once, with all its ranks: a:5"),
     ],
 )
@@ -75,12 +72,10 @@ def test_a_hostfile_of_deepspeed_is_read_as_it_is(tmp_path: Path) -> None:
     [
         ("# a slots=4\n\n", "names no host", "nothing but comments and blank lines"),
         ("a slots=2\nb slots=x", ", line 2: 'x' is not a number of ranks", "a slots=4"),
-        ("a slots", ", line 1: slots cannot be used", "neither slots=N nor max_slots=M"),
         ("a cpu=4", ", line 1: cpu=4 cannot be used", "a slots=4"),
         ("a slots=2 slots=3", ", line 1: slots=3 cannot be used", "is there twice"),
         ("a slots=4 max_slots=2", ", line 1: slots=4 is above max_slots=2", "make slots smaller"),
         ("a:4", ", line 1: a:4 is not a host", "write: a slots=4"),
-        ("+n1 slots=4", ", line 1: '+n1' is not a host", "a slots=4"),
         ("a\n# more\nb\nA", ", line 4: the host A is there already", "once, with all its ranks: a slots=2"),
         ("a\0b slots=2", ", line 1: 'a\\x00b' is not a host", "a slots=4"),
     ],
@@ -93,12 +88,6 @@ def test_a_hostfile_that_cannot_be_meant_is_refused_by_file_and_line(
         read_hostfile(path)
     assert f"--hostfile {path}" in caught.value.what and what in caught.value.what
     assert hint in f"{caught.value.why}\n{caught.value.next}"
-
-
-def test_a_hostfile_with_stray_bytes_is_refused_by_its_line(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_bytes(b"a slots=2\n\xff\xfe slots=2\n")
-    with pytest.raises(BadOption, match=r"line 2: '\\udcff\\udcfe' is not a host"):
-        read_hostfile(str(tmp_path / "hostfile"))
 
 
 def test_a_hostfile_that_cannot_be_read_is_an_error_and_never_this_machine_alone(tmp_path: Path) -> None:
