@@ -153,7 +153,8 @@ def find_address(host: str, said: list[str], *, seconds: float = 0.0, again: boo
     ],
 )
 def test_of_two_addresses_the_wrong_one_is_named_with_its_option(option: str, name: str, named: str) -> None:
-    spec = replace(WorldSpec(world_size=2, master_addr="192.0.2.1", listen_addr="127.0.0.1"), **{option: name})
+    usual: dict[str, Any] = {"world_size": 2, "master_addr": "192.0.2.1", "listen_addr": "127.0.0.1"}
+    spec = WorldSpec(**{**usual, option: name})
 
     async def join() -> None:
         await Join(spec, Task(command=""), steps=Steps(), log=print).join()

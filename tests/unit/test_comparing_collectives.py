@@ -293,10 +293,9 @@ def test_a_compiled_collective_goes_together_with_that_of_a_rank_whatever_its_re
 def test_ranks_that_differ_are_named_although_the_reduce_operation_of_one_is_not_known() -> None:
     differ, found = compared(*(records_of(alike, alike, third, alike) for third in (compiled, greatest, least)))
     assert differ and found is not None
-    maximum, minimum = (
-        rf"rank {rank} called all_reduce float32\[4\] \({op}\) at .*" for rank, op in ((1, "max"), (2, "min"))
-    )
-    assert re.fullmatch(f"{maximum}, {minimum}, as the 3rd of the default group", found.error.what), found.error.what
+    called = r"rank {} called all_reduce float32\[4\] \({}\) at .*"
+    expected = f"{called.format(1, 'max')}, {called.format(2, 'min')}, as the 3rd of the default group"
+    assert re.fullmatch(expected, found.error.what), found.error.what
 
 
 def test_what_only_the_joined_rank_calls_from_python_is_not_recorded_without_hooks(
