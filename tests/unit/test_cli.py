@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -196,33 +195,6 @@ def test_a_signal_after_the_error_that_ends_an_agent_prints_no_second_one() -> N
     )
     assert said.stderr == "error[stopped]: stopped by Ctrl-C (SIGINT) at once, by a second signal\n"
     assert said.returncode == 130
-
-
-def test_a_program_that_is_run_by_another_one_knows_its_command() -> None:
-    code = (
-        "import runpy, sys; sys.argv = [sys.argv[1], '--rank', 'x']; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    command = [sys.executable, "-c", code, "run_multi_gpu_train.py"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert f"next: {command_line.as_typed(sys.executable)} run_multi_gpu_train.py --help" in done.stderr
-
-
-@pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
-def test_help_takes_no_more_than_two_and_a_half_times_what_click_alone_does(program: list[str]) -> None:
-    """A fifth of a second on an idle core; in seconds of a core, and in turn, since other tests run meanwhile."""
-    with_help, alone = [sys.executable, *program, "--help"], [sys.executable, "-c", "import click"]
-    assert min(_seconds(with_help) / _seconds(alone) for _ in range(6)) < 2.5
-
-
-def _seconds(command: list[str]) -> float:
-    """Return the seconds of a core that a command takes, to the microsecond; os.times counts hundredths. The first run
-    leaves compiled files for the others, also where a variable forbids that."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:

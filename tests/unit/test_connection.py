@@ -139,20 +139,6 @@ def test_short_messages_may_follow_one_that_is_longer_than_the_bytes_that_may_wa
     with_ends(test)
 
 
-def test_bytes_sent_before_close_arrive_and_bytes_received_after_close_are_ignored() -> None:
-    async def test(connection: Connection[Any], other: socket.socket) -> None:
-        told: list[object] = []
-        connection.handle(told.append, told.append)
-        connection.send({"over": True})
-        connection.close()
-        other.sendall(b'{"late": 1}\n')
-        assert await read_to_the_end(other) == b'{"over":true}\n'
-        connection.send({"more": 1})
-        assert told == []
-
-    with_ends(test)
-
-
 # -- the token --------------------------------------------------------------------------------------------------------
 
 HELLO = {"rank": 1, "host": "b", "nonce": "00"}

@@ -39,14 +39,6 @@ def beat_until(health: Health, seconds: float, beats: dict[int, Beat], since: fl
             health.hear(rank, beat, since + number / 2)
 
 
-def test_ranks_that_are_nearly_as_silent_are_named_too_and_the_most_silent_comes_first() -> None:
-    """That a silent rank is named in time, and who has left is not: tests/simulation."""
-    health = health_of(training(1, 1), training(1, 1), training(1, 1))
-    beat_until(health, 12, {0: training(1, 1)})
-    health.hear(1, training(1, 1), 0.5)
-    assert list(health.silent(11.1)) == [2, 1]
-
-
 def waits(collectives: int, *, step: int = 7, **other: Any) -> Beat:
     return training(step, collectives, inside=True, **other)
 
@@ -154,17 +146,6 @@ def test_a_rank_that_was_slow_for_moments_is_not_named(meanwhile: Beat) -> None:
     assert look_until(health, 100, since=10.5) == []
     health.hear(1, training(3, 3, own=0.05), 100.0)
     assert look_until(health, SLOW_FOR + 85, since=100.5) == []
-
-
-def test_a_rank_that_is_stopped_again_has_the_full_time_again() -> None:
-    stopped = replace(training(1, 1), stopped="SIGTSTP")
-    health = health_of(training(1, 1), stopped)
-    assert health.newly("stopped") == [1]
-    health.hear(1, training(1, 1), 9.0)
-    health.hear(1, stopped, 9.5)
-    assert health.newly("stopped") == [1]
-    assert health.stopped(19.4, 10.0) is None
-    assert health.stopped(20.0, 10.0) == (1, 10.5)
 
 
 def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:

@@ -55,11 +55,6 @@ def test_a_greeting_may_say_more_and_other_messages_may_not() -> None:
     assert msgspec.convert({"type": "greeting", **greeting}, messages.Greeting).protocol == 9
 
 
-def test_a_rank_may_wait_for_longer_than_anybody_lives() -> None:
-    news = messages.News(1, timeout=1e18)
-    assert messages.read_from_rank_0(as_json(news).decode()) == news
-
-
 RANK = info(0, "a", options={"lr": (0.1, f"from {'d' * 300}/config.json")})
 SO_FAR = messages.RunSoFar("r", None, 1, 1, 1.0, "a", 7, "10.0.0.1")
 BEAT = messages.Beat()

@@ -72,10 +72,6 @@ def refused(theirs: RankInfo, ours: RankInfo, run: RunInfo = RUN) -> DdpManualEr
     return unlike(theirs, ours, run, now=0.0)[0]
 
 
-def refused_when_ready(theirs: Ready, ours: Ready) -> DdpManualError | None:
-    return unlike_when_ready(info(1, "b"), theirs, info(0, "a"), ours, RUN)
-
-
 def test_who_expects_another_number_of_ranks_is_told_the_command_of_a_rank_that_is_missing() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "a"))
     for rank, world_size in ((1, 2), (2, 4), (3, 4)):
@@ -97,32 +93,29 @@ def test_a_different_torch_is_reported_with_the_command_that_fixes_it_and_can_be
         )
 
 
-def test_cuda_and_nccl_versions_are_compared_only_with_nccl() -> None:
-    other = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}
-    assert refused(info(1, "b", versions={"torch": "2.15.0+cpu", "python": "3.11"}), info(0, "a")) is None
-    assert refused_when_ready(ready(versions=other), ready()) is None
-    error = refused_when_ready(ready_with("GPU-1", versions=other), ready_with("GPU-2"))
-    assert isinstance(error, VersionMismatch)
-    assert "nccl: rank 0 (a) has 2.30.7, rank 1 has none" in error.why
-    allowed = info(1, "b", allow_mismatch=True)
-    assert (
-        unlike_when_ready(allowed, ready_with("GPU-1", versions=other), info(0, "a"), ready_with("GPU-2"), RUN) is None
-    )
+WITHOUT_CUDA = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}
+CHOSEN = {"device": ("cpu", "flag"), "backend": ("gloo", "default")}
 
 
-def test_a_host_without_a_gpu_is_named_whether_or_not_it_has_rank_0() -> None:
-    cpu, cuda = ready(), ready_with("GPU-1")
-    for rank_1, rank_0, without in ((cpu, cuda, "rank 1 (b, pid 1)"), (cuda, cpu, "rank 0 (a, pid 1)")):
-        error = refused_when_ready(rank_1, replace(rank_0, versions=rank_1.versions))
-        assert isinstance(error, DeviceMissing)
-        assert error.what.startswith(f"{without} has no GPU")
-
-
-def test_a_chosen_device_that_differs_is_a_different_option_and_not_a_missing_gpu() -> None:
-    chosen = ready(options={"device": ("cpu", "flag"), "backend": ("gloo", "default")})
-    error = refused_when_ready(chosen, ready_with("GPU-1"))
-    assert isinstance(error, ConfigMismatch)
-    assert "start every rank with the same --device and --backend" in error.next
+@pytest.mark.parametrize(
+    ("rank_1", "rank_0", "error", "words"),
+    [
+        (ready(versions=WITHOUT_CUDA), ready(), None, ""),
+        (
+            ready_with("GPU-1", versions=WITHOUT_CUDA),
+            ready_with("GPU-2"),
+            *(VersionMismatch, "nccl: rank 0 (a) has 2.30.7, rank 1 has none"),
+        ),
+        (ready(), ready_with("GPU-1"), DeviceMissing, "rank 1 (b, pid 1) has no GPU"),
+        (ready_with("GPU-1"), ready(), DeviceMissing, "rank 0 (a, pid 1) has no GPU"),
+        (ready(options=CHOSEN), ready_with("GPU-1"), ConfigMismatch, "with the same --device and --backend"),
+    ],
+)
+def test_ranks_that_have_loaded_torch_are_compared_in_what_matters_to_their_backend(
+    rank_1: Ready, rank_0: Ready, error: type[DdpManualError] | None, words: str
+) -> None:
+    found = unlike_when_ready(info(1, "b"), rank_1, info(0, "a"), rank_0, RUN)
+    assert type(found) is (error or type(None)) and (found is None or words in found.render())
 
 
 def test_a_different_address_family_is_refused() -> None:

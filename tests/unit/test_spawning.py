@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from ddp_manual import TrainConfig, WorldSpec, join, spawn
 from ddp_manual import train as train_here
 from ddp_manual.environment import launcher
-from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped, StopSignal
+from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped
 from ddp_manual.worker.main import as_ours
 from tests.conftest import Start
 
@@ -80,13 +79,6 @@ def test_ranks_of_a_launcher_may_not_spawn(monkeypatch: pytest.MonkeyPatch) -> N
         spawn(train, 2)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert launcher.launched_as() is None
-
-
-def test_after_a_signal_all_ranks_are_started_again_unless_a_training_says_how_to_go_on() -> None:
-    stopped = Stopped(signal.SIGINT, "after step 3", next="go on")
-    assert as_ours(0, stopped) is stopped
-    for error in (StopSignal(signal.SIGINT), KeyboardInterrupt()):
-        assert as_ours(0, error).next == "start all ranks again"
 
 
 def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:

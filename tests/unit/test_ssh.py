@@ -127,11 +127,10 @@ def test_the_remote_folder_may_be_below_the_home_of_each_host(
 def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
     """What ``launch`` tells the second of the hosts a and b."""
     found: list[ssh.HostedLaunch] = []
-    monkeypatch.setattr(
-        command_line, "typed_command", lambda: (["ddp-manual"], ["launch", "--hosts", "a:1,b:1", *typed])
-    )
+    words = ["launch", "--hosts", "a:1,b:1", *typed]
+    monkeypatch.setattr(command_line, "typed_command", lambda: (["ddp-manual"], words))
     monkeypatch.setattr(ssh.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
-    assert cli.run(command_line.typed_command()[1]) == 0
+    assert cli.run(words) == 0
     read = read_from_launcher(encode_local(found[0].order(1)).decode())
     assert isinstance(read, Order)
     return read
@@ -140,7 +139,7 @@ def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
 def test_every_host_has_the_folder_that_the_command_to_go_on_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = map(str, itertools.count())
+    seconds = map(str, itertools.count())  # so that a host that chooses a name itself chooses another one
     monkeypatch.setattr(time, "strftime", lambda form: f"20260101-{next(seconds):0>6}")
     monkeypatch.chdir(tmp_path)
     order = order_of(["--", "--dataset", "synthetic"], monkeypatch)

@@ -73,24 +73,6 @@ def test_where_nothing_was_asked_a_step_costs_a_microsecond_and_says_nothing() -
         assert len(said) == before
 
 
-def test_a_script_that_saves_says_so() -> None:
-    with alone() as world:
-        world.progress(phase="mine")
-        with world.saving():
-            assert (world.progress.phase, world.progress.saving) == ("saving", True)
-        assert (world.progress.phase, world.progress.saving) == ("mine", False)
-
-
-def test_a_world_that_was_stopped_knows_by_whom() -> None:
-    with alone() as world:
-        assert not world.stop_after_this_step() and world.stopped() is None
-        world._reporter.stop_after = 2  # type: ignore[attr-defined]
-        world._reporter.stops.ask()
-        assert world.stop_after_this_step()
-        stopped = world.stopped()
-        assert stopped is not None and "on rank 0 after the same step as all ranks" in stopped.what
-
-
 def test_a_program_that_has_left_gets_its_signals_again() -> None:
     with alone() as world:
         said = world._reporter.said  # type: ignore[attr-defined]

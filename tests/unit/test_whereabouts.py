@@ -20,7 +20,7 @@ import torch
 
 from ddp_manual.agent.stacks import readable_stack
 from ddp_manual.worker import reporter
-from ddp_manual.worker.reporter import Whereabouts, own_traceback, raised_at, whereabouts
+from ddp_manual.worker.reporter import Whereabouts, own_traceback, whereabouts
 
 
 @contextmanager
@@ -127,19 +127,6 @@ def test_a_program_below_a_hundred_frames_of_libraries_is_still_named_by_its_own
     )
     own = stack.replace(library[50], '  File "/home/me/train.py", line 5 in main')
     assert "below them" not in readable_stack(own, "train.py:5 in main")
-
-
-def test_a_module_of_a_library_that_is_the_program_is_named_by_its_own_lines(tmp_path: Path) -> None:
-    module = tmp_path / "site-packages" / "tool.py"
-    module.parent.mkdir()
-    module.write_text("def main():\n    raise ValueError('of the tool')\n")
-    program: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(module.read_text(), str(module), "exec"), program)
-    with pytest.raises(ValueError, match="of the tool") as caught:
-        program["main"]()
-    caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this test
-    assert raised_at(caught.value) == "tool.py:2 in main"
-    assert "in main" in own_traceback(caught.value)
 
 
 def test_a_traceback_has_the_frames_of_libraries_if_they_are_wanted(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ddp_manual import terminal
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
 from ddp_manual.waiting import Waiting
-from ddp_manual.wrapping import labelled, whole
+from ddp_manual.wrapping import whole
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
 
@@ -115,7 +115,3 @@ def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_pro
 def test_a_duration_is_in_the_largest_units() -> None:
     shown = [terminal.duration(seconds) for seconds in (0.42, 23.4, 103, 7503)]
     assert shown == ["0.4 s", "23 s", "1 min 43 s", "2 h 5 min"]
-
-
-def test_a_terminal_that_is_hardly_wide_enough_for_a_label_gets_wider_lines() -> None:
-    assert labelled("  next: ", "start all ranks again", 8) == "  next: start all ranks\n        again"
