@@ -36,16 +36,6 @@ OPEN_MPI_4_TWO_HOSTS = _ranks(
     """,
 )
 
-# Open MPI 4.1.4: mpirun --host nodeB:1,nodeC:1 -n 2
-OPEN_MPI_4_WITHOUT_ITS_OWN_HOST = _ranks(
-    f"""
-    {_ON_TWO_HOSTS} OMPI_MCA_orte_hnp_uri=4006019072.0;tcp://10.91.0.1:56165 PMIX_NAMESPACE=4006019073
-    OMPI_MCA_orte_node_regex=nodeA,nodeB,nodeC@0(3)
-    """,
-    "PMIX_HOSTNAME=nodeB PMIX_SERVER_URI2=4006019072.1;tcp4://127.0.0.1:40641",
-    "PMIX_HOSTNAME=nodeC PMIX_SERVER_URI2=4006019072.2;tcp4://127.0.0.1:50801",
-)
-
 # Open MPI 4.1.4: mpirun in the shell of a job of Slurm 22.05 with two nodes, of which n1 has that shell
 OPEN_MPI_4_IN_A_SLURM_JOB = _ranks(
     f"""

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 
-from ddp_manual.agent import address, name_lookup
+from ddp_manual.agent import name_lookup
 from ddp_manual.agent.address import listen as listen_at
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import OwnAddress, wrong_for_nccl
@@ -29,11 +28,9 @@ from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.agent.task import Task
 from ddp_manual.environment import machine
 from ddp_manual.errors import (
-    AddressNotLocal,
     MasterUnresolvable,
-    PortInUse,
 )
-from ddp_manual.messages import Greeting, RankInfo
+from ddp_manual.messages import Greeting
 from ddp_manual.protocol.search import Answer, Search, Seen
 from ddp_manual.steps import Steps
 from ddp_manual.waiting import Waiting
@@ -209,36 +206,6 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
         assert listener.getsockname() == ("127.0.0.1", port)
         with socket.socket() as other:
             other.bind(("127.0.0.2", port))
-
-
-def test_rank_0_in_a_container_does_not_listen_at_an_address_of_its_host(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a host, and at another host's address: tests/hosts/test_names.py."""
-    monkeypatch.setattr(address.machine, "in_container", lambda: True)
-    with pytest.raises(AddressNotLocal) as caught:
-        listen(WorldSpec(world_size=2, master_addr="192.0.2.1", master_port=port), ["192.0.2.1"])
-    assert "docker's --network host" in caught.value.next
-    assert f"publish port {port} and listen inside: --listen_addr " in caught.value.next
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_port_in_use_names_the_process_that_holds_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortInUse) as caught:
-        listen(WorldSpec(world_size=2, master_port=holder.getsockname()[1]), ["127.0.0.1"])
-    assert psutil.Process().cmdline()[0] in caught.value.why
-
-
-def test_rank_0_tells_whether_the_stall_timeout_of_a_script_was_typed() -> None:
-    """If it was not, the time-outs of the script's process groups count in its place."""
-    rank_0 = RankInfo(rank=0, world_size=1, host="a", pid=1)
-    default = WorldSpec.from_environment(world_size=1, rank=0)
-    typed = WorldSpec.from_environment(world_size=1, rank=0, stall_timeout=1800.0)
-    runs = [
-        Task(command="").describe_run(spec, rank_0, "127.0.0.1", "")
-        for spec in (default.of_script(), typed.of_script(), default)
-    ]
-    assert [run.stall_timeout_is_default for run in runs] == [True, False, False]
 
 
 @pytest.mark.parametrize(

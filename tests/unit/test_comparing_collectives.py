@@ -164,17 +164,6 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     assert not watch.waiting and not watch.take_lost()
 
 
-def test_nobody_waits_for_the_records_of_a_rank_that_is_gone() -> None:
-    watch, sent = watched()
-    crash(watch, 0, 1.0)
-    watch.take_reply(0, sent[-1][0].number, reply((1, 5)), 1.1)
-    watch.check(1.1)
-    assert watch.failure is None
-    watch.gone(1)
-    watch.check(1.2)
-    assert watch.failure is not None and watch.failure.why.startswith("reason 0")
-
-
 def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() -> None:
     watch, sent = watched(on_loss="wait")
     for rank in range(2):

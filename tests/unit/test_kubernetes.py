@@ -88,15 +88,13 @@ def test_only_exit_codes_that_would_come_again_fail_the_job(
 ) -> None:
     assert FAIL_AGAIN == [2, 10, 11, 12, 13]
     for job in jobs(indexed, of_kubeflow):
-        name = pod_of(job)[1]["name"]
-        on_codes = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-        assert {rule["onExitCodes"]["containerName"] for rule in on_codes} == {name}
-        assert {rule["onExitCodes"]["operator"] for rule in on_codes} == {"In"}
-        by_action = {rule["action"]: rule["onExitCodes"]["values"] for rule in on_codes}
-        assert by_action.pop("FailJob") == FAIL_AGAIN
+        pod, container = pod_of(job)
+        rules = {rule["action"]: rule.get("onExitCodes") for rule in job["podFailurePolicy"]["rules"]}
+        of_container = {"containerName": container["name"], "operator": "In"}
+        assert rules["FailJob"] == {**of_container, "values": FAIL_AGAIN}
         # The TrainJob has no such rule: it is JobSet that starts the ranks again.
-        assert by_action in ({"Ignore": [errors.Stopped(signal.SIGTERM).exit_code]}, {})
-        assert pod_of(job)[0]["restartPolicy"] == "Never"
+        assert rules.get("Ignore") in ({**of_container, "values": [errors.Stopped(signal.SIGTERM).exit_code]}, None)
+        assert pod["restartPolicy"] == "Never"
 
 
 def test_the_grace_period_is_longer_than_what_a_stop_may_take(

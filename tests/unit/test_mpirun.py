@@ -51,12 +51,6 @@ def test_the_ranks_of_an_mpirun_meet_at_one_place_that_other_runs_do_not_share(
         check_rank_0_is_found(environment)
 
 
-def test_two_mpiruns_of_one_host_meet_at_different_ports() -> None:
-    jobs = [str((job << 16) + 1) for job in range(28239, 28239 + 1000)]  # which counts up with mpirun's process id
-    environments = [{**recorded.OPEN_MPI_4_ONE_HOST[0], "PMIX_NAMESPACE": job} for job in jobs]
-    assert len(set(read(environments, "master_port"))) == len(jobs)
-
-
 def test_mpich_tells_no_job_so_that_the_default_port_counts() -> None:
     assert read(recorded.MPICH_ONE_HOST, "master_addr") == ["127.0.0.1", "127.0.0.1"]
     assert read(recorded.MPICH_ONE_HOST, "master_port") == [None, None]
@@ -77,16 +71,6 @@ def test_where_mpiruns_host_has_several_addresses_its_name_counts(own: str, node
         "OMPI_MCA_orte_node_regex": nodes,
     }
     assert of_rank(environment)["master_addr"].value == name
-
-
-def test_rank_0_away_from_mpiruns_host_says_what_to_type() -> None:
-    rank_0, rank_1 = recorded.OPEN_MPI_4_WITHOUT_ITS_OWN_HOST
-    check_rank_0_is_found(rank_1)  # it cannot know; mpirun ends it with rank 0
-    with pytest.raises(BadOption, match="the other ranks look for it on mpirun's host") as raised:
-        check_rank_0_is_found(rank_0)
-    assert "--master_addr " in raised.value.next
-    assert "mpirun -x MASTER_ADDR=" in raised.value.next
-    check_rank_0_is_found({**rank_0, "MASTER_ADDR": "nodeB"})
 
 
 def test_ranks_of_mpich_on_several_hosts_ask_for_rank_0s_address_unless_it_was_typed(

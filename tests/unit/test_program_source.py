@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -100,13 +99,6 @@ def test_the_files_of_a_program_are_those_that_python_would_find(
 ) -> None:
     monkeypatch.chdir(write(tmp_path, files))
     assert files_of(named, kind) == followed.split()
-
-
-def test_an_unreadable_module_is_said_to_be_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests run as root, who may read everything, so the read fails here."""
-    write(tmp_path, {"train.py": ""})
-    monkeypatch.setattr(Path, "read_bytes", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert code_of(tmp_path / "train.py") == {"train.py": "unreadable"}
 
 
 def test_of_an_installed_module_its_file_and_its_package_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

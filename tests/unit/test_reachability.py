@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from msgspec.structs import replace
 
 from ddp_manual.agent import reachability
 from ddp_manual.agent.reachability import (
@@ -19,9 +18,6 @@ from ddp_manual.agent.reachability import (
     greeting,
     try_to_reach,
 )
-from ddp_manual.messages import RankInfo
-from ddp_manual.protocol.reachability import Probes, unreachable
-from ddp_manual.protocol.roll_call import assign_places
 
 
 def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | None:
@@ -75,27 +71,3 @@ def test_silent_connections_to_the_port_for_probes_make_room_for_a_host_and_are_
 
 def test_another_program_that_listens_there_is_not_taken_for_an_agent() -> None:
     assert reach_a_server_that(lambda peer, _: peer.sendall(b"SSH-2.0\r\n")) == "something else answers there"
-
-
-def test_failing_pairs_are_named_with_their_direction_and_so_is_a_host_that_did_not_report() -> None:
-    hosts = [
-        RankInfo(rank=8 * node, world_size=24, host=host, pid=1, address=f"10.0.0.{node}", answer_port=4000 + node)
-        for node, host in enumerate("abc")
-    ]
-    infos = [replace(host, rank=rank) for host in hosts for rank in range(host.rank, host.rank + 8)]
-    probes = Probes(infos, assign_places([replace(info, host_id=info.host) for info in infos]), now=100.0)
-    tried = {rank: [other for other, _, _ in request.hosts] for rank, request in probes.requests()}
-    assert tried == {0: [1, 2], 8: [0, 2], 16: [0, 1]}
-    keys = {rank: request.key for rank, request in probes.requests()}
-    earlier = keys[0][0] - 1, 0
-    probes.take(keys[8], [(0, "no answer"), (7, "of no host")])
-    probes.take(earlier, [(1, "connection refused")])
-    assert probes.failing(108.0) is None
-    probes.take(keys[0], [])
-    failing = probes.failing(108.1)
-    assert failing is not None
-    error = unreachable(failing)
-    assert error.what == "2 of the connections between hosts cannot be made: b -> a, c is silent"
-    assert "from 10.0.0.1 (rank 8 on b) to 10.0.0.0:4000 (rank 0 on a): no answer" in error.why
-    assert "from 10.0.0.2 (rank 16 on c): said nothing for 8 s" in error.why
-    assert "from 10.0.0.1 to 10.0.0.0" in error.next

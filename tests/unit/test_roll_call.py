@@ -118,19 +118,6 @@ def test_ranks_that_have_loaded_torch_are_compared_in_what_matters_to_their_back
     assert type(found) is (error or type(None)) and (found is None or words in found.render())
 
 
-def test_a_different_address_family_is_refused() -> None:
-    families = [{"address_family": (family, "eth0, from GLOO_SOCKET_IFNAME")} for family in ("IPv4", "IPv6")]
-    error = refused(info(1, "b", options=families[1]), info(0, "a", options=families[0]))
-    assert isinstance(error, ConfigMismatch)
-    assert "address_family: rank 0 has IPv4 (eth0, from GLOO_SOCKET_IFNAME), rank 1 has IPv6" in error.why
-
-
-def test_a_clock_that_differs_by_much_gives_a_warning() -> None:
-    assert unlike(info(1, "b", since=3600.0), info(0, "a"), RUN, now=0.0)[1] == [
-        "the clock of b is 3600 s ahead of a's"
-    ]
-
-
 # -- GPUs: a second one cannot be had where the tests run, so what the processes say of theirs is made up -------------
 
 
