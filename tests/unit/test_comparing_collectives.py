@@ -81,10 +81,7 @@ def test_a_rank_that_does_not_reply_is_known_by_its_heartbeats() -> None:
     assert not comparison.hear(0, {"g": [1, 5]}, 0.0) and not comparison.hear(1, {"g": [1, 5]}, 0.0)
     seen = look(comparison, 2, lambda rank, _: None if rank else reply((1, 5)))
     assert seen.difference is None
-    assert seen.last == {
-        0: "the 1st of the default group, barrier at a.py:1",
-        1: "the 1st of the default group",
-    }
+    assert seen.last == {0: "the 1st of the default group, barrier at a.py:1", 1: "the 1st of the default group"}
 
 
 def test_a_rank_that_begins_in_a_group_while_others_are_asked_about_it_is_on_no_side() -> None:
@@ -117,43 +114,32 @@ def as_sent(message: messages.RecordsReply) -> messages.RecordsReply:
     return messages.read_from_rank(as_json(message).decode())  # type: ignore[return-value]
 
 
-Watched = tuple[Watch, list[Any]]
-"""A watch, and what it has sent to the two ranks: behind each message the rank."""
-
-
-def watched(**options: Any) -> Watched:
-    """The roll call and the connections are stand-ins: only what is sent matters here."""
+def watched(**options: Any) -> tuple[Watch, list[Any]]:
+    """A watch over two ranks, and what it has sent: the roll call and the connections are stand-ins."""
     sent: list[Any] = []
-    run = replace(run_info(), world_size=2, **options)
     infos = [RankInfo(rank=rank, world_size=2, host="h", pid=rank) for rank in range(2)]
-    roll_call = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True, hear=lambda *_: 0)
-
-    def peer(rank: int) -> SimpleNamespace:
-        connection = SimpleNamespace(send=lambda message: sent.append((message, rank)))
-        connection.write = lambda line: connection.send(messages.read_from_rank_0(line.decode()))
-        return SimpleNamespace(connection=connection, left=False)
-
-    watch = Watch(roll_call, {rank: peer(rank) for rank in range(2)}, 0.0)  # type: ignore[arg-type,misc]
+    run = replace(run_info(), world_size=2, **options)
+    roll_call: Any = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True)
+    roll_call.hear = lambda rank, now: None
+    peer: Any = SimpleNamespace(connection=SimpleNamespace(send=sent.append, write=sent.append), left=False)
+    watch = Watch(roll_call, dict.fromkeys(range(2), peer), 0.0)
     for rank in range(2):
         watch.hear(rank, Beat(calls={"g": [1, 5]}), 0.0)
     return watch, sent
 
 
-def verdict_of(rank: int, why: str, *, judged: bool = False) -> Verdict:
-    return Verdict("peer-lost", "what", why, "next", 14, rank=rank, host="h", pid=rank, judged=judged)
-
-
-def crash(watch: Watch, rank: int, now: float, **words: Any) -> None:
-    verdict = replace(verdict_of(rank, f"reason {rank}", judged=True), **words)
-    watch.take_failure(verdict, None, now, in_a_collective=True)
+def fail(watch: Watch, rank: int, broken_at: str | None, *, judged: bool) -> None:
+    """Hear a rank's last words from within a collective."""
+    verdict = Verdict("peer-lost", "what", f"reason {rank}", "next", 14, rank=rank, host="h", pid=rank, judged=judged)
+    watch.take_failure(verdict, broken_at, 1.0, in_a_collective=True)
 
 
 def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_lost() -> None:
     watch, sent = watched(on_loss="wait")
     for rank in range(2):
-        crash(watch, rank, 1.0)
+        fail(watch, rank, None, judged=True)
     assert not watch.take_lost() and watch.waiting
-    number = sent[-1][0].number
+    number = sent[-1].number
     for rank in range(2):
         watch.take_reply(rank, number, reply((1, 5)), 1.1)
     lost = watch.take_lost()
@@ -167,12 +153,12 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
 def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() -> None:
     watch, sent = watched(on_loss="wait")
     for rank in range(2):
-        watch.take_failure(verdict_of(rank, "reset"), "a.py:1", 1.0, in_a_collective=True)
+        fail(watch, rank, "a.py:1", judged=False)
     for rank in range(2):
         watch.hear(rank, None, 2.5)
     watch.check(2.5)
     watch.check(2.6)
-    assert [type(message) for message, _ in sent] == [messages.AskRecords] * 2
+    assert [type(message) for message in sent] == [messages.AskRecords] * 2
     watch.check(2.6 + RECORDS_WITHIN)
     assert [*watch.take_lost()] == [0]
     watch.check(4.0)
