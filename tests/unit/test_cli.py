@@ -5,7 +5,9 @@ import io
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -162,10 +164,7 @@ def test_what_is_typed_wrongly_exits_2_and_is_named_with_what_to_type(
 def test_a_signal_before_there_is_a_run_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.ddp_manual, "main", stop)
+    monkeypatch.setattr(cli.ddp_manual, "main", mock.Mock(side_effect=KeyboardInterrupt))
     assert cli.run(["train", "x"]) == 130
     assert capsys.readouterr().err == "error[stopped]: stopped by Ctrl-C (SIGINT)\n"
 
@@ -197,20 +196,27 @@ def test_a_signal_after_the_error_that_ends_an_agent_prints_no_second_one() -> N
     assert said.returncode == 130
 
 
-def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    for name in ("one", "two"):
+@pytest.fixture
+def two_runs(tmp_path: Path) -> list[str]:
+    """The folders of two runs; stdout may be unable to show the second one's name."""
+    for name in ("one", "데이터"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    compare = [sys.executable, "-m", "ddp_manual", "compare", str(tmp_path / "one"), str(tmp_path / "two")]
+    return [str(tmp_path / "one"), str(tmp_path / "데이터")]
+
+
+def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(two_runs: list[str]) -> None:
+    compare = [sys.executable, "-m", "ddp_manual", "compare", *two_runs]
+    run = partial(subprocess.run, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, check=False)
     with open("/dev/full", "w") as full:
         for command in (compare, [*compare[:3], "--help"]):
-            ended = subprocess.run(command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            ended = run(command, stdout=full)
             assert ended.returncode == 15
             assert ended.stderr.startswith("error[disk-full]: stdout cannot be written\n")
             assert "Traceback" not in ended.stderr
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(compare, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    ended = run(compare, stdout=writer)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
 
@@ -218,10 +224,8 @@ def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path
 def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def echo(text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(cli.click, "echo", echo)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(cli.click, "echo", mock.Mock(side_effect=full))
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # pytest's own would be closed
     ended = Ended(result={"run_dir": "runs/mine"})
     monkeypatch.setattr("ddp_manual.agent.tasks.train_by_hand", lambda spec, config: ended)
@@ -231,22 +235,16 @@ def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
     assert "stdout cannot be written (No space left on device): the result is in runs/mine" in caplog.text
 
 
-def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_stdout_cannot_show_is_escaped(two_runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    for name in ("one", "데이터"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "stdout", screen)
-    assert cli.run(["compare", str(tmp_path / "one"), str(tmp_path / "데이터")]) == 0
+    assert cli.run(["compare", *two_runs]) == 0
     assert "\\ub370\\uc774\\ud130" in screen.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", [["run", "script.py"], ["train"]], ids=" ".join)
 def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_others_are(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("script.py").touch()
     monkeypatch.setattr("ddp_manual.agent.tasks.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
     monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
     log_to_root(monkeypatch)
@@ -255,5 +253,5 @@ def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_ot
     said = "no --rank was given: this is rank 0 of 3; the others have --rank 1 to 2"
     for options, lines in ((["--rank", "0"], []), ([], [said])):
         caplog.clear()
-        assert cli.run([command[0], "--world_size", "3", *options, *command[1:]]) == 0
+        assert cli.run(["train", "--world_size", "3", *options]) == 0
         assert [line for line in caplog.messages if line.startswith("no --rank")] == lines

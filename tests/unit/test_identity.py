@@ -57,8 +57,10 @@ def test_a_launchers_variables_say_which_rank_a_process_is(
 
 
 def test_the_launcher_next_to_a_process_counts_and_what_started_that_launcher_does_not() -> None:
-    assert values({**recorded.SRUN_TASK, **OPEN_MPI_RANK})["rank"] == 3
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+    in_pod, in_task = {"JOB_COMPLETION_INDEX": "0"}, {**recorded.SRUN_ONE_TASK, "PMI_RANK": "0", "PMI_SIZE": "1"}
+    for outer in (recorded.SRUN_TASK, in_pod, in_task):
+        assert of_rank({**outer, **OPEN_MPI_RANK})["rank"] == (3, "OMPI_COMM_WORLD_RANK")
+    torchrun = variables("RANK=5 WORLD_SIZE=8 TORCHELASTIC_RUN_ID=none")
     assert values({**recorded.SRUN_TASK, **OPEN_MPI_RANK, **torchrun}) == {"rank": 5, "world_size": 8}
 
 
@@ -98,25 +100,17 @@ def test_a_rank_without_a_world_size_is_not_guessed(monkeypatch: pytest.MonkeyPa
 POD_HOSTS = "# Written by the kubelet.\n127.0.0.1\tlocalhost\n10.1.2.3\tmy-job-1.svc.ns.svc.cluster.local\tmy-job-1\n"
 
 
-@pytest.mark.parametrize("host", ["my-job-1", "my-job-1.svc.ns.svc.cluster.local"])
-def test_rank_0_of_an_indexed_job_is_found_by_this_pods_own_name(host: str) -> None:
+def test_rank_0_of_an_indexed_job_is_found_by_this_pods_own_name_or_the_manifest_lacks_something() -> None:
     index = Sourced(1, "JOB_COMPLETION_INDEX")
-    assert first_pod(index, host, POD_HOSTS).value == "my-job-0.svc.ns.svc.cluster.local"
-
-
-@pytest.mark.parametrize(
-    ("host", "hosts", "why"),
-    [
+    for host in ("my-job-1", "my-job-1.svc.ns.svc.cluster.local"):
+        assert first_pod(index, host, POD_HOSTS).value == "my-job-0.svc.ns.svc.cluster.local"
+    for host, hosts, why in (
         ("node7", POD_HOSTS, "its host name node7 does not end with -1, as where hostNetwork is true"),
         ("my-job-1", "10.1.2.3 my-job-1", "my-job-1 has no full name in /etc/hosts: the pod template has no subdomain"),
-    ],
-)
-def test_a_pod_that_cannot_know_rank_0s_address_is_told_what_its_manifest_lacks(
-    host: str, hosts: str, why: str
-) -> None:
-    with pytest.raises(BadOption, match=r"cannot know rank 0's address \(JOB_COMPLETION_INDEX=1\)") as caught:
-        first_pod(Sourced(1, "JOB_COMPLETION_INDEX"), host, hosts)
-    assert caught.value.why == why
+    ):
+        with pytest.raises(BadOption, match=r"cannot know rank 0's address \(JOB_COMPLETION_INDEX=1\)") as caught:
+            first_pod(index, host, hosts)
+        assert caught.value.why == why
 
 
 def test_a_number_that_is_none_is_named_with_its_variable() -> None:
@@ -151,13 +145,6 @@ def test_launch_below_mpirun_is_refused_unless_it_is_the_only_process() -> None:
 def test_in_a_persons_shell_of_several_tasks_launch_counts_as_typed_by_hand() -> None:
     """srun -n 2 --pty bash"""
     assert of_node({**recorded.SRUN_PTY, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}) == {}
-
-
-def test_mpirun_in_a_pod_or_in_a_task_of_slurm_is_what_has_started_a_rank() -> None:
-    in_pod = {**OPEN_MPI_RANK, "JOB_COMPLETION_INDEX": "0"}
-    in_task = {**OPEN_MPI_RANK, **recorded.SRUN_ONE_TASK, "PMI_RANK": "0", "PMI_SIZE": "1"}
-    for environment in (in_pod, in_task):
-        assert of_rank(environment)["rank"].source == "OMPI_COMM_WORLD_RANK"
 
 
 @pytest.mark.parametrize("other", [{"SLURM_JOB_NODELIST": "n[07-09]"}, {"SLURM_NTASKS": "1"}])

@@ -12,7 +12,7 @@ import pytest
 from ddp_manual import WorldSpec
 from ddp_manual.environment.launcher import FIRST_JOB_PORT, JOB_PORTS, check_rank_0_is_found, of_rank
 from ddp_manual.errors import BadOption
-from tests.unit import launcher_environments_mpi as recorded
+from tests.unit import launcher_environments as recorded
 
 Environments = list[dict[str, str]]
 
