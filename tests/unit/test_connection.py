@@ -193,10 +193,8 @@ def test_an_unusable_token_is_refused(tmp_path: Path, content: bytes | None, wha
 def test_text_from_the_network_arrives_with_control_characters_escaped_and_newlines_kept() -> None:
     """Also where it is signed, or where only an unsigned claim of it is read; a process of the rank itself keeps it."""
     said = {"why": f"one\n{CLEAR}\r\x07\x9b\u202e\u2028", "list": [{f"na\tme{CLEAR}": "é 漢"}, 1, None, 1.5]}
-    shown = {
-        "why": "one\n\\x1b[2J\\r\\x07\\x9b\\u202e\\u2028",
-        "list": [{"na\\tme\\x1b[2J": "é 漢"}, 1, None, 1.5],
-    }
+    why = "one\n\\x1b[2J\\r\\x07\\x9b\\u202e\\u2028"
+    shown = {"why": why, "list": [{"na\\tme\\x1b[2J": "é 漢"}, 1, None, 1.5]}
 
     async def test(connection: Connection[Any], other: socket.socket) -> None:
         other.sendall(encode_local(said))

@@ -23,7 +23,6 @@ from ddp_manual.messages import (
     News,
     RankInfo,
     Ready,
-    RunInfo,
     Welcome,
 )
 from ddp_manual.protocol.compatibility import unlike, unlike_when_ready
@@ -68,10 +67,6 @@ def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
 # -- who belongs together ---------------------------------------------------------------------------------------------
 
 
-def refused(theirs: RankInfo, ours: RankInfo, run: RunInfo = RUN) -> DdpManualError | None:
-    return unlike(theirs, ours, run, now=0.0)[0]
-
-
 def test_who_expects_another_number_of_ranks_is_told_the_command_of_a_rank_that_is_missing() -> None:
     roll_call = roll_call_of(info(0, "a"), info(1, "a"))
     for rank, world_size in ((1, 2), (2, 4), (3, 4)):
@@ -82,15 +77,13 @@ def test_who_expects_another_number_of_ranks_is_told_the_command_of_a_rank_that_
 
 def test_a_different_torch_is_reported_with_the_command_that_fixes_it_and_can_be_allowed() -> None:
     other = info(1, "b", versions={"torch": "2.11.0", "python": "3.11"})
-    error = refused(other, info(0, "a"))
+    error, _ = unlike(other, info(0, "a"), RUN, now=0.0)
     assert isinstance(error, VersionMismatch)
     assert error.why == "torch: rank 0 (a) has 2.15.0+cu132, rank 1 has 2.11.0"
     assert "pip install torch==2.15.0\n" in error.next
     for pair in ((replace(other, allow_mismatch=True), info(0, "a")), (other, info(0, "a", allow_mismatch=True))):
-        assert unlike(*pair, RUN, now=0.0) == (
-            None,
-            ["rank 1 (b, pid 1) has other versions than rank 0: torch (allowed)"],
-        )
+        allowed = "rank 1 (b, pid 1) has other versions than rank 0: torch (allowed)"
+        assert unlike(*pair, RUN, now=0.0) == (None, [allowed])
 
 
 WITHOUT_CUDA = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() 
     holder = Holder(memory, 0, 1, placed(0).place)
     state: dict[Any, Any] = {
         "a": torch.arange(5.0),
-        3: (1, 2.5, None, True, "x", [float("inf")]),
+        3: (1, 2.5, None, True, "x", [math.inf]),
         "scalar": torch.tensor(7),
     }
     assert memory.newest() is None
@@ -176,9 +177,8 @@ def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one
                 holder.hold(step, {"step": step})
     moments = [newest.moment if (newest := memory.newest()) else None for memory in memories]
     assert moments == [Moment(0, 3) if rank in hold else None for rank in range(3)]
-    assert [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories] == [
-        3 if rank in hold else 1 for rank in range(3)
-    ]
+    pages = [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories]
+    assert pages == [3 if rank in hold else 1 for rank in range(3)]
     assert len(caplog.messages) == (1 if len(hold) == 1 else 2 * (not hold))
 
 
