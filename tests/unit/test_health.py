@@ -141,6 +141,17 @@ def test_a_rank_that_was_slow_for_moments_is_not_named(meanwhile: Beat) -> None:
     assert look_until(health, SLOW_FOR + 85, since=100.5) == []
 
 
+def test_a_rank_that_is_stopped_again_has_the_full_time_again() -> None:
+    stopped = training(1, 1, stopped="SIGTSTP")
+    health = health_of(training(1, 1), stopped)
+    assert health.newly("stopped") == [1]
+    health.hear(1, training(1, 1), 9.0)
+    health.hear(1, stopped, 9.5)
+    assert health.newly("stopped") == [1]
+    assert health.stopped(19.4, 10.0) is None
+    assert health.stopped(20.0, 10.0) == (1, 10.5)
+
+
 def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
     """A backward pass counts as a place where it may wait: only a collective that the others never begin is in vain."""
     health = health_of(training(7, 7, inside=True), training(7, 7))

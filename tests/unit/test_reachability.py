@@ -18,6 +18,9 @@ from ddp_manual.agent.reachability import (
     greeting,
     try_to_reach,
 )
+from ddp_manual.protocol.reachability import Probes
+from ddp_manual.protocol.roll_call import assign_places
+from tests.runs import info
 
 
 def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | None:
@@ -71,3 +74,20 @@ def test_silent_connections_to_the_port_for_probes_make_room_for_a_host_and_are_
 
 def test_another_program_that_listens_there_is_not_taken_for_an_agent() -> None:
     assert reach_a_server_that(lambda peer, _: peer.sendall(b"SSH-2.0\r\n")) == "something else answers there"
+
+
+def test_of_the_reports_of_hosts_only_those_of_this_round_count_and_a_host_that_does_not_report_fails() -> None:
+    """What the ranks print: tests/scenarios/peer-unreachable.txt."""
+    infos = [info(rank, host, world_size=6, address=f"10.0.0.{rank}") for rank, host in enumerate("aabbcc")]
+    probes = Probes(infos, assign_places(infos), now=100.0)
+    keys = {rank: request.key for rank, request in probes.requests()}
+    assert {rank: len(request.hosts) for rank, request in probes.requests()} == {0: 2, 2: 2, 4: 2}
+    probes.take((keys[0][0] - 1, keys[0][1]), [(1, "connection refused")])
+    probes.take(keys[2], [(0, "no answer"), (7, "of no host")])
+    assert probes.failing(108.0) is None
+    probes.take(keys[0], [])
+    failing = probes.failing(108.1) or []
+    assert [(one.rank, other and other.rank, how) for one, other, how in failing] == [
+        (2, 0, "no answer"),
+        (4, None, "said nothing for 8 s"),
+    ]

@@ -13,6 +13,7 @@ from ddp_manual.errors import (
     DdpManualError,
     DeviceMissing,
     DeviceTaken,
+    RankMissing,
     RankTaken,
     VersionMismatch,
 )
@@ -23,6 +24,7 @@ from ddp_manual.messages import (
     News,
     RankInfo,
     Ready,
+    Refused,
     Welcome,
 )
 from ddp_manual.protocol.compatibility import unlike, unlike_when_ready
@@ -256,6 +258,15 @@ def told(peer: Peer) -> tuple[type, dict[str, Any]]:
     """The last message to this connection, and what is in it."""
     message: Any = peer.connection.send.call_args.args[0]  # type: ignore[attr-defined]
     return type(message), decode(bytes(message.content).decode())
+
+
+def test_a_process_that_waits_for_a_taken_rank_is_refused_when_rank_0_leaves() -> None:
+    rank_0 = Rank0()
+    holder, second = (rank_0.hello(info(1, "b", pid=pid)) for pid in (7, 8))
+    assert told(holder)[0] is Welcome
+    rank_0.decides.end(RankMissing("rank 0 left", why="-", next="-"), 1.0)
+    for kind, words in map(told, (holder, second)):
+        assert (kind, words["what"]) == (Refused, "rank 0 (a, pid 1) left before all ranks had joined")
 
 
 def test_only_rank_0s_own_agent_can_be_rank_0() -> None:

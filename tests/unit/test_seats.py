@@ -87,11 +87,8 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
     memory = HeldMemory.create()
     holder = Holder(memory, 0, 1, placed(0).place)
-    state: dict[Any, Any] = {
-        "a": torch.arange(5.0),
-        3: (1, 2.5, None, True, "x", [math.inf]),
-        "scalar": torch.tensor(7),
-    }
+    state: dict[Any, Any] = {"a": torch.arange(5.0), "scalar": torch.tensor(7)}
+    state[3] = (1, 2.5, None, True, "x", [math.inf])
     assert memory.newest() is None
     for step in (1, 2, 3):
         state["a"][0] = step
