@@ -91,6 +91,17 @@ def test_a_stranger_that_sends_byte_by_byte_is_read_only_so_often() -> None:
     with_ends(test, longest=10_000, stranger=True)
 
 
+def test_a_stranger_that_has_become_a_rank_may_send_on() -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
+        connection.let_send(LONGEST_LINE)
+        long = "x" * 100_000
+        for _ in range(5):  # more than LONGEST_LINE in all
+            await asyncio.get_running_loop().sock_sendall(other, f'{{"long": "{long}"}}\n'.encode())
+            assert await receive(connection) == {"long": long}
+
+    with_ends(test, longest=10_000, stranger=True)
+
+
 def test_messages_that_nobody_takes_end_the_connection_instead_of_filling_the_memory() -> None:
     async def test(connection: Connection[Any], other: socket.socket) -> None:
         with suppress(ConnectionError):
@@ -135,6 +146,32 @@ def test_short_messages_may_follow_one_that_is_longer_than_the_bytes_that_may_wa
         connection.close()
         found = await read_to_the_end(other)
         assert len(found) > 8 * MOST_UNSENT and found.endswith(b'"z"}\n')
+
+    with_ends(test)
+
+
+def test_what_came_before_handle_is_handled_in_order_and_then_the_end() -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
+        told: list[object] = []
+        other.sendall(b'{"failed": "words"}\n{"bye": ""}\n')
+        other.close()
+        while not connection.closed:
+            await asyncio.sleep(0.01)
+        connection.handle(told.append, told.append)
+        assert told == [{"failed": "words"}, {"bye": ""}, "closed by the other side"]
+
+    with_ends(test)
+
+
+def test_bytes_sent_before_close_arrive_and_what_comes_after_it_is_ignored() -> None:
+    async def test(connection: Connection[Any], other: socket.socket) -> None:
+        told: list[object] = []
+        connection.handle(told.append, told.append)
+        connection.send({"over": True})
+        connection.close()
+        connection.data_received(b'{"late": 1}\n')
+        assert await read_to_the_end(other) == b'{"over":true}\n'
+        assert told == []
 
     with_ends(test)
 
