@@ -96,6 +96,22 @@ def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -
     )
 
 
+def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_would() -> None:
+    runs(
+        """
+        import multiprocessing, time
+        fork = multiprocessing.get_context("fork")
+        processes = [fork.Process(target=time.sleep, args=(100,), daemon=daemon) for daemon in (True, False)]
+        for process in processes:
+            process.start()
+            started.append(process.pid)
+        orphans.end_daemons()
+        processes[0].join(10)
+        assert [process.exitcode for process in processes] == [-15, None]
+        """
+    )
+
+
 def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
     runs(
         """
