@@ -21,7 +21,9 @@ from ddp_manual.messages import (
     Claim,
     Heartbeat,
     Hello,
+    Look,
     News,
+    Question,
     RankInfo,
     Ready,
     Refused,
@@ -273,6 +275,13 @@ def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
     rank_0 = Rank0()
     assert told(rank_0.hello(info(0, "b")))[1]["identifier"] == "rank-taken"
     assert told(rank_0.hello(info(0, "a"), "rank 0's"))[0] is Welcome
+
+
+def test_an_observer_that_asks_again_before_it_is_answered_ends_its_connection() -> None:
+    rank_0, look = Rank0(), Seal(None).close(Look, "", Question(""))
+    hasty = rank_0.hears(look)
+    with pytest.raises(Unreadable, match="before it is answered"):
+        rank_0.hears(look, hasty)
 
 
 def test_a_mistake_of_the_coordinator_ends_the_run_blaming_nobody_or_the_connection_of_a_stranger_alone(
