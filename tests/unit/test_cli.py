@@ -3,77 +3,29 @@ from __future__ import annotations
 import errno
 import io
 import os
-import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ddp_manual import cli, terminal
 from ddp_manual.agent.ending import Ended
 from ddp_manual.environment import command_line
-from ddp_manual.environment.command_line import option_in, without_options
 from tests.conftest import log_to_root
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FLAGS = {
-    "identity": ["--world_size", "--rank", "--local_rank", "--device", "--backend"],
-    "rendezvous": [
-        "--master_addr",
-        "--master_port",
-        "--listen_addr",
-        "--run_id",
-        "--join_timeout",
-        "--peer_timeout",
-        "--stall_timeout",
-        "--collectives",
-        "--token_file",
-        "--allow_mismatch",
-        "--full_traceback",
-    ],
-    "lost ranks": [
-        "--on_loss",
-        "--rejoin_timeout",
-        "--shrink_after",
-        "--on_loss_of_own_code",
-        "--max_restarts",
-        "--standby_addr",
-    ],
-    "training": [
-        "--model",
-        "--epochs",
-        "--batch_size",
-        "--global_batch_size",
-        "--lr",
-        "--lr_scaling",
-        "--lr_schedule",
-        "--warmup_epochs",
-        "--momentum",
-        "--weight_decay",
-        "--clip_grad_norm",
-        "--shift",
-        "--flip",
-        "--normalization",
-        "--sync_bn",
-        "--no_ddp",
-        "--seed",
-    ],
-    "data": ["--dataset", "--image_size", "--classes", "--data_dir"],
-    "output": ["--run_dir", "--track", "--log_every", "--check_replicas"],
-    "checkpoints": ["--checkpoint_every", "--checkpoint_steps", "--hold_every", "--keep", "--resume"],
-}
 
 
 @pytest.mark.parametrize(
     ("script", "lines", "shown"),
     [
         ("./bin/own", "#!/venv/bin/python\n", "./bin/own"),
-        ("./bin/own", "#!/venv/bin/python -u\n", "./bin/own"),
         ("./bin/own", '#!/bin/sh\n\'\'\'exec\' "/my venv/bin/python" "$0" "$@"\n', "./bin/own"),
         ("./bin/own", "#!/usr/bin/env python3\n", "/venv/bin/python ./bin/own"),
         ("./bin/own", "import sys\n", "/venv/bin/python ./bin/own"),
-        ("./bin/own", "", "/venv/bin/python ./bin/own"),
         ("own.py", "#!/venv/bin/python\n", "/venv/bin/python own.py"),
     ],
 )
@@ -92,38 +44,40 @@ def test_a_command_is_shown_without_its_interpreter_only_if_the_script_starts_wi
     assert command_line.typed_command() == (["/venv/bin/python", script], ["--rank", "0"])
 
 
-def test_that_a_gpu_on_some_ranks_only_is_refused_is_in_the_help_and_in_the_documentation(
+# By the headings of --help-all.
+FLAGS = {
+    "identity": "world_size rank local_rank device backend",
+    "rendezvous": (
+        "master_addr master_port listen_addr run_id join_timeout peer_timeout stall_timeout collectives token_file "
+        "allow_mismatch full_traceback"
+    ),
+    "lost ranks": "on_loss rejoin_timeout shrink_after on_loss_of_own_code max_restarts standby_addr",
+    "training": (
+        "model epochs batch_size global_batch_size lr lr_scaling lr_schedule warmup_epochs momentum weight_decay "
+        "clip_grad_norm shift flip normalization sync_bn no_ddp seed"
+    ),
+    "data": "dataset image_size classes data_dir",
+    "output": "run_dir track log_every check_replicas",
+    "checkpoints": "checkpoint_every checkpoint_steps hold_every keep resume",
+}
+SWITCHES = {"allow_mismatch", "full_traceback", "on_loss_of_own_code", "flip", "sync_bn", "no_ddp"}
+
+
+def test_the_flags_of_train_are_these_under_these_headings_and_each_switch_has_an_opposite(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.run(["train", "--help"]) == 0
-    assert "if only some ranks do, the run is refused" in " ".join(capsys.readouterr().out.split())
-    rows = (REPOSITORY / "docs" / "command-line.md").read_text().splitlines()
-    (row,) = [row for row in rows if row.startswith("| `--device` |")]
-    assert "if only some hosts have one, the run ends with [device-missing](faults.md#device-missing)" in row
-
-
-@pytest.mark.parametrize(
-    ("command", "default"),
-    [("train", "300"), ("check", "300"), ("run", "1800"), ("launch", "300; of a script 1800")],
-)
-def test_the_help_of_each_command_shows_how_long_its_ranks_may_stall(
-    capsys: pytest.CaptureFixture[str], command: str, default: str
-) -> None:
-    assert cli.run([command, "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split()).partition("--stall_timeout FLOAT")[2].partition(" --")[0]
-    assert f"(default: {default})" in shown
-
-
-def test_the_flags_of_train_are_these_under_these_headings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--help-all"]) == 0
     found: dict[str, list[str]] = {}
-    heading = ""
+    heading, switches = "", set()
     for line in capsys.readouterr().out.splitlines():
         if line.endswith(":") and not line.startswith(" "):
             heading = line[:-1].lower()
         elif line.startswith("  --") and heading in FLAGS:
-            found.setdefault(heading, []).append(line.split()[0])
-    assert found == FLAGS
+            name = line.split()[0].removeprefix("--")
+            found.setdefault(heading, []).append(name)
+            switches |= {name} if " / --" in line else set()
+    assert {heading: " ".join(names) for heading, names in found.items()} == FLAGS
+    assert switches == SWITCHES
 
 
 def test_the_help_of_all_commands_fits_on_a_screen_and_has_an_example_and_the_usual_order(
@@ -156,9 +110,10 @@ def test_help_leaves_out_what_most_people_never_need_and_launch_begins_with_the_
     ("typed", "shown"),
     [
         ("launch --help", "says which. (default: a free one; with --nnodes 29500)"),
-        ("launch --help", "Rank 0's value is used. (default: 0)"),
-        ("train --help", "for all ranks to join. (default: 1800)"),
         ("check --help", "for all ranks to join. (default: 30)"),
+        ("train --help", "for one that lives but does not come; rank 0's counts for all. (default: 300)"),
+        ("run --help", "for one that lives but does not come; rank 0's counts for all. (default: 1800)"),
+        ("launch --help", "(default: 300; of a script 1800)"),
     ],
 )
 def test_a_default_is_that_of_the_command(typed: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,88 +121,50 @@ def test_a_default_is_that_of_the_command(typed: str, shown: str, capsys: pytest
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_script_in_place_of_a_command_is_told_what_starts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("fit").touch()
-    for script in ("train.py", "fit"):
-        assert cli.run([script, "--lr", "a b"]) == 2
-        assert f"next: ddp-manual run {script} --lr 'a b'\n" in capsys.readouterr().err
-    assert cli.run(["statsu"]) == 2
-    assert "next: ddp-manual run" not in capsys.readouterr().err
-
-
-def test_one_ranks_command_leads_to_launch_where_its_options_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    for typed, hint in (("run --nproc 2 a.py", "--nproc ... SCRIPT"), ("train --hosts a,b", "--hosts ... -- OPTIONS")):
-        assert cli.run(typed.split()) == 2
-        assert f"next: to start all ranks at once: ddp-manual launch {hint}\n" in capsys.readouterr().err
-
-
-def test_each_switch_has_an_opposite(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--help-all"]) == 0
-    pairs = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if " / " in line]
-    assert pairs == [
-        ["--allow_mismatch", "/", "--no_allow_mismatch"],
-        ["--full_traceback", "/", "--no_full_traceback"],
-        ["--on_loss_of_own_code", "/", "--no_on_loss_of_own_code"],
-        ["--flip", "/", "--no_flip"],
-        ["--sync_bn", "/", "--no_sync_bn"],
-        ["--no_ddp", "/", "--ddp"],
-    ]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("typed", "said"),
     [
-        (["--rank", "4", "--world_size", "4"], "--rank 4 does not exist in a world of 4"),
-        (["--rank", "-1"], "--rank -1"),
-        (["--world-size", "2", "--rank", "2"], "--rank 2 does not exist in a world of 2"),
-        (["--master_port", "65536"], "--master_port 65536 is above 65535"),
-        (["--world_size", "two"], "'two' is not a valid integer"),
-        (["--dataset", "imagenet"], "--dataset imagenet is not known"),
-        (["--model", "resnet"], "--model resnet is not known"),
-        (["--backend", "mpi"], "--backend mpi is not known"),
-        (["--epochs", "0"], "--epochs 0 is below 1"),
-        (["--lr", "nan"], "--lr nan is not a finite number"),
-        (["--global_batch_size", "101", "--world_size", "2"], "--global_batch_size 101 cannot be divided"),
-        (["--no_such_flag"], "--no_such_flag"),
-        (["stray"], "stray"),
+        ("train --rank 4 --world_size 4", ["--rank 4 does not exist in a world of 4"]),
+        ("train --master_port 65536", ["--master_port 65536 is above 65535"]),
+        ("train --world_size two", ["'two' is not a valid integer"]),
+        ("train --model MPL", ["--model MPL is not known", "next: did you mean --model mlp?"]),
+        ("train --lr nan", ["--lr nan is not a finite number"]),
+        ("train --global_batch_size 101 --world_size 2", ["--global_batch_size 101 cannot be divided"]),
+        ("train stray", ["stray"]),
+        ("train.py --lr a;b", ["next: ddp-manual run train.py --lr 'a;b'\n"]),
+        ("script --lr 1", ["next: ddp-manual run script --lr 1\n"]),
+        ("statsu", ["No such command 'statsu'"]),
+        ("run --nproc 2 a.py", ["next: to start all ranks at once: ddp-manual launch --nproc ... SCRIPT\n"]),
+        ("train --hosts a,b", ["next: to start all ranks at once: ddp-manual launch --hosts ... -- OPTIONS\n"]),
+        ("launch --nproc 2 --max_restart 3 a.py", ["No such option '--max_restart'", "'--max_restarts'"]),
+        ("launch --nproc 2 --no_such script", ["No such option '--no_such'", "or put --no_such after the script"]),
+        ("launch --nproc 2 --device cpu a.py", ["No such option '--device'", "after a --, if it is one of the"]),
+        ("launch --nproc 2 --log-dir logs a.py", ["no option --log_dir", "torchrun has it", "next: leave it out"]),
+        ("launch --rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend", "--master_addr", "leave it out"]),
+        ("launch --nproc 0", ["--nproc 0"]),
+        ("launch --nproc 2 -- --world-size 3", ["--world_size cannot come after the --"]),
+        ("launch --nproc 2 -- --epohcs 3", ["No such option", "--epochs", "train --help"]),
+        ("launch --nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script", "leave --may_differ"]),
+        ("launch train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
     ],
 )
-def test_a_bad_option_exits_2_and_says_what_why_and_next(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+def test_what_is_typed_wrongly_exits_2_and_is_named_with_what_to_type(
+    typed: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["train", *arguments]) == 2
-    what, *rest = capsys.readouterr().err.splitlines()
-    assert what.startswith("error[bad-option]: ")
-    assert named in what
-    assert rest[0].startswith("  why:  ")
-    assert any(line.startswith("  next: ") for line in rest)
-
-
-@pytest.mark.parametrize("arguments", [["checkpoints"], ["checkpoints", "one", "two"]])
-def test_what_is_missing_or_too_much_is_explained_by_the_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(arguments) == 2
-    assert "\n  why:  Usage: ddp-manual checkpoints [OPTIONS] DIR\n" in capsys.readouterr().err
-
-
-def test_a_misspelt_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--model", "MPL"]) == 2
-    assert "next: did you mean --model mlp?" in capsys.readouterr().err
-    assert cli.run(["train", "--model", "resnet"]) == 2
-    assert "did you mean" not in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script").touch()
+    monkeypatch.setattr(sys, "argv", ["ddp-manual", *typed.split()])
+    assert cli.run(typed.split()) == 2
+    printed = capsys.readouterr().err
+    assert "error[bad-option]: " in printed and "\n  next: " in printed
+    for words in said:
+        assert words in printed, printed
 
 
 def test_a_signal_before_there_is_a_run_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.ddp_manual, "main", stop)
+    monkeypatch.setattr(cli.ddp_manual, "main", mock.Mock(side_effect=KeyboardInterrupt))
     assert cli.run(["train", "x"]) == 130
     assert capsys.readouterr().err == "error[stopped]: stopped by Ctrl-C (SIGINT)\n"
 
@@ -279,108 +196,27 @@ def test_a_signal_after_the_error_that_ends_an_agent_prints_no_second_one() -> N
     assert said.returncode == 130
 
 
-def test_a_bad_option_is_refused_before_torch_is_loaded() -> None:
-    script = (
-        "import sys; from ddp_manual import cli; status = cli.run(['train', '--rank', '4', '--world_size', '4']);"
-        "sys.exit(99 if 'torch' in sys.modules else status)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 2
-
-
-def test_a_variable_that_is_not_a_number_exits_2_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "first")
-    assert cli.run(["train"]) == 2
-    assert "RANK='first' is not a number" in capsys.readouterr().err
-
-
-def test_a_program_that_is_run_by_another_one_knows_its_command() -> None:
-    code = (
-        "import runpy, sys; sys.argv = [sys.argv[1], '--rank', 'x']; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    command = [sys.executable, "-c", code, "run_multi_gpu_train.py"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert f"next: {command_line.as_typed(sys.executable)} run_multi_gpu_train.py --help" in done.stderr
-
-
-@pytest.mark.parametrize("program", [["run_multi_gpu_train.py"], ["-m", "ddp_manual", "train"], ["-m", "ddp_manual"]])
-def test_help_takes_no_more_than_two_and_a_half_times_what_click_alone_does(program: list[str]) -> None:
-    """A fifth of a second on an idle core; in seconds of a core, and in turn, since other tests run meanwhile."""
-    with_help, alone = [sys.executable, *program, "--help"], [sys.executable, "-c", "import click"]
-    assert min(_seconds(with_help) / _seconds(alone) for _ in range(6)) < 2.5
-
-
-def _seconds(command: list[str]) -> float:
-    """Return the seconds of a core that a command takes, to the microsecond; os.times counts hundredths. The first run
-    leaves compiled files for the others, also where a variable forbids that."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def test_launch_refuses_options_whose_values_it_decides_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["launch", "--nproc", "2", "--", "--world-size", "3"]) == 2
-    assert "--world_size cannot come after the --" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("--nproc 2 --max_restart 3 train.py", ["No such option '--max_restart'", "'--max_restarts'"]),
-        ("--nproc 2 --no_such script", ["No such option '--no_such'", "or put --no_such after the script"]),
-        ("--nproc 2 --device cpu train.py", ["No such option '--device'", "after a --, if it is one of the built-in"]),
-        ("--nproc 2 --log-dir logs train.py", ["no option --log_dir", "torchrun has it", "next: leave it out"]),
-        ("--rdzv_backend=c10d --rdzv_id 1 a.py", ["--rdzv_backend", "--master_addr", "leave it out"]),
-        ("--nproc 2 --tee 3", ["no option --tee", "leave it out"]),
-        ("--nproc 2 -- --epohcs 3", ["No such option", "--epochs", "train --help"]),
-        ("--nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script of your own", "leave --may_differ"]),
-        ("train.py --nproc 2", ["no --nproc before train.py", "next: put --nproc 2 before train.py"]),
-        ("train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
-    ],
-)
-def test_launch_says_of_an_option_in_the_wrong_place_or_of_torchrun_where_it_belongs(
-    typed: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script").touch()
-    monkeypatch.setattr(sys, "argv", ["ddp-manual", "launch", *typed.split()])
-    assert cli.run(["launch", *typed.split()]) == 2
-    printed = capsys.readouterr().err
-    for words in said:
-        assert words in printed, printed
-
-
-def test_options_of_run_that_come_after_the_script_are_named() -> None:
-    typed = ("--lr", "0.1", "-x", "--rank=0", "data", "--world-size", "2", "--", "--nproc", "3")
-    assert option_in(typed, "world_size", "rank") == "--world_size 2"
-    assert option_in(typed, "rank") == "--rank 0"
-    assert option_in(typed, "nproc") == option_in(("--nproc",), "nproc") == ""
-    assert without_options(typed, "rank", "world_size") == ["--lr", "0.1", "-x", "data", "--nproc", "3"]
-
-
-def test_launch_needs_at_least_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["launch", "--nproc", "0"]) == 2
-    assert "error[bad-option]" in capsys.readouterr().err
-
-
-def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
-    for name in ("one", "two"):
+@pytest.fixture
+def two_runs(tmp_path: Path) -> list[str]:
+    """The folders of two runs; stdout may be unable to show the second one's name."""
+    for name in ("one", "데이터"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    compare = [sys.executable, "-m", "ddp_manual", "compare", str(tmp_path / "one"), str(tmp_path / "two")]
+    return [str(tmp_path / "one"), str(tmp_path / "데이터")]
+
+
+def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(two_runs: list[str]) -> None:
+    compare = [sys.executable, "-m", "ddp_manual", "compare", *two_runs]
+    run = partial(subprocess.run, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, check=False)
     with open("/dev/full", "w") as full:
         for command in (compare, [*compare[:3], "--help"]):
-            ended = subprocess.run(command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            ended = run(command, stdout=full)
             assert ended.returncode == 15
             assert ended.stderr.startswith("error[disk-full]: stdout cannot be written\n")
             assert "Traceback" not in ended.stderr
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(compare, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    ended = run(compare, stdout=writer)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
 
@@ -388,10 +224,8 @@ def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(tmp_path: Path
 def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def echo(text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(cli.click, "echo", echo)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(cli.click, "echo", mock.Mock(side_effect=full))
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # pytest's own would be closed
     ended = Ended(result={"run_dir": "runs/mine"})
     monkeypatch.setattr("ddp_manual.agent.tasks.train_by_hand", lambda spec, config: ended)
@@ -401,22 +235,16 @@ def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
     assert "stdout cannot be written (No space left on device): the result is in runs/mine" in caplog.text
 
 
-def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_stdout_cannot_show_is_escaped(two_runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    for name in ("one", "데이터"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "stdout", screen)
-    assert cli.run(["compare", str(tmp_path / "one"), str(tmp_path / "데이터")]) == 0
+    assert cli.run(["compare", *two_runs]) == 0
     assert "\\ub370\\uc774\\ud130" in screen.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", [["run", "script.py"], ["train"]], ids=" ".join)
 def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_others_are(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("script.py").touch()
     monkeypatch.setattr("ddp_manual.agent.tasks.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
     monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
     log_to_root(monkeypatch)
@@ -425,5 +253,5 @@ def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_ot
     said = "no --rank was given: this is rank 0 of 3; the others have --rank 1 to 2"
     for options, lines in ((["--rank", "0"], []), ([], [said])):
         caplog.clear()
-        assert cli.run([command[0], "--world_size", "3", *options, *command[1:]]) == 0
+        assert cli.run(["train", "--world_size", "3", *options]) == 0
         assert [line for line in caplog.messages if line.startswith("no --rank")] == lines

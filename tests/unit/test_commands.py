@@ -44,21 +44,6 @@ def test_the_lines_are_grouped_by_host_with_rank_0_first(capsys: Output) -> None
     )
 
 
-def test_on_one_host_nothing_is_said_about_others(capsys: Output) -> None:
-    assert printed(capsys, "--hosts", "localhost:1", "--", "--epochs", "1") == (
-        "# Type each line in a terminal of its own. Any order will do.\n"
-        "\n"
-        "# localhost\n"
-        "ddp-manual train --world_size 1 --rank 0 --master_addr localhost --epochs 1\n"
-    )
-
-
-def test_a_hostfile_says_the_same(capsys: Output, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("hostA slots=2  # with the big disk\nme@hostB\n")
-    from_file = printed(capsys, "--hostfile", str(tmp_path / "hosts"), "train.py")
-    assert from_file == printed(capsys, "--hosts", "hostA:2,me@hostB", "train.py")
-
-
 def test_each_word_reaches_the_rank_as_it_was_typed(capsys: Output) -> None:
     odd = ["a b", "it's", "$HOME", "c;", "--api_key", "secret", "--rank=5", "-m", "*", ""]
     options = ["--master_port", "3000", "--token_file", "my token", "--listen_addr", "0.0.0.0", "--allow_mismatch"]
@@ -91,11 +76,11 @@ def test_a_token_is_named_and_never_shown(capsys: Output, monkeypatch: pytest.Mo
 
 
 def test_json_has_the_same_lines(capsys: Output) -> None:
-    found = json.loads(printed(capsys, "--hosts", "hostA,hostB", "--json", "--", "--dataset", "folder:my pictures"))
-    lines = printed(capsys, "--hosts", "hostA,hostB", "--", "--dataset", "folder:my pictures").splitlines()
-    assert [rank["command"] for rank in found["ranks"]] == [line for line in lines if line.startswith("ddp-manual")]
+    words = ["--hosts", "hostA,hostB", "--", "--dataset", "folder:my pictures"]
+    found = json.loads(printed(capsys, "--json", *words))
+    lines = [line for line in printed(capsys, *words).splitlines() if line.startswith("ddp-manual")]
     assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "hostA"), (1, "hostB")]
-    assert [shlex.join(rank["words"]) for rank in found["ranks"]] == [rank["command"] for rank in found["ranks"]]
+    assert [(rank["command"], shlex.join(rank["words"])) for rank in found["ranks"]] == [(line, line) for line in lines]
     assert found["world_size"] == 2 and found["master_addr"] == "hostA"
 
 
@@ -103,17 +88,13 @@ def test_json_has_the_same_lines(capsys: Output) -> None:
     ("words", "what", "hint"),
     [
         (["train.py"], "no hosts were given", "--hosts a:4,b:4"),
-        (["train.py", "--lr", "1"], "no hosts were given", "--hosts a:4,b:4"),
         (["train.py", "--hosts", "a"], "commands was given no hosts before train.py", "put --hosts a before train.py"),
-        (["--hosts", "a,b:0", "train.py"], "'0' is not a number of ranks", "leave the host out"),
         (["--hosts", "localhost,b", "train.py"], "b cannot reach rank 0 at localhost", "--master_addr"),
         (["--hosts", "a,b", "--master_port", "0", "train.py"], "rank 1 cannot join at port 0", "--master_port"),
         (["--hosts", "a,b", "--", "--rank", "1"], "--rank cannot come after the --", "leave --rank out"),
-        (["--hosts", "a,b", "--", "--run_dir", "x"], "--run_dir cannot come after the --", "before the --"),
         (["--hosts", "a,b", "--", "--epoch", "1"], "No such option '--epoch'", "--help"),
         (["--hosts", "a,b", "--epochs", "1"], "No such option", "--help"),
         (["--hosts", "a,b", "--may_differ", "seed", "--", "--seed", "1"], "--may_differ is for a script", "leave"),
-        (["--hosts", "a,b", "-m"], "Missing argument SCRIPT", "--help"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_typed(

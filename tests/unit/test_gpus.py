@@ -62,16 +62,12 @@ WSL_FILES = ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"]
     [
         (None, 4),
         ("0,2", 2),
-        (" 3", 1),
         ("-1", 0),
-        ("NoDevFiles", 0),
         ("", 0),
         ("0,-1,1", 1),
-        ("0,9,1", 1),
         ("1,1", 0),
         (",".join(UUIDS[:3]), 3),
         (PARTS[0], 1),
-        (f"{PARTS[0]},{PARTS[1]}", 1),
     ],
 )
 def test_nproc_gpu_is_the_number_of_gpus_that_cuda_shows_a_process(host: Host, chosen: str | None, count: int) -> None:

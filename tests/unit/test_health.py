@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from ddp_manual.from_worker import Progress
-from ddp_manual.messages import Beat, LongestWait, RankInfo
+from ddp_manual.messages import Beat, RankInfo
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.health import SLOW_FOR, Health, Stall
 from ddp_manual.protocol.watch import Watch
@@ -22,25 +21,9 @@ from tests.runs import run_info
 RUN = run_info()
 
 
-def training(
-    step: int,
-    collectives: int,
-    *,
-    inside: bool = False,
-    place: str = "train.py:1 in f",
-    own: float = 0,
-    nccl: bool = False,
-) -> Beat:
-    return Beat(
-        phase="training",
-        epoch=1,
-        step=step,
-        collectives={"0": collectives},
-        return_at_once=nccl,
-        inside=inside,
-        place=place,
-        step_seconds=own,
-    )
+def training(step: int, collectives: int, *, own: float = 0.0, nccl: bool = False, **other: Any) -> Beat:
+    usual = {"phase": "training", "epoch": 1, "place": "train.py:1 in f", **other}
+    return Beat(step=step, collectives={"0": collectives}, step_seconds=own, return_at_once=nccl, **usual)
 
 
 def health_of(*beats: Beat) -> Health:
@@ -50,22 +33,8 @@ def health_of(*beats: Beat) -> Health:
     return health
 
 
-def beat_until(health: Health, seconds: float, beats: dict[int, Beat], since: float = 0.0) -> None:
-    for number in range(1, int((seconds - since) * 2) + 1):
-        for rank, beat in beats.items():
-            health.hear(rank, beat, since + number / 2)
-
-
-def test_ranks_that_are_nearly_as_silent_are_named_too_and_the_most_silent_comes_first() -> None:
-    """That a silent rank is named in time, and who has left is not: tests/simulation."""
-    health = health_of(training(1, 1), training(1, 1), training(1, 1))
-    beat_until(health, 12, {0: training(1, 1)})
-    health.hear(1, training(1, 1), 0.5)
-    assert list(health.silent(11.1)) == [2, 1]
-
-
-def waits(collectives: int, *, step: int = 7, unfinished: int | None = None) -> Beat:
-    return replace(training(step, collectives, inside=True), unfinished=unfinished)
+def waits(collectives: int, *, step: int = 7, **other: Any) -> Beat:
+    return training(step, collectives, inside=True, **other)
 
 
 LEAVES = Beat(phase="leaving", collectives={"0": 5}, inside=True)
@@ -86,10 +55,10 @@ IN_A_SECOND_GROUP = replace(training(3, 5), collectives={"0": 5, "1": 90})
         ([waits(9, unfinished=2)] * 2, True, [0, 1], [], []),
         # These compute, whatever their numbers; a person may look at one; a group is compared among its members only.
         ([training(7, 9), training(7, 3)], False, [], [], []),
-        ([waits(8), replace(training(7, 7), debugging=True)], False, [], [], []),
+        ([waits(8), training(7, 7, debugging=True)], False, [], [], []),
         ([IN_A_SECOND_GROUP, training(3, 5)], False, [], [], []),
         ([LEAVES, training(7, 4)], False, [], [], []),
-        *(([replace(training(5, 4), phase=phase)] * 2, False, [], [], []) for phase in ("loading", "saving")),
+        *(([training(5, 4, phase=phase)] * 2, False, [], [], []) for phase in ("loading", "saving")),
     ],
 )
 def test_who_waits_and_who_is_behind_after_stall_timeout(
@@ -98,8 +67,7 @@ def test_who_waits_and_who_is_behind_after_stall_timeout(
     """With gloo, one rank behind or all in the same collective: tests/simulation."""
     beats = [replace(beat, return_at_once=with_nccl) for beat in beats]
     health = health_of(*beats)
-    beat_until(health, 301, dict(enumerate(beats)))
-    stall = health.find_stall(301)
+    stall = health.find_stall(0.5) or health.find_stall(301)
     found = ([], [], []) if stall is None else ([*stall.waiting], [*stall.behind], [*stall.fewer])
     assert found == (waiting, behind, fewer)
 
@@ -141,19 +109,10 @@ def test_a_rank_that_says_how_many_steps_there_are_has_the_time_left_at_its_pace
 def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_for_it() -> None:
     health = health_of(training(7, 900), training(7, 900))
     for second in range(1, 1000):
-        beat = replace(training(7, 900, inside=True, nccl=True), unfinished=1000 - second)
+        beat = waits(900, nccl=True, unfinished=1000 - second)
         for rank in range(2):
             health.hear(rank, beat, second)
         assert health.find_stall(second) is None
-
-
-def test_a_stall_on_gpus_shows_their_unfinished_collectives_and_that_one_may_hang() -> None:
-    beats = {rank: replace(training(7, 9, inside=True), unfinished=2 - rank) for rank in range(2)}
-    infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
-    shown = verdicts.stalled(infos, Stall([0, 1], [], 300.0), beats, {}, "again")
-    assert "on train.py:1 in f, 2 collectives not completed by its GPU\n" in shown.why
-    assert "on train.py:1 in f, 1 collective not completed by its GPU\n" in shown.why
-    assert "nvidia-smi" in shown.next
 
 
 def look_until(health: Health, seconds: float, since: float = 0.0) -> list[tuple[int, float, float]]:
@@ -168,26 +127,22 @@ def test_a_slow_rank_is_named_once_after_it_was_slow_for_long() -> None:
     assert [line["slow"] for line in health.progress(0)] == [False, False, True]
 
 
-def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
+@pytest.mark.parametrize(
+    "meanwhile",
+    [training(2, 2, own=0.02), Beat(phase="evaluating", step=1, step_seconds=0.05)],
+    ids=["as fast as the other", "between two epochs"],
+)
+def test_a_rank_that_was_slow_for_moments_is_not_named(meanwhile: Beat) -> None:
     health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
     assert look_until(health, 10) == []
-    health.hear(1, training(2, 2, own=0.02), 10.0)
-    assert look_until(health, 20, since=10.5) == []
-    health.hear(1, training(3, 3, own=0.05), 20.0)
-    assert look_until(health, SLOW_FOR + 15, since=20.5) == []
-
-
-def test_time_between_two_epochs_does_not_make_a_rank_slow() -> None:
-    health = health_of(training(1, 1, own=0.02), training(1, 1, own=0.05))
-    assert look_until(health, 1) == []
-    health.hear(1, Beat(phase="evaluating", step=1, step_seconds=0.05), 1.0)
-    assert look_until(health, 100, since=1.5) == []
-    health.hear(1, training(2, 2, own=0.05), 100.0)
-    assert look_until(health, 101, since=100.5) == []
+    health.hear(1, meanwhile, 10.0)
+    assert look_until(health, 100, since=10.5) == []
+    health.hear(1, training(3, 3, own=0.05), 100.0)
+    assert look_until(health, SLOW_FOR + 85, since=100.5) == []
 
 
 def test_a_rank_that_is_stopped_again_has_the_full_time_again() -> None:
-    stopped = replace(training(1, 1), stopped="SIGTSTP")
+    stopped = training(1, 1, stopped="SIGTSTP")
     health = health_of(training(1, 1), stopped)
     assert health.newly("stopped") == [1]
     health.hear(1, training(1, 1), 9.0)
@@ -211,10 +166,10 @@ def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
 def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -> None:
     """Two that train models of their own, and count no steps."""
     health = health_of(training(1, 2), training(1, 2))
-    for half_second in range(2, 2000):
+    for second in range(1, 1000):
         for rank in range(2):
-            health.hear(rank, training(1, 2, inside=(half_second + rank) % 3 != 0), half_second / 2)
-            assert health.find_stall(half_second / 2) is None
+            health.hear(rank, training(1, 2, inside=(second + rank) % 3 != 0), second)
+            assert health.find_stall(second) is None
 
 
 def stall_after(beats: Sequence[Beat], **of_run: object) -> Stall:
@@ -237,14 +192,11 @@ TYPED = {"stall_timeout_is_default": False}
     [
         (10.0, OF_SCRIPT, (7, 8), "80% of their process group's time-out of 10 s"),
         (600.0, OF_SCRIPT, (478, 480), "80% of their process group's time-out of 600 s"),  # NCCL's default
-        (1800.0, OF_SCRIPT, (1438, 1440), "80% of their process group's time-out of 1800 s"),  # gloo's
-        (14400.0, OF_SCRIPT, (11518, 11520), "80% of their process group's time-out of 14400 s"),
         (2.0, OF_SCRIPT, (1, 2), "80% of their process group's time-out of 2 s"),
         (None, OF_SCRIPT, (1800, 1801), "--stall_timeout"),
         (10.0, {**TYPED, "stall_timeout": 10.0}, (7, 8), "80% of their process group's time-out of 10 s"),
         (10.0, {**TYPED, "stall_timeout": 5.0}, (5, 6), "--stall_timeout"),
         (14400.0, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
-        (None, {**TYPED, "stall_timeout": 600.0}, (600, 601), "--stall_timeout"),
         (1800.0, {"stall_timeout": 300.0}, (300, 301), "--stall_timeout"),
     ],
 )
@@ -297,26 +249,14 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
     assert line["text"] == (f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)")
 
 
-def test_the_words_about_a_stall_say_which_limit_to_raise() -> None:
-    beats = {rank: training(7, 8 - rank, inside=not rank) for rank in range(2)}
-    infos = [RankInfo(rank=rank, world_size=2, host="vm", pid=10 + rank) for rank in range(2)]
-    for behind in ([1], []):
-        for longest, words in (
-            (LongestWait(300.0), "a larger --stall_timeout"),
-            (LongestWait(7, 10), "a larger timeout in\ninit_process_group or new_group: it is 10 s"),
-        ):
-            stall = Stall([0] if behind else [0, 1], behind, 300.0, longest=longest)
-            assert words in verdicts.stalled(infos, stall, beats, {}, "again").next
-
-
 class Odd:
     """What a user's program may put where a number belongs."""
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), "3", Odd()])
+@pytest.mark.parametrize("value", [None, float("nan"), 10**400, "3", Odd()])
 def test_a_heartbeat_is_valid_whatever_a_script_has_written_into_it(value: object) -> None:
     progress = Progress(phase="a\nb")
-    for name in ("epoch", "step", "samples_per_second", "step_seconds"):
+    for name in ("epoch", "step", "samples_per_second", "step_seconds", "loss"):
         setattr(progress, name, value)
     beat = progress.beat(timeouts={}, inside=False, place="\x1b[2J", debugging=False)
     assert reader_of(Beat)(as_json(beat).decode()) == Beat(phase="a\\nb", place="\\x1b[2J")
@@ -326,36 +266,3 @@ def test_a_heartbeat_says_the_shortest_time_out_once_however_many_groups_a_progr
     timeouts = {**{str(group): 1800.0 for group in range(20_000)}, "long": 14400.0}
     beat = Progress().beat(timeouts=timeouts, inside=False, place="", debugging=False)
     assert beat.timeouts == {"": 1800.0, "long": 14400.0} == reader_of(Beat)(as_json(beat).decode()).timeouts
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"phase": 3},
-        {"step": "many"},
-        {"unfinished": "many"},
-        {"collectives": {"0": None}},
-        {"place": "x" * 300},
-        {"place": "a\nb"},
-        {"step": True},
-        {"stopped": 5},
-        {"stopped": "SIG\nSTOP"},
-        {"no": 1},
-        {"timeouts": {"": "long"}},
-        {"timeouts": {"": float("nan")}},
-        {"timeouts": {"": float("inf")}},
-        {"timeouts": {"": 0}},
-        {"timeouts": {"": True}},
-        *({"calls": calls} for calls in ({"g": [1]}, {"g": ["1", 2]}, {"g": 5}, {"g": [1, 2] * 1000})),
-    ],
-)
-def test_a_malformed_heartbeat_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises((msgspec.MsgspecError, ValueError)):
-        reader_of(Beat)(json.dumps(message))
-
-
-@pytest.mark.parametrize("number", [10**400, 1e20, float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["samples_per_second", "step_seconds", "timeouts"])
-def test_a_heartbeat_with_a_number_that_cannot_be_is_refused(field: str, number: float) -> None:
-    with pytest.raises((msgspec.MsgspecError, ValueError)):
-        reader_of(Beat)(json.dumps({field: {"": number} if field == "timeouts" else number}))

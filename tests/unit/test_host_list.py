@@ -13,18 +13,14 @@ from ddp_manual.launch.host_list import Host, choose_hosts, parse_hosts, read_ho
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("a:4,b:4", [("a", 4), ("b", 4)]),
-        ("b,a", [("b", 1), ("a", 1)]),
-        ("a:2, me@b.example.org:03", [("a", 2), ("me@b.example.org", 3)]),
-        ("10.0.0.1:2,[fe80::1]:2,me@[fd00::2],[fe80::1%eth0]", None),
-        ("node_1", [("node_1", 1)]),
+        ("b,a:4", [("b", 1), ("a", 4)]),
+        ("node_1, me@b.example.org:03", [("node_1", 1), ("me@b.example.org", 3)]),
+        ("10.0.0.1:2,[fe80::1]:2,me@[fd00::2]", [("10.0.0.1", 2), ("fe80::1", 2), ("me@fd00::2", 1)]),
+        ("[fe80::1%eth0]", [("fe80::1%eth0", 1)]),
     ],
 )
-def test_hosts_are_listed_in_the_order_in_which_their_ranks_count(
-    text: str, hosts: list[tuple[str, int]] | None
-) -> None:
-    ipv6 = [("10.0.0.1", 2), ("fe80::1", 2), ("me@fd00::2", 1), ("fe80::1%eth0", 1)]
-    assert parse_hosts(text) == (hosts or ipv6)
+def test_hosts_are_listed_in_the_order_in_which_their_ranks_count(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert parse_hosts(text) == hosts
 
 
 def test_an_address_is_a_name_without_its_user() -> None:
@@ -36,22 +32,11 @@ def test_an_address_is_a_name_without_its_user() -> None:
     ("text", "what", "hint"),
     [
         ("", "--hosts '' lacks a host", "it is empty"),
-        ("a:4,", "--hosts 'a:4,' lacks a host", "nothing stands there: entry 2 of 2"),
-        ("a,,b", "--hosts 'a,,b' lacks a host", "entry 2 of 3"),
         ("a:x", "--hosts 'a:x', entry a:x: 'x' is not a number of ranks", "--hosts a:4,b:4"),
-        ("a:", "entry a:: '' is not a number of ranks", "it is no whole number"),
-        ("a:-1", "'-1' is not a number of ranks", "it is no whole number"),
-        ("a:2.5", "'2.5' is not a number of ranks", "it is no whole number"),
-        ("a:12345678", "'12345678' is not a number of ranks", "from 1 to 9999999"),
         ("a:٣", "'٣' is not a number of ranks", "it is no whole number"),
-        ("a:4,b:00", "entry b:00: '00' is not a number of ranks", "leave the host out"),
         ("fe80::1:2", "has an IPv6 address without brackets: fe80::1:2", "[fe80::1]:4"),
         ("[fe80::x]:2", "'[fe80::x]' is not a host", "an IPv6 address"),
         ("-oProxyCommand=x", "'-oProxyCommand=x' is not a host", "--hosts a:4"),
-        ("-l@a", "'-l@a' is not a host", "--hosts a:4"),
-        ("@a", "'@a' is not a host", "--hosts a:4"),
-        ("a b", "'a b' is not a host", "--hosts a:4"),
-        ("a;reboot", "'a;reboot' is not a host", "--hosts a:4"),
         ("a:2,b:1,me@A:3", "entry me@A:3: the host A is there already", "name each host once, with all its ranks: a:5"),
     ],
 )
@@ -77,33 +62,19 @@ def test_a_hostfile_of_open_mpi_is_read_as_mpirun_reads_it(tmp_path: Path) -> No
 
 
 def test_a_hostfile_of_deepspeed_is_read_as_it_is(tmp_path: Path) -> None:
-    assert read_hostfile(hostfile(tmp_path, "\ufeffworker-1 slots=4\r\nworker-2 slots=8\r\n")) == [
-        ("worker-1", 4),
-        ("worker-2", 8),
-    ]
+    path = hostfile(tmp_path, "\ufeffworker-1 slots=4\r\nworker-2 slots=8\r\n")
+    assert read_hostfile(path) == [("worker-1", 4), ("worker-2", 8)]
 
 
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
-        ("", "names no host", "it is empty"),
         ("# a slots=4\n\n", "names no host", "nothing but comments and blank lines"),
         ("a slots=2\nb slots=x", ", line 2: 'x' is not a number of ranks", "a slots=4"),
-        ("a slots=0", ", line 1: '0' is not a number of ranks", "leave the host out"),
-        ("a slots", ", line 1: slots cannot be used", "neither slots=N nor max_slots=M"),
-        ("a 4", ", line 1: 4 cannot be used", "a slots=4"),
-        ("a cpu=4", ", line 1: cpu=4 cannot be used", "a slots=4"),
         ("a slots=2 slots=3", ", line 1: slots=3 cannot be used", "is there twice"),
         ("a slots=4 max_slots=2", ", line 1: slots=4 is above max_slots=2", "make slots smaller"),
-        ("a slots=4 max_slots=0", ", line 1: '0' is not a number of ranks", "at least one rank"),
         ("a:4", ", line 1: a:4 is not a host", "write: a slots=4"),
-        ("+n1 slots=4", ", line 1: '+n1' is not a host", "a slots=4"),
-        ("-oProxyCommand=x", ", line 1: '-oProxyCommand=x' is not a host", "a slots=4"),
-        (
-            "a\n# more\nb\nA",
-            ", line 4: the host A is there already",
-            "name each host once, with all its ranks: a slots=2",
-        ),
+        ("a\n# more\nb\nA", ", line 4: the host A is there already", "once, with all its ranks: a slots=2"),
         ("a\0b slots=2", ", line 1: 'a\\x00b' is not a host", "a slots=4"),
     ],
 )
@@ -117,17 +88,9 @@ def test_a_hostfile_that_cannot_be_meant_is_refused_by_file_and_line(
     assert hint in f"{caught.value.why}\n{caught.value.next}"
 
 
-def test_a_hostfile_with_stray_bytes_is_refused_by_its_line(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_bytes(b"a slots=2\n\xff\xfe slots=2\n")
-    with pytest.raises(BadOption, match=r"line 2: '\\udcff\\udcfe' is not a host"):
-        read_hostfile(str(tmp_path / "hostfile"))
-
-
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_a_hostfile_that_cannot_be_read_is_an_error_and_never_this_machine_alone(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BadOption, match="cannot be read") as caught:
-        read_hostfile(str(tmp_path / name))
-    assert "a slots=4" in caught.value.next
+def test_a_hostfile_that_cannot_be_read_is_an_error_and_never_this_machine_alone(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="cannot be read"):
+        read_hostfile(str(tmp_path / "missing"))
 
 
 def test_exactly_one_of_hosts_and_hostfile_says_where_the_ranks_are(tmp_path: Path) -> None:

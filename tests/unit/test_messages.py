@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import typing
 from collections.abc import Iterable
@@ -11,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.wire import LineReader, Unreadable, as_json, encode_local, reader_of
+from tests.runs import info, ready
 
 SENDERS = (messages.FromStranger, messages.FromRank, messages.FromRank0)
 
@@ -47,20 +50,44 @@ def assert_has_words(kinds: Iterable[type[messages.Message]]) -> None:
     assert len(set(says)) == len(says) and all(text.endswith(".") for text in says)
 
 
-def test_an_option_may_come_from_a_file_with_any_name() -> None:
-    source = f"from {'d' * 300}/donn\udce9es\n/config.json"
-    info = messages.RankInfo(rank=0, world_size=1, host="a", pid=1, options={"lr": (0.1, source)})
-    assert reader_of(messages.RankInfo)(as_json(info).decode()).options["lr"][1].startswith("from ddd")
-
-
-def test_a_rank_may_wait_for_longer_than_anybody_lives() -> None:
-    news = messages.News(1, timeout=1e18)
-    assert messages.read_from_rank_0(as_json(news).decode()) == news
-
-
 def test_a_greeting_may_say_more_and_other_messages_may_not() -> None:
     greeting = {"protocol": 9, "challenge": "", "host": "a", "pid": 1, "token": False, "later": 1}
     assert msgspec.convert({"type": "greeting", **greeting}, messages.Greeting).protocol == 9
+
+
+RANK = info(0, "a", options={"lr": (0.1, f"from {'d' * 300}/config.json")})
+SO_FAR = messages.RunSoFar("r", None, 1, 1, 1.0, "a", 7, "10.0.0.1")
+BEAT = messages.Beat()
+
+
+@pytest.mark.parametrize(
+    ("usual", "wrong"),
+    [
+        (RANK, {"rank": -1}),
+        (RANK, {"rank": 4}),
+        (RANK, {"options": {"lr": 5}}),
+        (RANK, {"answer_port": 70_000}),
+        (RANK, {"since": 1e300}),
+        (RANK, {"address": "no.address"}),
+        (RANK, {"host": "a\nb"}),
+        (RANK, {"host_id": "a" * 300}),
+        (ready(), {"gpus": ["GPU\n1"]}),
+        (ready(), {"store": {}}),
+        (BEAT, {"place": "a\nb"}),
+        (BEAT, {"step_seconds": 10**400}),
+        (BEAT, {"samples_per_second": math.nan}),
+        (BEAT, {"timeouts": {"": math.inf}}),
+        (BEAT, {"calls": {"g": [1]}}),
+        (BEAT, {"calls": {"g": [1, 2] * 1000}}),
+        (SO_FAR, {"generation": -1}),
+        (SO_FAR, {"held": ["a", 1]}),
+    ],
+)
+def test_what_no_process_can_say_of_itself_is_refused(usual: msgspec.Struct, wrong: dict[str, object]) -> None:
+    read = reader_of(type(usual))
+    assert read(as_json(usual).decode()) == usual
+    with pytest.raises((msgspec.MsgspecError, ValueError)):
+        read(json.dumps({**asdict(usual), **wrong}))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +135,3 @@ def test_a_message_with_a_field_that_it_does_not_have_is_no_message(kind: type[m
     fields = {field.name: 0 for field in msgspec.structs.fields(kind)}
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"type": kind.__struct_config__.tag, **fields, "another": 1}, kind)
-
-
-def test_numbers_that_a_heartbeat_cannot_carry_are_left_out() -> None:
-    progress = from_worker.Progress()
-    progress(step=10**400, epoch=math.inf, loss=2e15, samples_per_second=math.nan)  # type: ignore[arg-type]
-    beat = progress.beat(timeouts={}, inside=False, place="", debugging=False)
-    assert (beat.step, beat.epoch, beat.loss, beat.samples_per_second) == (0, 0, None, 0.0)
-    progress(loss=-9e14)
-    assert progress.number_of_loss == -9e14

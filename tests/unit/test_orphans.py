@@ -14,16 +14,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux give
 
 # A worker is a shell in a session of its own, which says the pids of what it has started.
 STARTS = """
-import asyncio, os, subprocess, sys, time
+import asyncio, os, subprocess, sys
+import psutil
 from ddp_manual import orphans
+from tests.conftest import has_ended, wait_until
 
 started = []
-
-def wait_until(holds):
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 def worker(command):
     script = command + "; echo ready; exec sleep 100"
@@ -31,23 +27,15 @@ def worker(command):
     how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": marked}
     process = subprocess.Popen(["sh", "-c", script], **how)
     orphans.is_own(process)
-    lines = iter(process.stdout.readline, "ready\\n")
-    pids = [int(line) for line in lines]
+    pids = [int(line) for line in iter(process.stdout.readline, "ready\\n")]
     started.extend([process.pid, *pids])
     return process, pids
 
-def state(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
 def gone(pids):
-    return not any(map(state, pids))
+    return not any(map(psutil.pid_exists, pids))
 
 def live(pids):
-    return all(state(pid) not in ("", "Z") for pid in pids)
+    return not any(map(has_ended, pids))
 
 try:
     exec(sys.stdin.read())
@@ -64,25 +52,6 @@ def runs(program: str) -> None:
     given = textwrap.dedent(program)
     done = subprocess.run(words, cwd=REPOSITORY, input=given, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.endswith("passed\n"), done.stderr
-
-
-def test_all_that_a_worker_has_started_ends_with_it_in_whatever_session_it_is() -> None:
-    runs(
-        """
-        orphans.adopt()
-        plain, of_its_own = "sleep 100 & echo $!", "setsid sleep 100 & echo $!"
-        daemon = "(setsid sh -c 'echo $$; exec sleep 100' & )"
-        stubborn = "sh -c 'trap \\"\\" TERM; echo $$; while true; do sleep 1; done' &"
-        process, pids = worker("; ".join([plain, of_its_own, daemon]) + "; " + stubborn + " sleep 0.2")
-        wait_until(lambda: len(pids) == 4)
-        process.kill(), process.wait()
-        children = orphans.Children()
-        asyncio.run(children.end())
-        assert gone(pids), [state(pid) for pid in pids]
-        names = sorted(text.partition(" (pid")[0] for text in children.ended)
-        assert set(names) == {"sh", "sleep"} and len(names) >= 4, names
-        """
-    )
 
 
 def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes_on() -> None:
@@ -116,9 +85,9 @@ def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -
         process, (orphan,) = worker("(sh -c 'echo $$; exec sleep 100' & sleep 0.2)")
         child = subprocess.Popen(["sh", "-c", "exit 7"])
         orphans.is_own(child)
-        wait_until(lambda: state(child.pid) == "Z")
+        wait_until(lambda: has_ended(child.pid))
         os.kill(orphan, 9)
-        wait_until(lambda: state(orphan) == "Z")
+        wait_until(lambda: has_ended(orphan))
         orphans.reap()
         assert child.wait() == 7
         orphans.reap()
@@ -130,7 +99,7 @@ def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -
 def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_would() -> None:
     runs(
         """
-        import multiprocessing
+        import multiprocessing, time
         fork = multiprocessing.get_context("fork")
         processes = [fork.Process(target=time.sleep, args=(100,), daemon=daemon) for daemon in (True, False)]
         for process in processes:

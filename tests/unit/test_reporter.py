@@ -34,7 +34,6 @@ def test_the_first_message_comes_before_any_heartbeat() -> None:
     [
         (1, False, True, True),
         (0, True, True, False),
-        (0, False, True, False),
         (None, True, True, True),
         (None, False, True, False),
         (None, True, False, False),  # such as the synchronize() of a script that uses gloo

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import Progress
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
-from ddp_manual.messages import Losses, Place, Placed, RankInfo, RunSoFar, Verdict
+from ddp_manual.messages import Losses, Place, Placed, RankInfo, Verdict
 from ddp_manual.on_loss import WAIT
 from ddp_manual.protocol.seats import MOST_WITHOUT_A_STEP, Seats
 from ddp_manual.run_folder import holds_another_run
@@ -29,9 +30,6 @@ from tests.runs import RUN, info
 
 KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
 GONE = Verdict("peer-lost", "rank 2 (b, pid 7) is gone: SIGKILL", "why", "next", 14, rank=2, host="b", pid=7)
-
-SO_FAR: dict[str, Any] = {"run_id": "r", "run_dir": None, "generation": 1, "losses": 1, "lost_seconds": 1.0}
-SO_FAR |= {"host": "a", "pid": 7, "address": "10.0.0.1"}
 
 
 def here(*ranks: int) -> dict[int, RankInfo]:
@@ -76,16 +74,6 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
 
-def test_only_losses_after_the_same_step_count_together() -> None:
-    seats, rank_0 = begun(), replace(GONE, rank=0)
-    for number in range(4 * MOST_WITHOUT_A_STEP):
-        lost = {0: rank_0} if number % 4 == 0 else {2: GONE}
-        seats.begin(lost, 0.0)
-        seats.take_held(1, (number, number // 2), number // 2)
-        assert seats.refusal([0] if number % 4 == 0 else [], [1]) is None
-        seats.complete(KEEPS, here(0, 1, 2), 0.0)
-
-
 def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
     seats, refused = begun(), []
     for step in range(10):
@@ -96,21 +84,11 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
     assert refused[:7] == [False] * 7 and refused[7]
 
 
-@pytest.mark.parametrize("wrong", [{"generation": -1}, {"held": [1]}, {"held": ["a", 1]}, {"lost_seconds": "x"}])
-def test_what_a_rank_says_of_its_run_is_checked(wrong: dict[str, Any]) -> None:
-    assert msgspec.convert(SO_FAR, RunSoFar).held is None
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(SO_FAR | wrong, RunSoFar)
-
-
 def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() -> None:
     memory = HeldMemory.create()
     holder = Holder(memory, 0, 1, placed(0).place)
-    state: dict[Any, Any] = {
-        "a": torch.arange(5.0),
-        3: (1, 2.5, None, True, "x", [float("inf")]),
-        "scalar": torch.tensor(7),
-    }
+    state: dict[Any, Any] = {"a": torch.arange(5.0), "scalar": torch.tensor(7)}
+    state[3] = (1, 2.5, None, True, "x", [math.inf])
     assert memory.newest() is None
     for step in (1, 2, 3):
         state["a"][0] = step
@@ -144,35 +122,41 @@ def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends
         HeldMemory.create().begin(tensors=left, text=10)
 
 
+@pytest.fixture
+def begin() -> Iterator[Callable[..., None]]:
+    """Begin to hold a script's state; the end of the test ends that."""
+
+    def begin(memory: HeldMemory | None, rank: int = 0, source: int | None = None, told: Any = None) -> None:
+        place = replace(placed(rank), state_from=source)
+        holding.begin(memory, place, lambda message: None, told or Progress())
+
+    yield begin
+    begin(None)
+
+
 def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_it_began_with(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[..., None]
 ) -> None:
     """What rank 0 holds reaches the others through a process group; here each reads rank 0's memory itself."""
     memories, model = [HeldMemory.create() for _ in range(3)], torch.nn.Linear(2, 1)
-    drawn, back = {}, {}
-
-    def begin(rank: int, source: int | None) -> None:
-        holding.begin(memories[rank], replace(placed(rank), state_from=source), lambda message: None, Progress())
-        torch.manual_seed(rank)
-
     monkeypatch.setattr(held_state, "share", lambda memory, source, device: rebuild(read(memories[source])))
-    try:
-        for rank in (0, 1):
-            begin(rank, None)
-            assert holding.held(model, per_rank=torch.set_rng_state) is None
-            for step in range(3):
-                torch.rand(7)
-                holding.hold(model, None, {"step": step}, per_rank=torch.get_rng_state())
-            drawn[rank] = torch.rand(7).tolist()
-        drawn[2] = torch.rand(7, generator=torch.Generator().manual_seed(2)).tolist()
-        for _ in range(2):  # a second loss, before another step, costs nothing more
-            for rank in range(3):
-                begin(rank, 0)
-                assert holding.held(model, per_rank=torch.set_rng_state) == {"step": 2}
-                back[rank] = torch.rand(7).tolist()
-            assert back == drawn
-    finally:
-        holding.begin(None, placed(0), lambda message: None, Progress())
+    drawn, back = {}, {}
+    for rank in (0, 1):
+        begin(memories[rank], rank)
+        torch.manual_seed(rank)
+        assert holding.held(model, per_rank=torch.set_rng_state) is None
+        for step in range(3):
+            torch.rand(7)
+            holding.hold(model, None, {"step": step}, per_rank=torch.get_rng_state())
+        drawn[rank] = torch.rand(7).tolist()
+    drawn[2] = torch.rand(7, generator=torch.Generator().manual_seed(2)).tolist()
+    for _ in range(2):  # a second loss, before another step, costs nothing more
+        for rank in range(3):
+            begin(memories[rank], rank, 0)
+            torch.manual_seed(rank)
+            assert holding.held(model, per_rank=torch.set_rng_state) == {"step": 2}
+            back[rank] = torch.rand(7).tolist()
+        assert back == drawn
 
 
 @pytest.mark.parametrize(("fit", "hold"), [(1, []), (2, [0]), (5, [0]), (6, [0, 1, 2]), (100, [0, 1, 2])])
@@ -190,74 +174,45 @@ def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one
                 holder.hold(step, {"step": step})
     moments = [newest.moment if (newest := memory.newest()) else None for memory in memories]
     assert moments == [Moment(0, 3) if rank in hold else None for rank in range(3)]
-    assert [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories] == [
-        3 if rank in hold else 1 for rank in range(3)
-    ]
+    pages = [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories]
+    assert pages == [3 if rank in hold else 1 for rank in range(3)]
     assert len(caplog.messages) == (1 if len(hold) == 1 else 2 * (not hold))
 
 
 def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, begin: Callable[..., None]
 ) -> None:
     memory, model = HeldMemory.create(), torch.nn.Linear(2, 1)
-    said: list[Any] = []
     log_to_root(monkeypatch)
-    holding.begin(memory, placed(0), said.append, Progress())
-    try:
-        assert holding.held(model) is None
-        holding.hold(model)
-        assert memory.newest() is not None
-        monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
-        for _ in range(3):
-            holding.hold(model, extra=torch.zeros(10_000))  # more than before
-        assert memory.newest() is None
-        assert caplog.messages == [
-            "the state is not held any more, since there is no memory for it: [Errno 12] Cannot allocate memory"
-        ]
-    finally:
-        holding.begin(None, placed(0), said.append, Progress())
+    begin(memory)
+    assert holding.held(model) is None
+    holding.hold(model)
+    assert memory.newest() is not None
+    monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
+    for _ in range(3):
+        holding.hold(model, extra=torch.zeros(10_000))  # more than before
+    assert memory.newest() is None
+    (said,) = caplog.messages
+    assert said.startswith("the state is not held any more, since there is no memory for it: ")
 
 
-def test_a_script_that_holds_and_never_asks_for_what_is_held_is_told_once_what_a_loss_will_cost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("told", "named", "repeated"),
+    [([], "after call 4 of hold()", "no call"), ([601, 602, 603, 604], "after step 604", "1 step")],
+)
+def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold(
+    told: list[int], named: str, repeated: str, begin: Callable[..., None]
 ) -> None:
-    log_to_root(monkeypatch)
-    for rank in (0, 1):
-        holding.begin(HeldMemory.create(), placed(rank), lambda message: None, Progress())
-        for _ in range(3):
-            holding.hold(torch.nn.Linear(2, 1))
-    holding.begin(None, placed(0), lambda message: None, Progress())
-    assert caplog.messages == [
-        "this script calls hold() without held(): after a loss it begins again from its beginning"
-    ]
-
-
-def test_a_seat_that_only_the_host_of_rank_0_reaches_is_given_back_on_that_host() -> None:
+    memory, progress = HeldMemory.create(), Progress()
+    begin(memory, told=progress)
+    for call in range(4):
+        if told:
+            progress(step=told[call])
+        holding.hold(torch.nn.Linear(2, 1), every=2)
+    newest = memory.newest()
+    assert newest is not None and newest.moment.named == named
     seats = begun()
     seats.begin({2: GONE}, 10.0)
-    for rank in (0, 1):
-        seats.take_held(rank, (0, 5), 5)
-    said = seats.kept(replace(KEEPS, host="a", address="127.0.0.1"), [0, 1], [2])
-    assert said is not None and "\nto replace rank 2, type on a (only it reaches 127.0.0.1):\n" in said
-
-
-def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_counts_the_calls_of_hold() -> None:
-    numbers = []
-    for told in ([], [601, 602, 603, 604]):
-        memory, progress = HeldMemory.create(), Progress()
-        holding.begin(memory, placed(0), lambda message: None, progress)
-        for call in range(4):
-            if told:
-                progress(step=told[call])
-            holding.hold(torch.nn.Linear(2, 1), every=2)
-        newest = memory.newest()
-        assert newest is not None
-        seats = begun()
-        seats.begin({2: GONE}, 10.0)
-        seats.take_held(0, newest.moment, newest.moment.step + bool(told))
-        line, _ = seats.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
-        numbers.append((newest.moment.named, line))
-    holding.begin(None, placed(0), lambda message: None, Progress())
-    assert [named for named, _ in numbers] == ["after call 4 of hold()", "after step 604"]
-    assert "all 3 go on after call 4 of hold(); the break took 1.0 s, and the ranks repeat no call" in numbers[0][1]
-    assert "all 3 go on after step 604; the break took 1.0 s, and the ranks repeat 1 step" in numbers[1][1]
+    seats.take_held(0, newest.moment, newest.moment.step + bool(told))
+    line, _ = seats.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
+    assert f"all 3 go on {named}; the break took 1.0 s, and the ranks repeat {repeated}" in line

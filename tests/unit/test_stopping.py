@@ -13,7 +13,6 @@ from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.from_worker import FromWorker, StepsDone
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
-from ddp_manual.protocol.stop_signals import Handling, StopSignals
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.worker.stopping import Stops
 from ddp_manual.world_spec import WorldSpec
@@ -62,14 +61,6 @@ def test_all_stop_after_the_first_step_that_no_rank_has_passed(done: tuple[int, 
         assert stops.stopped is not None and stops.stopped.ranks == [1, 2]
 
 
-def test_a_rank_whose_work_is_done_is_not_awaited() -> None:
-    ranks = Ranks((3, 4))
-    ranks.step.ask(0, 2)
-    ranks.stops[0].ask()
-    ranks.step.name([0])
-    assert ranks.sent[1:] == [messages.StopAfter(4, 2, [0])]
-
-
 def test_where_nothing_was_asked_a_step_costs_a_microsecond_and_says_nothing() -> None:
     with alone() as world:
         said = world._reporter.said  # type: ignore[attr-defined]
@@ -82,24 +73,6 @@ def test_where_nothing_was_asked_a_step_costs_a_microsecond_and_says_nothing() -
         assert len(said) == before
 
 
-def test_a_script_that_saves_says_so() -> None:
-    with alone() as world:
-        world.progress(phase="mine")
-        with world.saving():
-            assert (world.progress.phase, world.progress.saving) == ("saving", True)
-        assert (world.progress.phase, world.progress.saving) == ("mine", False)
-
-
-def test_a_world_that_was_stopped_knows_by_whom() -> None:
-    with alone() as world:
-        assert not world.stop_after_this_step() and world.stopped() is None
-        world._reporter.stop_after = 2  # type: ignore[attr-defined]
-        world._reporter.stops.ask()
-        assert world.stop_after_this_step()
-        stopped = world.stopped()
-        assert stopped is not None and "on rank 0 after the same step as all ranks" in stopped.what
-
-
 def test_a_program_that_has_left_gets_its_signals_again() -> None:
     with alone() as world:
         said = world._reporter.said  # type: ignore[attr-defined]
@@ -107,16 +80,6 @@ def test_a_program_that_has_left_gets_its_signals_again() -> None:
         world.leave()
         assert said == [from_worker.TakesStops(), from_worker.TakesNoStops()]
     assert said[2:] == [from_worker.TakesSignals()]
-
-
-def test_a_second_signal_counts_whoever_sees_it_but_what_a_program_sees_late_is_the_first_one_again() -> None:
-    for first, second, ends in (("script", "agent", True), ("agent", "script", False)):
-        ignored = lambda *_: None  # noqa: E731
-        signals = StopSignals(WorldSpec(world_size=2, rank=1), ignored, ignored, ignored)
-        signals.worker_handles(Handling.WITH_ALL)
-        for seen_by, now in ((first, 5.0), (second, 9.0)):
-            error = signals.take(signal.SIGTERM, seen_by, 2, "again", now, goes_on=False)
-        assert (error is not None) is ends
 
 
 def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> None:

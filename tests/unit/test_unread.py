@@ -1,17 +1,14 @@
-"""What a process prints while nobody reads its terminal: a real pipe that is full, and a real terminal after Ctrl-S."""
+"""What a process prints while nobody reads its terminal: a real pipe that is full."""
 
 from __future__ import annotations
 
 import os
-import pty
 import re
 import select
 import sys
-import termios
 import threading
 import time
-import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,52 +24,35 @@ WORDS = "a line that is about as long as others are, "
 
 
 class Reader:
-    """The other end of a terminal or a pipe, which does not read until it is told to."""
+    """The other end of a pipe, which does not read until it is told to. Of a terminal: tests/world/test_terminal.py."""
 
-    def __init__(self, reading: int, goes_on: Callable[[], None]) -> None:
-        self.reading, self._goes_on = reading, goes_on
+    def __init__(self, reading: int) -> None:
+        self.reading = reading
         self.stream: TextIO
         """What this process writes to."""
         self.text = ""
 
     def read_until(self, wanted: str) -> str:
-        self._goes_on()
         deadline = time.monotonic() + 20
         while wanted not in self.text:
             assert select.select([self.reading], [], [], deadline - time.monotonic())[0], self.text[-1000:]
             self.text += os.read(self.reading, 65536).decode()
         return self.text
 
-    def read_all(self, writer: unread._Writer) -> None:
-        """Read what is still to come: the next test may be given a descriptor of the same number."""
-        self._goes_on()
-        deadline = time.monotonic() + 20
-        while writer._is_busy:
-            assert time.monotonic() < deadline
-            if select.select([self.reading], [], [], 0.05)[0]:
-                os.read(self.reading, 65536)
 
-
-@pytest.fixture(params=["pipe", "terminal"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     """The reader of this process's stderr, which has stopped to read."""
-    if request.param == "pipe":
-        reading, writing = os.pipe()
-        found = Reader(reading, lambda: None)
-        os.set_blocking(writing, False)
-        with suppress(BlockingIOError):
-            while True:
-                os.write(writing, b"." * 4096)
-        os.set_blocking(writing, True)
-    else:
-        reading, writing = pty.openpty()
-        tty.setraw(writing)
-        found = Reader(reading, lambda: termios.tcflow(writing, termios.TCOON))
-        termios.tcflow(writing, termios.TCOOFF)
-    monkeypatch.setitem(unread._writers, writing, writer := unread._Writer(writing))
+    reading, writing = os.pipe()
+    found = Reader(reading)
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"." * 4096)
+    os.set_blocking(writing, True)
+    monkeypatch.setitem(unread._writers, writing, unread._Writer(writing))
     with os.fdopen(writing, "w") as found.stream:
         yield found
-        found.read_all(writer)
     os.close(reading)
 
 
@@ -101,19 +81,6 @@ def test_an_error_for_a_terminal_that_is_not_read_does_not_hang_the_exit(
     terminal.print_error(errors.BadOption("--epochs 0 is below 1", why="it is", next="raise it"))
     assert time.monotonic() - started < 5
     assert "--epochs 0 is below 1\n" in reader.read_until("raise it\n")
-
-
-def test_the_log_of_a_rank_goes_on_while_its_terminal_is_not_read(
-    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", reader.stream)
-    with (tmp_path / "log").open("ab") as log, ThreadPoolExecutor(1) as writer, unread.never_block():
-        output = RankOutput(log, 1, writer)
-        for number in range(200):
-            done = output.write(f"{WORDS}{number}\n".encode() * 1000)
-        done.result(timeout=20)
-        assert (tmp_path / "log").read_bytes().count(b"\n") == 200_000
-        assert "lines left out" in reader.read_until(", 199\n")
 
 
 def test_no_line_is_lost_of_a_terminal_that_is_read_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
