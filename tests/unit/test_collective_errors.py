@@ -4,6 +4,8 @@ raised here, since no GPU is at hand."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -272,3 +274,36 @@ def test_a_collective_is_unfinished_until_the_gpu_has_completed_it() -> None:
         wait_until_unfinished(0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_first_all_reduce_without_a_result_is_an_error_and_no_watchdog_aborts_the_process() -> None:
+    """The GPU is busy for longer than the first all-reduce may take."""
+    program = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+from ddp_manual.errors import PeerUnreachable
+from ddp_manual.worker import process_group
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+process_group.FIRST_COLLECTIVE_TIMEOUT = timedelta(seconds=2)
+set_timeout = process_group.set_timeout
+
+def set_timeout_and_be_busy(timeout):
+    set_timeout(timeout)
+    torch.ones(1, device=device)  # its kernel is loaded once the GPU is idle
+    torch.cuda._sleep(20_000_000_000)  # about 10 s
+
+process_group.set_timeout = set_timeout_and_be_busy
+try:
+    process_group.open_process_group(dist.HashStore(), 0, 1, "nccl", device)
+except PeerUnreachable as error:
+    print(error.render(), flush=True)
+time.sleep(5)
+print("alive", flush=True)
+import os
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "got no answer from another rank" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr
