@@ -155,7 +155,7 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
     try:
         seen = await look_at(there, at(address, port), settings.token(spec.token_file))
         named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
-        news = News(seen["here"], named=named, missing=seen["missing"], loading=seen["loading"])
+        news = News(seen["here"], seen["left_out"], named, missing=seen["missing"], loading=seen["loading"])
         run = f"it is run {seen['run']['run_id']}, {situation(news, seen['run']['world_size'])}"
     except DdpManualError as error:
         run = f"of its run nothing is known: {error.what}"

@@ -15,7 +15,7 @@ _LIBRARY = re.compile(
     + "|".join(re.escape(f"{folder}/") for folder in _FOLDERS)
     + ")"
 )
-_STARTS_IT = rf"{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py"
+_STARTS_IT = re.compile(rf'  File "{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py"')
 # Innermost frames that are shown even of a library: they say what the thread does, or waits for.
 _INNERMOST = 3
 # What faulthandler writes after the 100 innermost frames of a thread.
@@ -30,21 +30,21 @@ def readable_stack(text: str, place: str = "") -> str:
         place: the program's innermost line, as its heartbeat said it: below 100 frames of libraries faulthandler writes
             none of the program's.
     """
-    text = re.sub(rf'(?m)^(Extension modules: |  File "{_STARTS_IT}").*\n?', "", text)
+    text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
-    head = threads[0].strip()
     own = os.path.join("ddp_manual", "worker", "reporter.py")
     shown = [_folded(thread.strip()) for thread in threads[1:] if own not in thread]
     if shown and place and threads[-1].rstrip().endswith(f"\n{_CUT}") and len(shown[-1].splitlines()) <= _INNERMOST + 3:
         shown[-1] += f"\n  (the program's own line, below them: {place})"
     # faulthandler begins with the youngest thread; the main one is the oldest.
-    return "\n".join(filter(None, [head, *reversed(shown)]))
+    return "\n".join(filter(None, [threads[0].strip(), *reversed(shown)]))
 
 
 def _folded(thread: str) -> str:
     """Return the stack of a thread without the frames of libraries below the innermost ones."""
     title, *frames = thread.splitlines()
+    frames = [frame for place, frame in enumerate(frames) if place == 0 or not _STARTS_IT.match(frame)]
     kept = [frame for place, frame in enumerate(frames) if place < _INNERMOST or not _LIBRARY.match(frame)]
     left_out = len(frames) - len(kept)
-    note = [f"  ({counted(left_out, 'frame')} of libraries left out)"] if left_out else []
+    note = [f"  ({counted(left_out, 'frame')} of libraries left out)"] * bool(left_out)
     return "\n".join([title, *kept, *note])

@@ -283,7 +283,8 @@ class AgentProtocol:
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"
                 error.why = f"that is this rank; {others}\n{error.why}"
             stopped = max(self._paused, self._now - self._ticked)
-            if is_of_this_rank and stopped >= A_PAUSE:
+            was_silent = is_of_this_rank and "has been silent" in error.what
+            if was_silent and stopped >= A_PAUSE:
                 error.why = (
                     f"this rank was itself stopped for {stopped:.0f} s, as by Ctrl-Z, or with its host\n{error.why}"
                 )

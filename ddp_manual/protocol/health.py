@@ -112,8 +112,8 @@ class _Rank:
     def seconds_left(self, now: float) -> float | None:
         """Return what its work will still take at the pace so far; None if that is not known."""
         step, at = self.counts_since or (self.beat.step, now)
-        done = self.beat.step - step
-        return (self.beat.steps - self.beat.step) * (now - at) / done if done > 0 else None
+        done, left = self.beat.step - step, self.beat.steps - self.beat.step
+        return left * (now - at) / done if done > 0 and left > 0 else None
 
     def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
         """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
@@ -136,14 +136,16 @@ class Health:
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         """Take a heartbeat; ``beat`` is what the worker does, if that has changed."""
         known = self._ranks[rank]
+        if now - known.heard >= NAMED_AFTER:
+            self._give_all_their_time(now)  # what the others wait for could not reach them either
         known.heard = now
         if beat is None:
             return
         if known.finished:  # its process groups may be closed by now
             beat = replace(beat, collectives={**known.beat.collectives, **beat.collectives})
+        if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # as in another epoch
+            known.counts_since = (beat.step, now) if beat.steps else None
         before, known.beat = known.mark, beat
-        if beat.steps and known.counts_since is None:
-            known.counts_since = beat.step, now
         if known.mark != before:
             known.changed, known.inside_since = now, None
         known.inside_since = _since(known.inside_since, now) if beat.inside else None

@@ -550,11 +550,11 @@ def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] |
 
 def situation(news: News, world_size: int) -> str:
     """Say in one line which ranks are here, which are missing, and which still load torch."""
+    without = news.left_out if news.here < world_size else ()
+    who = f"going on without {in_words(without)}" if without else all_here(world_size)
     if not news.missing and news.loading:
-        without = news.left_out if news.here < world_size else ()
-        who = f"going on without {in_words(without)}" if without else all_here(world_size)
         return f"{who}; loading torch: {in_words(news.loading)}"
-    state = f"waiting for {in_words(news.missing)}" if news.missing else "all ranks are here"
+    state = f"waiting for {in_words(news.missing)}" if news.missing else who
     named = ", ".join(news.named) + (", ..." if news.here > len(news.named) else "")
     return f"{state}; {news.here} of {world_size} here: {named}"
 

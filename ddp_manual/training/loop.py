@@ -74,7 +74,8 @@ class Trainer:
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
-            fused=self.device.type == "cuda",  # a step there is as fast as its kernels can be launched
+            # Fewer kernels to launch; but it needs a gradient of each parameter from the first step on, as DDP does.
+            fused=self.device.type != "cpu" and not (config.no_ddp or any(map(torch.is_complex, network.parameters()))),
         )
         samples = len(data_sets.train)
         has_shrunk = self.world_size < world.spec.world_size

@@ -25,11 +25,9 @@ from ddp_manual.errors import (
 )
 from ddp_manual.worker.device import SHARED_MEMORY
 
+_NO_GPU = "ProcessGroupNCCL .*no GPUs found|nccl2 requires at least one CUDA device"
 # NCCL's words, and of gloo's those that another rank may be the reason of; its other errors are mistakes in the call.
-_NO_GPU = "no GPUs found|requires at least one CUDA device"
-_OF_TORCH = re.compile(
-    rf"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error|{_NO_GPU}", re.IGNORECASE
-)
+_OF_TORCH = rf"(?i)Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error|{_NO_GPU}"
 # What NCCL said last, behind torch's own words: up to torch 2.14 on a line of its own, since then on the same one.
 _LAST_WORDS = re.compile(r"\n(?:NCCL )?Last Error:[ \t]*\n?([^\n]*\S[^\n]*)", re.IGNORECASE)
 
@@ -188,7 +186,7 @@ def _failed_collective(error: BaseException | None) -> BaseException | None:
         if isinstance(error, dist.DistError):
             return error
         # NCCL's are plain RuntimeErrors since torch 2.15, except for those of its watchdog.
-        if isinstance(error, (RuntimeError, ValueError)) and _OF_TORCH.search(str(error)):
+        if re.search(_OF_TORCH if isinstance(error, RuntimeError) else _NO_GPU, str(error)):
             return error
         error = error.__cause__
     return None

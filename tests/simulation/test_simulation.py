@@ -17,14 +17,14 @@ from tests.simulation.planted import FAULTS, REPOSITORY, Planted, found_by, plac
 
 RUNS = int(os.environ.get("DDP_MANUAL_SOAK_RUNS", "1500"))
 FIRST = secrets.randbelow(1 << 40) if RUNS > 1500 else 0
-BLOCKS = 6
+BLOCKS = 12
 # Runs in which the soak finds each planted fault; the tests plant one that a few runs find.
 RUNS_TO_FIND = int(os.environ.get("DDP_MANUAL_SOAK_PLANTED", "100"))
 PLANTED = [one for one in FAULTS if RUNS_TO_FIND > 100 or one.name == "no state is said to be held"]
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(0 if RUNS > 1500 else 300)
+@pytest.mark.timeout(0 if RUNS > 1500 else 600)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_simulated_runs_break_no_invariant(block: int) -> None:
     number = RUNS // BLOCKS

@@ -99,11 +99,16 @@ def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_an
 
 
 def test_a_rank_that_says_how_many_steps_there_are_has_the_time_left_at_its_pace_since_then() -> None:
-    health = health_of(training(1, 1), replace(training(20, 1), steps=60))
-    health.hear(1, replace(training(30, 11), steps=60), 50.0)
-    assert [line["seconds_left"] for line in health.progress(50.0)] == [None, 150.0]
-    health.forget(1, 60.0)
-    assert health.progress(60.0)[1]["seconds_left"] is None
+    """Anew in each epoch where steps count anew there; a step 0 may be one that a resumed run has not reached yet."""
+    health = health_of(training(1, 1), replace(training(0, 1), steps=60))
+    for step, now in ((20, 5.0), (30, 55.0)):
+        health.hear(1, replace(training(step, step), steps=60), now)
+    assert [line["seconds_left"] for line in health.progress(55.0)] == [None, 150.0]
+    for step, now in ((1, 60.0), (2, 61.0)):
+        health.hear(1, replace(training(step, step), steps=60), now)
+    assert health.progress(61.0)[1]["seconds_left"] == 58.0
+    health.hear(1, replace(training(60, 60), steps=60), 119.0)
+    assert health.progress(119.0)[1]["seconds_left"] is None
 
 
 def test_a_gpu_that_completes_collectives_makes_progress_while_its_rank_waits_for_it() -> None:
@@ -241,7 +246,8 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
     watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
     for rank in range(2):
         watch.hear(rank, replace(training(7, 8 - rank, inside=rank == 0), timeouts={"": 14400.0}), 0.0)
-        watch.hear(rank, None, 30.0)
+        for at in (8.0, 16.0, 24.0, 30.0):
+            watch.hear(rank, None, at)
     for now in (30.0, 30.5, 31.0):
         watch.check_health(now)
     [line] = sent
