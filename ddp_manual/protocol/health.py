@@ -93,7 +93,7 @@ class _Rank:
     """When it last made progress: another phase, step or collective."""
     beat: Beat = field(default_factory=Beat)
     counts_since: tuple[int, float] | None = None
-    """The step at which it said first how many steps there are, and when."""
+    """The step, and when it was said, from which on steps count towards those that there are."""
     inside_since: float | None = None
     """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
     finished: bool = False

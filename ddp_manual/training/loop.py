@@ -177,7 +177,8 @@ class Trainer:
         config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
         if plan.epoch_ended(position):  # a lost rank is back that was lost before the evaluation
             return False
-        self._progress.phase, self._progress.epoch, self._progress.step_seconds = "training", position.epoch + 1, 0.0
+        self._progress(phase="training", epoch=position.epoch + 1, steps=plan.steps(position))
+        self._progress.step_seconds = 0.0
         meter.begin(position.step)
         drawn = {"seed": config.seed, "epoch": position.epoch}
         order = data.epoch_order(len(train), **drawn).to(train.images.device)
@@ -208,7 +209,7 @@ class Trainer:
             stops = self.is_stopped = self._world.stop_after_this_step()
             syncs = logs or saves or stops or position.step >= sync_at
             save = meter.sync(position.step, lr, save=self._world.save_is_asked()) if syncs else False
-            self._progress(step=position.step, steps=plan.steps(position))
+            self._progress.step = position.step
             lines.advance()
             saves |= stops or save
             ends_or_saves = saves or (syncs and plan.epoch_ended(position))
@@ -274,9 +275,8 @@ class Trainer:
             self.files.add_metrics(metrics)
 
     def _in_words(self, metrics: Metrics) -> str:
-        steps = self.epoch_plan.steps(self.position)
         return (
-            f"step {metrics.step}/{steps} epoch {metrics.epoch}/{self.config.epochs} "
+            f"step {metrics.step}/{self._progress.steps} epoch {metrics.epoch}/{self.config.epochs} "
             f"loss {metrics.loss:.4f} accuracy {100 * metrics.accuracy:.2f}% lr {metrics.lr:.4f} "
             f"{metrics.samples_per_second:,.0f} samples/s"
         )
