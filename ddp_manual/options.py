@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import operator
 import re
@@ -144,6 +145,7 @@ def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
     return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
 
 
+@functools.cache
 def value_types(options: type) -> dict[str, type]:
     """Return option -> type of its values: ``int`` for both int and int | None."""
     hints = get_type_hints(options)

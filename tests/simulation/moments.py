@@ -95,6 +95,10 @@ class Moments:
         self._missed: set[int] = set()
         self._missing_for = 0.0
 
+    def comes_back(self, rank: Rank) -> None:
+        """Note that a process which has worked before works again: if it is lost once more, all wait for it anew."""
+        self._missed.discard(rank.number)
+
     def hears(self, rank: Rank) -> None:
         """Note that a rank has just been told something: it is heard, if only for a moment."""
         if not rank.process.frozen:
@@ -203,8 +207,8 @@ class Moments:
             self.run.break_invariant(10, f"ranks {sorted(left_out)} are left out, which nobody has ordered")
 
     def _on_their_way(self) -> set[int]:
-        """Return the ranks that have worked under another rank 0, and that the new one still has to await: nobody has
-        asked to stop, and nothing has kept them from it since it is there."""
+        """Return the ranks that have worked under another rank 0, and that the new one still has to await, even if
+        they are frozen, as nobody has asked to stop."""
         run = self.run
         zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
         if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
@@ -215,10 +219,9 @@ class Moments:
             return set()
         return {
             rank.number
-            for rank, since in self.heard_since.items()
+            for rank in run.ranks
             if rank.belongs
             and rank.generation >= 0
-            and since <= zero.typed + 0.5
             # What ends a rank is said to all, and it may be lost once more.
             and not (rank.errors or not rank.runs or rank.leaves)
         }

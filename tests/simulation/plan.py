@@ -312,7 +312,7 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
 
 def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
     """Add to some plans a rank that dies again and again, to others a token, and a process that lacks it; let others be
-    a chain of losses."""
+    a chain of losses, or the loss of rank 0 that a survivor notices late."""
     dice, at, rank = chance.random(), round(chance.uniform(0.1, end), 3), chance.randrange(plan.ranks)
     if dice < (0.5 if plan.launched else 0.06) and plan.on_loss != "leave":
         seconds = round(chance.choice((0.3, 2.0, chance.uniform(0.3, 8))), 1)
@@ -323,6 +323,8 @@ def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
         plan = replace(plan, token=True)
     elif dice < 0.6 and plan.on_loss != "leave" and not plan.launched:
         return _while_lost(chance, plan)
+    elif dice < 0.68 and plan.on_loss != "leave" and not plan.launched:
+        return _while_late(chance, plan)
     else:
         return plan
     return replace(plan, faults=(*plan.faults, more))
@@ -383,6 +385,14 @@ def _while_lost(chance: random.Random, plan: Plan) -> Plan:
     asks = faults[1].rank
     faults.append(_amid(chance, plan, faults[1], third, chance.choice((other, lost, asks, asks))))
     return replace(plan, faults=tuple(faults))
+
+
+def _while_late(chance: random.Random, plan: Plan) -> Plan:
+    """Let rank 0 be lost while another rank is frozen, which notices it later than the others do."""
+    late, seconds = chance.randrange(1, plan.ranks), round(chance.uniform(2.0, 6.0), 2)
+    freezes = Fault(at=round(chance.uniform(0, 2), 3), kind="freeze agent", rank=late, seconds=seconds, after="works")
+    lost = Fault(at=round(chance.uniform(0, 1), 3), kind="kill agent", rank=0, after=THAT)
+    return replace(plan, types_again=3, steps=40, faults=(freezes, lost))
 
 
 def _kinds(plan: Plan) -> list[str]:

@@ -113,6 +113,8 @@ class Run:
             self.line.clear()  # nobody knows of a run that was before
         if program.generation <= program.rank.generation:
             self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")
+        if program.rank.generation >= 0:
+            self.moments.comes_back(program.rank)
         program.rank.generation = program.generation
         if program.rank.number in here:
             self.break_invariant(4, f"{program.rank.who} works beside another process of the same seat")
