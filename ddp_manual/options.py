@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_type_hints
 from ddp_manual.errors import BadOption
 
 T = TypeVar("T")
+_type_hints = functools.cache(get_type_hints)
 
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # Name of a bound, what is said of a value that violates it, what is said of a value that may be chosen, and the test.
@@ -145,10 +146,9 @@ def option_fields(kind: type) -> Iterable[dataclasses.Field[Any]]:
     return (field for field in dataclasses.fields(kind) if "help" in field.metadata)
 
 
-@functools.cache
 def value_types(options: type) -> dict[str, type]:
     """Return option -> type of its values: ``int`` for both int and int | None."""
-    hints = get_type_hints(options)
+    hints = _type_hints(options)
     found = {}
     for field in option_fields(options):
         hint = hints[field.name]
