@@ -33,7 +33,8 @@ from ddp_manual.errors import (
     RankMissing,
 )
 from ddp_manual.messages import News
-from ddp_manual.protocol.roll_call import MOST_NAMED, situation
+from ddp_manual.protocol.missing_ranks import situation
+from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.search import is_loopback
 from ddp_manual.terminal import at
 from ddp_manual.waiting import POLL_EVERY, Waiting

@@ -31,8 +31,8 @@ from ddp_manual.environment import machine, settings
 from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.protocol.collective_variables import collective_variables
+from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.program_arguments import named_arguments
-from ddp_manual.protocol.roll_call import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.seats import Seats

@@ -22,8 +22,9 @@ from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
+from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
-from ddp_manual.protocol.roll_call import Gathering, RollCall, Seat, Working, missing_ranks_error
+from ddp_manual.protocol.roll_call import Gathering, RollCall, Seat, Working
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.protocol.stop_step import StopStep

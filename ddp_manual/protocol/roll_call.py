@@ -18,18 +18,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.errors import DdpManualError, RankMissing, RankTaken, WorldSizeMismatch
+from ddp_manual.errors import DdpManualError, RankTaken, WorldSizeMismatch
 from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.protocol.health import heartbeat_period, silent_after
+from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.reachability import Probes
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 from ddp_manual.wrapping import whole
 
 MOST_NAMED = 16
-MOST_COMMANDS = 8
-MOST_ADDRESSES = 3
 # Processes whose refusal all ranks are told, within so many seconds: strangers could otherwise fill every terminal.
 MOST_REFUSALS = 16
 REFUSALS_WITHIN = 60.0
@@ -506,105 +505,3 @@ def _describe(member: Member, gpu: int | None) -> dict[str, Any]:
         "since": round(info.since, 1),
         "versions": " ".join(f"{name} {versions[name]}" for name in shown if versions.get(name)),
     }
-
-
-def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] | None = None) -> dict[int, Place]:
-    """Give each rank its place. Its local_rank is its position among its host's ranks, unless it was given another; or
-    0, where each rank of the host sees one GPU and no two ranks see the same, as with ``srun --gpus-per-task=1``.
-
-    Args:
-        gpus: rank -> the UUIDs of the GPUs it could use, as far as they are known.
-    """
-    seen = gpus or {}
-    numbers = {info.rank: number for number, info in enumerate(infos)}
-    hosts: dict[str, dict[int, int]] = {}
-    for info in infos:
-        positions = hosts.setdefault(info.host_id, {})
-        positions[info.rank] = len(positions)
-    nodes = {host: node for node, host in enumerate(hosts)}
-    one_each = {
-        host
-        for host, positions in hosts.items()
-        if all(len(seen.get(rank, ())) == 1 for rank in positions)
-        and len({seen[rank][0] for rank in positions}) == len(positions)
-    }
-
-    def local_rank(info: RankInfo) -> int:
-        if info.host_id in one_each:
-            return 0
-        return hosts[info.host_id][info.rank] if info.local_rank is None else info.local_rank
-
-    return {
-        info.rank: Place(
-            rank=numbers[info.rank],
-            world_size=len(numbers),
-            local_rank=local_rank(info),
-            local_world_size=len(hosts[info.host_id]),
-            node=nodes[info.host_id],
-            nodes=len(nodes),
-            host_leader=numbers[next(iter(hosts[info.host_id]))],
-        )
-        for info in infos
-    }
-
-
-def situation(news: News, world_size: int) -> str:
-    """Say in one line which ranks are here, which are missing, and which still load torch."""
-    without = news.left_out if news.here < world_size else ()
-    who = f"going on without {in_words(without)}" if without else all_here(world_size)
-    if not news.missing and news.loading:
-        return f"{who}; loading torch: {in_words(news.loading)}"
-    state = f"waiting for {in_words(news.missing)}" if news.missing else who
-    named = ", ".join(news.named) + (", ..." if news.here > len(news.named) else "")
-    return f"{state}; {news.here} of {world_size} here: {named}"
-
-
-def all_here(world_size: int) -> str:
-    return "the only rank is here" if world_size == 1 else f"all {world_size} ranks are here"
-
-
-def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo, own_addresses: Sequence[str]) -> list[str]:
-    """Return a command for each missing rank, as many as a person would type, and what else may keep ranks away.
-
-    Args:
-        own_addresses: of this process's host, for a run that only processes of that host can reach.
-    """
-    missing = [rank for first, last in ranges for rank in range(first, last + 1)]
-    # A launcher starts all its ranks with the same command.
-    commands = list(dict.fromkeys(run.command_for(rank) for rank in missing[:MOST_COMMANDS]))
-    if run.only_on_its_host and missing:  # then this process is on that host too
-        addresses = own_addresses[:MOST_ADDRESSES] or ["an address of its network"]
-        spelled = "master_addr=" if run.command.startswith("WORLD_SIZE=") else "--master_addr "
-        commands.append(
-            f"(only {run.host} itself reaches {run.address}: for ranks on other hosts, start rank 0 again with "
-            f"{spelled}{f' or {spelled}'.join(addresses)})"
-        )
-    elif missing and run.command:
-        commands.append(f"(ranks that run, and get no answer: does a firewall close a TCP port of {run.host}?)")
-    return commands
-
-
-def missing_ranks_error(news: News, run: RunInfo, waited: float, own_addresses: Sequence[str] = ()) -> RankMissing:
-    one = news.here == 1
-    here = f"{'rank' if one else 'ranks'} {', '.join(news.named)} {'is' if one else 'are'} here"
-    tried = [*news.refused, *news.gone]
-    if not news.missing:
-        slow = in_words(news.loading)
-        return RankMissing(
-            f"all {run.world_size} ranks joined, but within {waited:.0f} s not all could load torch: {slow}",
-            why="\n".join([here, f"still loading torch: {slow}", *tried]),
-            next="look at what they say, and whether their disk or file server is slow; then start all ranks again, "
-            "with a larger --join_timeout",
-        )
-    missing = run.world_size - news.here
-    return RankMissing(
-        f"{missing} of {run.world_size} ranks never joined within {waited:.0f} s: {in_words(news.missing)}",
-        why="\n".join([here, *tried] if tried else [f"{here}; nothing has tried to join as {in_words(news.missing)}"]),
-        next="\n".join(
-            [
-                *(["mend what the refused rank was told in its own terminal, then:"] if news.refused else []),
-                *advice_for(news.missing, run, own_addresses),
-                "and start the others again: they have left too",
-            ]
-        ),
-    )

@@ -18,8 +18,8 @@ from ddp_manual.agent.reachability import (
     greeting,
     try_to_reach,
 )
+from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.reachability import Probes
-from ddp_manual.protocol.roll_call import assign_places
 from tests.runs import info
 
 

@@ -32,12 +32,9 @@ from ddp_manual.messages import (
 from ddp_manual.protocol.compatibility import unlike, unlike_when_ready
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import targets
-from ddp_manual.protocol.roll_call import (
-    MOST_REFUSALS,
-    RollCall,
-    missing_ranks_error,
-)
+from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
 from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seats
 from ddp_manual.terminal import as_ranges, in_words

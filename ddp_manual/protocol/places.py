@@ -1,0 +1,47 @@
+"""The place of each rank among all ranks and on its host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddp_manual.messages import Place, RankInfo
+
+
+def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] | None = None) -> dict[int, Place]:
+    """Give each rank its place. Its local_rank is its position among its host's ranks, unless it was given another; or
+    0, where each rank of the host sees one GPU and no two ranks see the same, as with ``srun --gpus-per-task=1``.
+
+    Args:
+        gpus: rank -> the UUIDs of the GPUs it could use, as far as they are known.
+    """
+    seen = gpus or {}
+    numbers = {info.rank: number for number, info in enumerate(infos)}
+    hosts: dict[str, dict[int, int]] = {}
+    for info in infos:
+        positions = hosts.setdefault(info.host_id, {})
+        positions[info.rank] = len(positions)
+    nodes = {host: node for node, host in enumerate(hosts)}
+    one_each = {
+        host
+        for host, positions in hosts.items()
+        if all(len(seen.get(rank, ())) == 1 for rank in positions)
+        and len({seen[rank][0] for rank in positions}) == len(positions)
+    }
+
+    def local_rank(info: RankInfo) -> int:
+        if info.host_id in one_each:
+            return 0
+        return hosts[info.host_id][info.rank] if info.local_rank is None else info.local_rank
+
+    return {
+        info.rank: Place(
+            rank=numbers[info.rank],
+            world_size=len(numbers),
+            local_rank=local_rank(info),
+            local_world_size=len(hosts[info.host_id]),
+            node=nodes[info.host_id],
+            nodes=len(nodes),
+            host_leader=numbers[next(iter(hosts[info.host_id]))],
+        )
+        for info in infos
+    }
