@@ -31,9 +31,9 @@ from benchmarks.simulated_ranks import (
     run_info,
     seal,
 )
+from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.records import Records
 from ddp_manual.messages import (
     AskRecords,
     Claim,
@@ -48,8 +48,8 @@ from ddp_manual.messages import (
     read_from_rank_0,
 )
 from ddp_manual.protocol.health import heartbeat_period
+from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.seal import Seal
-from ddp_manual.protocol.seats import Seats
 from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0
@@ -136,7 +136,7 @@ def figures() -> dict[str, float]:
 
 async def serve(ranks: int, nonce: str, token: str | None) -> None:
     allow_many_connections()
-    coordinator = Coordinator(run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, Seats(0, ""))
+    coordinator = Coordinator(run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, Recovery(0, ""))
     listener = socket.create_server((LOOPBACK, 0), backlog=4096)
     await coordinator.serve(listener)
     ended = asyncio.Event()

@@ -33,7 +33,7 @@ from benchmarks.simulated_ranks import (
     run_info,
 )
 from ddp_manual import collectives
-from ddp_manual.agent.records import Records
+from ddp_manual.agent.collective_records import Records
 from ddp_manual.messages import (
     LONGEST_TEXT,
     AskRecords,

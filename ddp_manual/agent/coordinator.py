@@ -22,8 +22,8 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import FromRank, FromStranger, Heartbeat, RankInfo, RunInfo, RunSoFar, read_from_stranger
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
+from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.seal import Seal
-from ddp_manual.protocol.seats import Seats
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.signals import process_stat, stopped_by
 from ddp_manual.terminal import as_ranges, in_words
@@ -53,10 +53,10 @@ class Coordinator:
     """Accepts connections from ``serve`` until ``close``. See ``CoordinatorProtocol`` for the arguments."""
 
     def __init__(
-        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, seats: Seats
+        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, recovery: Recovery
     ) -> None:
         self.protocol = CoordinatorProtocol(
-            *(run, rank_0, seal, own_nonce, join_timeout, seats, time.monotonic()),
+            *(run, rank_0, seal, own_nonce, join_timeout, recovery, time.monotonic()),
             own_addresses=own_addresses() if run.only_on_its_host else [],
             folder_of=self._folder_of,
             show=self._show_soon,
@@ -128,7 +128,7 @@ class Coordinator:
         return self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
-        run_dir = own_run_dir(so_far.run_dir, self.protocol.seats.run_dir) or self.run.run_dir
+        run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.run_dir) or self.run.run_dir
         aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on another host
         return f"{run_dir}-{so_far.run_id}" if aside else run_dir, aside
 

@@ -33,9 +33,9 @@ from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.program_arguments import named_arguments
+from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.seal import Seal, Unsealed, other_version
 from ddp_manual.protocol.search import Search
-from ddp_manual.protocol.seats import Seats
 from ddp_manual.steps import Step, Steps
 from ddp_manual.terminal import at, counted
 from ddp_manual.waiting import POLL_EVERY, Waiting
@@ -302,8 +302,8 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run = self._task.describe_run(spec, info, address, self._command_for(None))
-        seats = Seats(spec.max_restarts, self._shrink_command, self._task.run_dir)
-        self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, seats)
+        recovery = Recovery(spec.max_restarts, self._shrink_command, self._task.run_dir)
+        self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, recovery)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
         if not (self.seal or run.only_on_its_host or spec.world_size == 1):

@@ -20,9 +20,9 @@ from pathlib import Path
 from msgspec.structs import asdict, replace
 
 from ddp_manual import from_agent, from_worker, orphans, signals
+from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
-from ddp_manual.agent.records import Records
-from ddp_manual.agent.stacks import readable_stack
+from ddp_manual.agent.readable_stack import readable_stack
 from ddp_manual.errors import DdpManualError
 from ddp_manual.memory_cgroup import oom_counter, oom_kills
 from ddp_manual.messages import Beat, LastWords

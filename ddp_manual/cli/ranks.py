@@ -50,11 +50,11 @@ def train(config_file: str | None, **flags: Any) -> int:
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     config = TrainConfig.from_file(config_file, **given(TrainConfig, flags))
 
-    from ddp_manual.agent import tasks
+    from ddp_manual.agent import by_hand
 
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
-        ended = tasks.train_by_hand(spec, config)
+        ended = by_hand.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
         try:
             print_result(wrapped(terminal.result_text(ended.result), terminal.stdout_width()))
@@ -92,11 +92,11 @@ def run_program(
     spec = WorldSpec.from_environment(**given(WorldSpec, flags))
     chosen = program_of(script, as_module=as_module, no_python=no_python)
 
-    from ddp_manual.agent import tasks
+    from ddp_manual.agent import by_hand
 
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
-        return tasks.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
+        return by_hand.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
 
 
 @click.command(cls=GroupedCommand, short_help="Meet the other ranks, probe and measure; do not train.")

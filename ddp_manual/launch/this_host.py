@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import orphans, signals, terminal
-from ddp_manual.agent import tasks
+from ddp_manual.agent import by_hand
 from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
@@ -94,7 +94,7 @@ def prepared(job: Job, hosts: Hosts) -> Job:
                 check_module(option, value)
         job = dataclasses.replace(job, config=job.config.in_folder(job.run_dir))
         assert job.config is not None
-        tasks.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
+        by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
     if job.run_dir is not None:
         resumes = job.config is not None and job.config.resume is not None
         # A rank that takes the seat of a lost one finds the files of their run.
@@ -128,8 +128,8 @@ class Ranks:
     def able_to_start(self) -> Iterator[None]:
         """Have what starts the workers of this host in the body."""
         job, nproc = self.job, self.hosts.nproc
-        imports = forkable_imports(job.program) if job.program is not None else tasks.TRAINING_IMPORTS
-        program = job.program if job.program is not None else tasks.TRAINING
+        imports = forkable_imports(job.program) if job.program is not None else by_hand.TRAINING_IMPORTS
+        program = job.program if job.program is not None else by_hand.TRAINING
         self.starter = Forker(program, nproc, imports) if job.forks else Starter(program, nproc)
         with ExitStack() as stack:
             stack.enter_context(closing(self.starter))
@@ -198,8 +198,8 @@ class Ranks:
         job = self.job
         if job.program is None:
             assert config is not None
-            return tasks.training_task(spec, config, launched=job.go_on)
-        return tasks.program_task(
+            return by_hand.training_task(spec, config, launched=job.go_on)
+        return by_hand.program_task(
             spec,
             job.program,
             run_dir=job.run_dir,

@@ -1,8 +1,8 @@
 """Whether all ranks call the same collectives: their comparison on rank 0.
 
-An agent reads its worker's records (``agent/records.py``) and sends the chains of some numbers with each heartbeat.
-Where chains of the same number differ, rank 0 asks the agents for more, finds the first number at which the ranks
-differ, and what each of them called there.
+An agent reads its worker's records (``agent/collective_records.py``) and sends the chains of some numbers with each
+heartbeat. Where chains of the same number differ, rank 0 asks the agents for more, finds the first number at which the
+ranks differ, and what each of them called there.
 """
 
 from __future__ import annotations

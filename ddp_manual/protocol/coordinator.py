@@ -1,8 +1,8 @@
 """The coordinator, a part of rank 0's agent, without its connections: it holds the roll call, watches the ranks, and
 tells all why the run ends.
 
-``roll_call.py`` decides who is a rank, ``watch.py`` when one is lost, ``seats.py`` how the run goes on without it; this
-file has what they do together. ``agent/coordinator.py`` reads and writes.
+``roll_call.py`` decides who is a rank, ``lost_ranks.py`` when one is lost, ``recovery.py`` how the run goes on without
+it; this file has what they do together. ``agent/coordinator.py`` reads and writes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
+from ddp_manual.protocol.lost_ranks import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
-from ddp_manual.protocol.roll_call import Gathering, RollCall, Seat, Working
+from ddp_manual.protocol.recovery import Recovery
+from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
 from ddp_manual.protocol.seal import Seal
-from ddp_manual.protocol.seats import Seats
+from ddp_manual.protocol.seats import Seat
 from ddp_manual.protocol.stop_step import StopStep
-from ddp_manual.protocol.watch import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
@@ -54,7 +55,7 @@ class CoordinatorProtocol:
         rank_0: what the other ranks are compared with.
         own_nonce: the nonce in the hello of rank 0's own agent; no other process may be rank 0.
         join_timeout: seconds from now until all ranks must have joined; then they have at least 600 s to load torch.
-        seats: what happens when a rank is lost.
+        recovery: how the run goes on when a rank is lost.
         own_addresses: of this host.
         folder_of: where this rank writes the files of a run that it takes over, and whether another run is in the one
             that was named.
@@ -69,7 +70,7 @@ class CoordinatorProtocol:
         seal: Seal,
         own_nonce: str,
         join_timeout: float,
-        seats: Seats,
+        recovery: Recovery,
         now: float,
         *,
         own_addresses: Sequence[str],
@@ -78,7 +79,7 @@ class CoordinatorProtocol:
         stopped: Callable[[int], str],
     ) -> None:
         self.roll_call = RollCall(run, rank_0, now, join_timeout)
-        self.seats = seats
+        self.recovery = recovery
         self.record: dict[str, Any] | None = None
         """Of the last loss, once all ranks have gone on after it."""
         self.handshakes = Handshakes(self.roll_call, seal, own_nonce)
@@ -129,9 +130,9 @@ class CoordinatorProtocol:
         """Tell the ranks that are still connected that rank 0 leaves; if not all have joined, also why."""
         self._now = now
         if error is not None and not self.roll_call.works:
-            when = "while a lost rank's seat was free" if self.seats.began else "before all ranks had joined"
+            when = "while a lost rank's seat was free" if self.recovery.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
-            next = self.run.start_again if self.seats.began else "start all ranks again"
+            next = self.run.start_again if self.recovery.began else "start all ranks again"
             self._refuse_all(MasterLost(left, why=error.what, next=next))
         self.roll_call.end()
         if error is None and self.failure is None:
@@ -230,12 +231,12 @@ class CoordinatorProtocol:
         if rank not in self.roll_call.members:
             return
         info, was_here = self.roll_call.info(rank), self.roll_call.was_here(rank)
-        self.roll_call.leave(rank, how, left_out=not was_here and rank in self.seats.back)
+        self.roll_call.leave(rank, how, left_out=not was_here and rank in self.recovery.back)
         self._watch.health.forget(rank, self._now)
         if self.roll_call.works:  # it was about to come back to a world that has shrunk
             self._watch.health.leave(rank)
         elif was_here:  # lost while the others begin anew, as where a host with two ranks is gone
-            self.seats.lose_too(info, how)
+            self.recovery.lose_too(info, how)
             self._shrink_if_due()
             self._hear_held()
 
@@ -250,8 +251,8 @@ class CoordinatorProtocol:
         """Take the run that a rank was in before it has lost rank 0; return False if that is another run."""
         so_far, run = info.goes_on, self.run
         assert so_far is not None
-        if not self.seats.began:
-            self.seats.adopt(so_far, self._now)
+        if not self.recovery.began:
+            self.recovery.adopt(so_far, self._now)
             run_dir, aside = self._folder_of(so_far)
             on_loss = WAIT if run.on_loss == LEAVE else run.on_loss  # otherwise nobody would get what is held
             self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir, on_loss=on_loss)
@@ -259,7 +260,7 @@ class CoordinatorProtocol:
             where = f"; its folder is {run_dir}, since another run is in the one that was named" if aside else ""
             self._line_for_rank_0 = f"going on with run {so_far.run_id}, which {info.who} was in{where}"
         elif so_far.run_id == run.run_id:
-            self.seats.generation = max(self.seats.generation, so_far.generation)
+            self.recovery.generation = max(self.recovery.generation, so_far.generation)
         else:
             other = MasterLost(
                 f"another run has rank 0's address by now: {run.run_id}, not {so_far.run_id}",
@@ -276,7 +277,7 @@ class CoordinatorProtocol:
             self._peers[rank] = peer
             so_far = self.roll_call.info(rank).goes_on
             held = so_far.held if so_far is not None else None
-            self.seats.take_held(rank, held, held[1] if held is not None else 0)
+            self.recovery.take_held(rank, held, held[1] if held is not None else 0)
         if self._line_for_rank_0 and 0 in self._peers:  # whose own hello may come later than that of another rank
             self._peers[0].connection.send(messages.Line(self._line_for_rank_0))
             self._line_for_rank_0 = ""
@@ -289,7 +290,7 @@ class CoordinatorProtocol:
         alone = {rank for rank, loss in lost.items() if not self._goes_on(rank, loss)}
         peers = {rank: self._peers.pop(rank) for rank in alone if rank in self._peers}
         for rank in alone:
-            self.roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.seats.back)
+            self.roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.recovery.back)
         no_further = all(loss.is_newcomer for loss in lost.values())
         own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
         verdicts = {rank: loss.verdict for rank, loss in lost.items()}
@@ -335,7 +336,7 @@ class CoordinatorProtocol:
         self._watch = Watch(self.roll_call, self._peers, now)
         self._stop_step = StopStep(self._watch.send_to_all)
         self.roll_call.begin_again(at_work, now - missing_for, self.run.rejoin_timeout)
-        self.seats.begin(lost, now, back, replaced=at_work, own_code=own_code)
+        self.recovery.begin(lost, now, back, replaced=at_work, own_code=own_code)
         for rank in at_work:
             self._replace_worker(self._peers[rank])
         self._shrink_if_due()
@@ -356,7 +357,7 @@ class CoordinatorProtocol:
         shrink_after = 0.0 if self.run.on_loss == SHRINK else shrink_after
         # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
         until_they_are_here = silent_after(self.run) + SURVIVORS_WITHIN
-        if self.seats.adopted:
+        if self.recovery.adopted:
             shrink_after = max(shrink_after, until_they_are_here)
         if self._now - self._goes_on_since < until_they_are_here:  # the time for which it was stopped does not count
             shrink_after = math.inf
@@ -372,17 +373,17 @@ class CoordinatorProtocol:
         Args:
             to_stop: whether that holds only as long as a rank is about to stop the run.
         """
-        return self.seats.paused and self.roll_call.leave_out(to_stop=to_stop)
+        return self.recovery.paused and self.roll_call.leave_out(to_stop=to_stop)
 
     def _hear_held(self) -> None:
         """Say what is held of a lost rank's work, once all ranks have replied, or end the run."""
-        if self.failure is not None or not self.seats.is_unsaid:
+        if self.failure is not None or not self.recovery.is_unsaid:
             return
         here = self.roll_call.have_worked
-        restarted = [rank for rank in self.seats.lost if rank in here]
-        if (refusal := self.seats.refusal(restarted, here)) is not None:
+        restarted = [rank for rank in self.recovery.lost if rank in here]
+        if (refusal := self.recovery.refusal(restarted, here)) is not None:
             self._watch.end_the_run(refusal)
-        elif (line := self.seats.kept(self.run, here, self.roll_call.missing, self.roll_call.left_out)) is not None:
+        elif (line := self.recovery.kept(self.run, here, self.roll_call.missing, self.roll_call.left_out)) is not None:
             self._watch.send_to_all(messages.Line(line))
 
     def _refuse_all(self, error: DdpManualError) -> None:
@@ -398,7 +399,7 @@ class CoordinatorProtocol:
     def _refuse_newcomers(self, error: DdpManualError) -> None:
         """End the wait because of what ranks have in common; where seats are free, only of those that want one."""
         newcomers = self._newcomers
-        if not self.seats.began or not newcomers:
+        if not self.recovery.began or not newcomers:
             self._refuse_all(error)
             return
         for rank in newcomers:
@@ -413,7 +414,7 @@ class CoordinatorProtocol:
         cut_off = set.intersection(*involved) - others
         lost = [info.rank for info in infos if info.host_id in cut_off]
         error = unreachable(failing)
-        if not lost or not all(self.seats.may_try_again(rank) for rank in lost):
+        if not lost or not all(self.recovery.may_try_again(rank) for rank in lost):
             self._refuse_newcomers(error)
             return
         for rank in lost:
@@ -465,15 +466,15 @@ class CoordinatorProtocol:
             self._send_news()
         now, ready = self._now, self.roll_call.members[0].ready
         assert ready is not None and ready.store is not None
-        came = self._newcomers if self.seats.adopted else self.roll_call.members.keys() - self.roll_call.have_worked
+        came = self._newcomers if self.recovery.adopted else self.roll_call.members.keys() - self.roll_call.have_worked
         newcomers = places.keys() & came - {0}
-        gone_on = self.seats.complete(self.run, {info.rank: info for info in self.roll_call.infos()}, now)
+        gone_on = self.recovery.complete(self.run, {info.rank: info for info in self.roll_call.infos()}, now)
         self.roll_call.complete(now)
         if gone_on is not None:
             line, self.record = gone_on
             self._watch.send_to_all(messages.Line(line))
             self._watch.newcomers = newcomers
-        _, source = self.seats.newest(places)
+        _, source = self.recovery.newest(places)
         self._watch.health.restart(now)
         for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
             self._watch.health.hear(rank, None, max(member.heard, self._goes_on_since))
@@ -482,10 +483,10 @@ class CoordinatorProtocol:
         placed = messages.Placed(
             place=places[0],
             store=ready.store,
-            generation=self.seats.generation,
+            generation=self.recovery.generation,
             holds=self.run.on_loss != LEAVE,
             state_from=places[source].rank if source is not None else None,
-            losses=messages.Losses(self.seats.count, round(self.seats.seconds, 3)),
+            losses=messages.Losses(self.recovery.count, round(self.recovery.seconds, 3)),
             run=self.run,
             on_cpu=on_cpu,
         )
@@ -527,14 +528,14 @@ class CoordinatorProtocol:
     def _end_the_wait(self, waited: float) -> None:
         """End the run, since ranks have been missing for so long; of a program that saves and whose state is held, only
         after the ranks that are here have gone on for a step and saved a checkpoint."""
-        never_taken = self.seats.never_taken(self.run, self.roll_call.missing, waited)
+        never_taken = self.recovery.never_taken(self.run, self.roll_call.missing, waited)
         if never_taken is None:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited, self._own_addresses))
         elif not self.run.resumes:
             self._refuse_all(never_taken.error())
-        elif not self.seats.have_said(self.roll_call.have_worked):
+        elif not self.recovery.have_said(self.roll_call.have_worked):
             pass  # some ranks, which end their workers, have not said yet what they hold
-        elif self.seats.newest(self.roll_call.members)[0] is None:
+        elif self.recovery.newest(self.roll_call.members)[0] is None:
             self._refuse_all(never_taken.error())
         else:
             self._watch.send_to_all(messages.Expired(never_taken))
@@ -542,7 +543,7 @@ class CoordinatorProtocol:
             self._shrink_if_due()
 
     def _send_news(self) -> None:
-        state, for_lost = self.roll_call.state, self.seats.began and not self.seats.adopted
+        state, for_lost = self.roll_call.state, self.recovery.began and not self.recovery.adopted
         assert isinstance(state, Gathering)
         self.roll_call.changed = False
         waited, news = self._now - state.since, self.roll_call.news()
@@ -563,7 +564,7 @@ class CoordinatorProtocol:
                     self._dismiss(other, error, "has left: it was refused")
                 self._advance()
             case messages.Held():
-                self.seats.take_held(rank, message.moment, message.steps_done)
+                self.recovery.take_held(rank, message.moment, message.steps_done)
                 self._hear_held()
             case messages.Finished():
                 self._watch.finish(rank, now)
@@ -583,7 +584,7 @@ class CoordinatorProtocol:
                     state.probes.take(message.key, message.failures)
                     self._advance()
             case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
-                self.roll_call.stopping.update({rank} if self.roll_call.works or self.seats.began else ())
+                self.roll_call.stopping.update({rank} if self.roll_call.works or self.recovery.began else ())
                 if self._works(rank):
                     self._stop_step.ask(rank, message.number)
             case messages.StepsDone():
@@ -615,7 +616,7 @@ class CoordinatorProtocol:
         peer.left = True
         if self._works(rank):
             self._lose_or_let_go(rank, why)
-        elif why or not self.seats.lost:
+        elif why or not self.recovery.lost:
             self._miss_again(rank, f"left again: {why}")
         else:
             self._end_without(rank)
@@ -630,7 +631,7 @@ class CoordinatorProtocol:
 
     def _end_without(self, rank: int) -> None:
         """End the run: a rank has done its work and has left, while the others were to begin anew with it."""
-        lost = next(iter(self.seats.lost.values()))
+        lost = next(iter(self.recovery.lost.values()))
         left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
         self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
@@ -643,9 +644,9 @@ class CoordinatorProtocol:
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self._now, in_a_collective=in_a_collective)
             return
-        if self.roll_call.info(rank).starts_again and self.seats.may_try_again(rank):
+        if self.roll_call.info(rank).starts_again and self.recovery.may_try_again(rank):
             self.roll_call.forget_workers([rank])
-            self.seats.held.pop(rank, None)
+            self.recovery.held.pop(rank, None)
             self._replace_worker(peer)
             return
         peer.connection.send(messages.RunEnds(verdict))
@@ -738,7 +739,7 @@ class CoordinatorProtocol:
             "ranks": self.roll_call.roster(),
             "progress": self._watch.health.progress(now) if self.roll_call.works else None,
             "waiting": self._watch.waiting_line(now),
-            "lost": self.seats.said_of(self.roll_call.left_out),
+            "lost": self.recovery.said_of(self.roll_call.left_out),
             "failure": asdict(self.failure) if self.failure is not None else None,
             "ended": None,
         }

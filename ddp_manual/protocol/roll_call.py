@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import Enum
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, 
 from ddp_manual.protocol.health import heartbeat_period, silent_after
 from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.reachability import Probes
+from ddp_manual.protocol.seats import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 from ddp_manual.wrapping import whole
 
@@ -36,34 +36,6 @@ REFUSALS_WITHIN = 60.0
 LOAD_WITHIN = 600.0
 # A process that has sent nothing for as long as this many heartbeats is frozen.
 FROZEN_AFTER_BEATS = 2.4
-
-
-class Seat(Enum):
-    """What becomes of a rank: the others wait for a process that takes an empty seat, and for one that loads torch.
-
-    The last four are left out: the others go on without that rank, until a process that has come to its seat is ready.
-    """
-
-    EMPTY = "empty"
-    LOADING = "loading"
-    READY = "ready"
-    WORKING = "working"
-    LEFT_OUT = "left out"
-    LEFT_OUT_TO_STOP = "left out as long as a rank is about to stop the run"
-    LOADING_TO_RETURN = "left out, loading"
-    READY_TO_RETURN = "left out, ready"
-
-
-LEFT_OUT = {Seat.LEFT_OUT, Seat.LEFT_OUT_TO_STOP, Seat.LOADING_TO_RETURN, Seat.READY_TO_RETURN}
-# What a seat is once a process has come, has loaded torch, begins to load it anew, or is gone.
-TAKEN = {
-    Seat.EMPTY: Seat.LOADING,
-    Seat.LEFT_OUT: Seat.LOADING_TO_RETURN,
-    Seat.LEFT_OUT_TO_STOP: Seat.LOADING_TO_RETURN,
-}
-LOADED = {Seat.LOADING: Seat.READY, Seat.LOADING_TO_RETURN: Seat.READY_TO_RETURN}
-BEGUN_ANEW = {Seat.READY: Seat.LOADING, Seat.WORKING: Seat.LOADING, Seat.READY_TO_RETURN: Seat.LOADING_TO_RETURN}
-GIVEN_UP = {Seat.LOADING_TO_RETURN: Seat.LEFT_OUT, Seat.READY_TO_RETURN: Seat.LEFT_OUT}
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The verdict that ends a run, as every rank prints it: which rank is gone, silent or stuck, where, and what next.
 
-``watch.py`` decides, on rank 0, when there is one.
+``lost_ranks.py`` decides, on rank 0, when there is one.
 """
 
 from __future__ import annotations

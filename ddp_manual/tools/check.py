@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from ddp_manual import terminal
+from ddp_manual.agent.by_hand import agent_in_this_terminal
 from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.task import Task
-from ddp_manual.agent.tasks import agent_in_this_terminal
 from ddp_manual.agent.to_type import LISTENING, rank_command
 from ddp_manual.environment import machine, settings
 from ddp_manual.errors import MasterUnresolvable, from_dict

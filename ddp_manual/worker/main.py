@@ -32,8 +32,8 @@ from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
 from ddp_manual.worker.collective_errors import collective_error, first_line, is_broken_collective, was_raised_by_torch
 from ddp_manual.worker.collectives import record_collectives
-from ddp_manual.worker.loss_record import LossRecord
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
+from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_spec import WorldSpec
 

@@ -28,8 +28,8 @@ from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.waiting import Waiting
 from ddp_manual.wire import decode
-from ddp_manual.worker.loss_record import LossRecord
 from ddp_manual.worker.reporter import Reporter
+from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.world_spec import WorldSpec
 
 # The backend of a run without a process group.

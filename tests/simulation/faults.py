@@ -275,7 +275,7 @@ class Faults:
             return False
         coordinator = shell.protocol
         self._run.loop.call_soon(coordinator.shrink, context=zero.process.context)
-        if not coordinator.seats.began or coordinator.roll_call.works:
+        if not coordinator.recovery.began or coordinator.roll_call.works:
             return False
         self._run.moments.shrunk |= {*coordinator.roll_call.missing}
         return True

@@ -238,10 +238,11 @@ class Moments:
 
 def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
     """Return what a coordinator has decided, and what it knows of its ranks' work."""
-    roll_call, seats, watch = coordinator.roll_call, coordinator.seats, coordinator._watch
+    roll_call, recovery, watch = coordinator.roll_call, coordinator.recovery, coordinator._watch
     members = {rank: (member.info.pid, member.ready is not None) for rank, member in roll_call.members.items()}
     run = roll_call.works, members, {*roll_call.left_out}, {*roll_call.stopping}, roll_call.is_over
-    return *run, seats.generation, {**seats.held}, {*seats.lost}, watch.failure, {*watch.lost}, {*watch.health.finished}
+    run = *run, recovery.generation, {**recovery.held}, {*recovery.lost}
+    return *run, watch.failure, {*watch.lost}, {*watch.health.finished}
 
 
 def believed(agent: Any) -> tuple[Any, ...]:

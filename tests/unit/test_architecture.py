@@ -206,8 +206,8 @@ FLAGS = {
     "protocol/agent.py": {"self._has_warned", "self.is_own_folder", "self.has_trained"},
     "protocol/coordinator.py": set[str](),
     "protocol/roll_call.py": {"self.changed"},
-    "protocol/seats.py": set[str](),
-    "protocol/watch.py": set[str](),
+    "protocol/recovery.py": set[str](),
+    "protocol/lost_ranks.py": set[str](),
 }
 
 
@@ -238,7 +238,7 @@ def _parts(node: ast.expr) -> list[ast.expr]:
 
 def test_the_command_line_needs_no_torch() -> None:
     script = (
-        "import sys, ddp_manual.cli, ddp_manual.launch.this_host, ddp_manual.agent.__main__, ddp_manual.agent.tasks\n"
+        "import sys, ddp_manual.cli, ddp_manual.launch.this_host, ddp_manual.agent.__main__, ddp_manual.agent.by_hand\n"
         "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.checkpoints, ddp_manual.tools.runs\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )

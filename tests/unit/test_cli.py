@@ -228,7 +228,7 @@ def test_a_result_that_cannot_be_printed_does_not_fail_the_training(
     monkeypatch.setattr(cli.click, "echo", mock.Mock(side_effect=full))
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # pytest's own would be closed
     ended = Ended(result={"run_dir": "runs/mine"})
-    monkeypatch.setattr("ddp_manual.agent.tasks.train_by_hand", lambda spec, config: ended)
+    monkeypatch.setattr("ddp_manual.agent.by_hand.train_by_hand", lambda spec, config: ended)
     monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
     monkeypatch.setattr(terminal.LOGGER, "propagate", True)
     assert cli.run(["train"]) == 0
@@ -245,7 +245,7 @@ def test_a_name_that_stdout_cannot_show_is_escaped(two_runs: list[str], monkeypa
 def test_a_rank_that_nobody_has_numbered_says_that_it_is_rank_0_and_which_the_others_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ddp_manual.agent.tasks.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
+    monkeypatch.setattr("ddp_manual.agent.by_hand.in_this_terminal", lambda spec, task: Ended(result={"run_dir": "r"}))
     monkeypatch.setattr(terminal, "result_text", lambda summary: "99%")
     log_to_root(monkeypatch)
     monkeypatch.setattr(terminal, "log_to_stderr", lambda rank, over_bar=False: None)

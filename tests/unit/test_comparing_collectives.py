@@ -21,7 +21,7 @@ from msgspec.structs import asdict, replace
 from torch.testing._internal.distributed import fake_pg
 
 from ddp_manual import collectives, from_worker, messages
-from ddp_manual.agent.records import Records
+from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.worker_process import Worker, wait_until
 from ddp_manual.messages import Beat, RankInfo, Verdict
 from ddp_manual.protocol.collectives import (
@@ -33,7 +33,7 @@ from ddp_manual.protocol.collectives import (
     Difference,
     Seen,
 )
-from ddp_manual.protocol.watch import RECORDS_WITHIN, Watch
+from ddp_manual.protocol.lost_ranks import RECORDS_WITHIN, Watch
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker.process_group import hide_from_dynamo

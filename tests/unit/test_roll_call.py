@@ -34,9 +34,9 @@ from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import targets
+from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
 from ddp_manual.protocol.seal import Seal
-from ddp_manual.protocol.seats import Seats
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import Unreadable, decode
 from ddp_manual.wrapping import whole
@@ -235,7 +235,7 @@ class Rank0:
     def __init__(self) -> None:
         outside: Any = mock.MagicMock()
         self.decides = CoordinatorProtocol(
-            *(RUN, info(0, "a"), Seal(None), "rank 0's", WITHIN, Seats(0, ""), 0.0),
+            *(RUN, info(0, "a"), Seal(None), "rank 0's", WITHIN, Recovery(0, ""), 0.0),
             own_addresses=[],
             folder_of=outside.folder_of,
             show=outside.show,

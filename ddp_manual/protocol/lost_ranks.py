@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol.collectives import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health, Stall
+from ddp_manual.protocol.inquiries import Inquiries, Then
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.terminal import as_ranges, in_words
@@ -74,22 +75,6 @@ class Broken:
     place: str
 
 
-Then = Callable[[Mapping[int, Any], float], None]
-"""Takes the replies by rank, and the time."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Inquiry:
-    """Agents have been asked something; what follows is decided once none of them can be awaited any longer."""
-
-    number: int
-    awaited: set[int]
-    """The ranks that have not replied yet."""
-    until: float
-    then: Then
-    replies: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-
 class Watch:
     """Watches the ranks that have joined.
 
@@ -113,8 +98,7 @@ class Watch:
         self._closing: set[int] = set()
         """The ranks that were told to close their process groups."""
         self._broken: list[Broken] = []
-        self._inquiries: dict[object, Inquiry] = {}
-        """By what they answer, or by the observer that has asked."""
+        self._inquiries = Inquiries(peers)
         self._numbers = itertools.count(STACKS + 1)
         self.waiting: dict[int, Loss] = {}
         """The ranks that are lost unless their calls differ, which explains it better and ends the run."""
@@ -134,8 +118,7 @@ class Watch:
 
     def check(self, now: float) -> None:
         """Decide what only time shows."""
-        for answers in [*self._inquiries]:
-            self._end_if_over(answers, now)
+        self._inquiries.check(now)
         if self.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
                 broken, self._broken = self._broken[0], []  # it has broken on other ranks too, and is one loss
@@ -285,8 +268,7 @@ class Watch:
 
     def stop(self, now: float) -> None:
         """Decide nothing any more: the ranks begin anew, with another watch. Observers get the stacks that are here."""
-        for answers in self._inquiries.keys() - {DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK}:
-            self._inquiries[answers].then(self._inquiries[answers].replies, now)
+        self._inquiries.end(now, without=(DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK))
 
     def end_because_of_gone(self, rank: int, reason: str) -> None:
         """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
@@ -424,7 +406,16 @@ class Watch:
             return
         within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
         request = messages.AskRecords(next(self._numbers), **wanted)
-        self._ask(DO_CALLS_DIFFER, request.number, ranks, request, within, partial(self._look_on, look), now)
+        then = partial(self._go_on_looking, look)
+        self._inquiries.ask(DO_CALLS_DIFFER, request.number, ranks, request, within, then, now)
+
+    def _go_on_looking(self, look: Look, replies: Mapping[int, messages.RecordsReply], now: float) -> None:
+        """Go on with a look; whatever the replies say, no loss waits for one that is over."""
+        try:
+            self._look_on(look, replies, now)
+        finally:
+            if DO_CALLS_DIFFER not in self._inquiries:
+                self._lose_waiting()
 
     def _take_seen(self, seen: Seen, now: float) -> None:
         """End the run because of what a look has seen, or lose the ranks that wait for it."""
@@ -459,47 +450,15 @@ class Watch:
                 self._closing.add(rank)
                 self._peers[rank].connection.send(messages.Close())
 
-    # -- inquiries ---------------------------------------------------------------------------------------------------
+    # -- what agents reply -------------------------------------------------------------------------------------------
 
     def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
         """Ask for the stacks of those of these ranks whose agents reply in time."""
-        self._ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)
-
-    def _ask(
-        self,
-        answers: object,
-        number: int,
-        ranks: Iterable[int],
-        request: messages.Message,
-        within: float,
-        then: Then,
-        now: float,
-    ) -> None:
-        asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
-        inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)
-        for rank in inquiry.awaited - asked:
-            self._peers[rank].connection.send(request)
-        self._end_if_over(answers, now)
+        self._inquiries.ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)
 
     def take_reply(self, rank: int, number: int, reply: Any, now: float) -> None:
-        for answers, inquiry in [*self._inquiries.items()]:
-            if inquiry.number == number and rank in inquiry.awaited:
-                inquiry.awaited.remove(rank)
-                inquiry.replies[rank] = reply
-                self._end_if_over(answers, now)
+        self._inquiries.take_reply(rank, number, reply, now)
 
     def gone(self, rank: int) -> None:
         """Await no reply from a rank whose connection has ended."""
-        for inquiry in self._inquiries.values():
-            inquiry.awaited.discard(rank)
-
-    def _end_if_over(self, answers: object, now: float) -> None:
-        inquiry = self._inquiries.get(answers)
-        if inquiry is None or (inquiry.awaited and now < inquiry.until):
-            return
-        del self._inquiries[answers]
-        try:
-            inquiry.then(inquiry.replies, now)
-        finally:  # whatever the replies say, no loss waits for an inquiry that is over
-            if DO_CALLS_DIFFER not in self._inquiries:
-                self._lose_waiting()
+        self._inquiries.gone(rank)

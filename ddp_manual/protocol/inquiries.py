@@ -1,0 +1,85 @@
+"""What rank 0 asks agents, and what follows from their replies: the stacks of their workers, and their records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_manual import messages
+from ddp_manual.protocol.handshakes import Peer
+
+Then = Callable[[Mapping[int, Any], float], None]
+"""Takes the replies by rank, and the time."""
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Agents have been asked something; what follows is decided once none of them can be awaited any longer."""
+
+    number: int
+    awaited: set[int]
+    """The ranks that have not replied yet."""
+    until: float
+    then: Then
+    replies: dict[int, Any] = field(default_factory=dict)
+
+
+class Inquiries:
+    """The inquiries that are not over, each by what it answers, or by the observer that has asked.
+
+    Args:
+        peers: the connections of the ranks, as the coordinator keeps them.
+    """
+
+    def __init__(self, peers: Mapping[int, Peer]) -> None:
+        self._peers = peers
+        self._inquiries: dict[object, Inquiry] = {}
+
+    def __contains__(self, answers: object) -> bool:
+        return answers in self._inquiries
+
+    def ask(
+        self,
+        answers: object,
+        number: int,
+        ranks: Iterable[int],
+        request: messages.Message,
+        within: float,
+        then: Then,
+        now: float,
+    ) -> None:
+        """Ask those of these ranks that are here, unless they have been asked the same and have not replied yet."""
+        asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
+        inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)
+        for rank in inquiry.awaited - asked:
+            self._peers[rank].connection.send(request)
+        self._end_if_over(answers, now)
+
+    def take_reply(self, rank: int, number: int, reply: Any, now: float) -> None:
+        for answers, inquiry in [*self._inquiries.items()]:
+            if inquiry.number == number and rank in inquiry.awaited:
+                inquiry.awaited.remove(rank)
+                inquiry.replies[rank] = reply
+                self._end_if_over(answers, now)
+
+    def gone(self, rank: int) -> None:
+        """Await no reply from a rank whose connection has ended."""
+        for inquiry in self._inquiries.values():
+            inquiry.awaited.discard(rank)
+
+    def check(self, now: float) -> None:
+        """End those for which the time is up."""
+        for answers in [*self._inquiries]:
+            self._end_if_over(answers, now)
+
+    def end(self, now: float, without: Collection[object]) -> None:
+        """End all others with the replies that are here."""
+        for answers in self._inquiries.keys() - {*without}:
+            self._inquiries[answers].then(self._inquiries[answers].replies, now)
+
+    def _end_if_over(self, answers: object, now: float) -> None:
+        inquiry = self._inquiries.get(answers)
+        if inquiry is not None and (not inquiry.awaited or now >= inquiry.until):
+            del self._inquiries[answers]
+            inquiry.then(inquiry.replies, now)
