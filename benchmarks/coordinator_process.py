@@ -47,9 +47,9 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
-from ddp_manual.protocol.health import heartbeat_period
+from ddp_manual.protocol.heartbeats import heartbeat_period
 from ddp_manual.protocol.recovery import Recovery
-from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0

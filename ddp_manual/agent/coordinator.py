@@ -23,7 +23,7 @@ from ddp_manual.messages import FromRank, FromStranger, Heartbeat, RankInfo, Run
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
 from ddp_manual.protocol.recovery import Recovery
-from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.signals import process_stat, stopped_by
 from ddp_manual.terminal import as_ranges, in_words

@@ -28,7 +28,8 @@ from ddp_manual.messages import (
 )
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol import states, verdicts
-from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
+from ddp_manual.protocol.health import Silence
+from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import Handling, StopSignals
 from ddp_manual.wire import printable
 from ddp_manual.world_spec import WorldSpec

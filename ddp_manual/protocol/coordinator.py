@@ -21,15 +21,16 @@ from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
-from ddp_manual.protocol.health import Silence, heartbeat_period, silent_after
+from ddp_manual.protocol.health import Silence
+from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
 from ddp_manual.protocol.lost_ranks import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
-from ddp_manual.protocol.seal import Seal
 from ddp_manual.protocol.seats import Seat
 from ddp_manual.protocol.stop_step import StopStep
+from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 

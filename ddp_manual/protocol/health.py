@@ -6,14 +6,15 @@ Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.messages import LEAVING, Beat, LongestWait, RunInfo
+from ddp_manual.messages import Beat, RunInfo
+from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
+from ddp_manual.protocol.stalls import Stall, find_stall
+from ddp_manual.protocol.watched_rank import WatchedRank, by_group, since
 
 # A rank is slow if its own work takes this many times the median, for this many seconds.
 SLOW = 1.5
@@ -26,16 +27,6 @@ NAMED_AFTER = 10.0
 GIVEN_UP_SOON = 2.0
 # Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
-
-
-def heartbeat_period(run: RunInfo) -> float:
-    """Return the seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
-    return max(0.5, run.world_size / 4000)
-
-
-def silent_after(run: RunInfo) -> float:
-    """Return the seconds after which a rank is silent: a heartbeat may be unsent, and another on its way."""
-    return run.peer_timeout + 2 * heartbeat_period(run)
 
 
 class Silence:
@@ -71,55 +62,6 @@ class Silence:
         return f"{self._who(back)} {'is' if len(back) == 1 else 'are'} heard again" if back else None
 
 
-@dataclass(frozen=True)
-class Stall:
-    """Some ranks wait in a collective for the others, which do not come."""
-
-    waiting: list[int]
-    behind: list[int]
-    """Empty if all ranks wait: the network between two of them is cut, or they are in different collectives."""
-    seconds: float
-    fewer: Sequence[int] = ()
-    """The waiting ranks that have begun fewer collectives than others: their connection is cut, or they are busy inside
-    torch."""
-    longest: LongestWait = field(default_factory=lambda: LongestWait(0.0))
-    """How long they may wait."""
-
-
-@dataclass
-class _Rank:
-    heard: float
-    changed: float
-    """When it last made progress: another phase, step or collective."""
-    beat: Beat = field(default_factory=Beat)
-    counts_since: tuple[int, float] | None = None
-    """The step, and when it was said, from which on steps count towards those that there are."""
-    inside_since: float | None = None
-    """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
-    finished: bool = False
-    """Whether its work is done: it takes part in no more collectives."""
-    left: bool = False
-    stopped_since: float | None = None
-    slow_for: float = 0.0
-    """Seconds of training in which it was slow, minus those in which it was not: a busy machine is noisy."""
-    named: set[str] = field(default_factory=set)
-    """What a line has said of it already: that it is ``stopped``, ``debugging`` or ``slow``."""
-
-    @property
-    def mark(self) -> tuple[Any, ...]:
-        return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives, self.beat.unfinished)
-
-    def seconds_left(self, now: float) -> float | None:
-        """Return what its work will still take at the pace so far; None if that is not known."""
-        step, at = self.counts_since or (self.beat.step, now)
-        done, left = self.beat.step - step, self.beat.steps - self.beat.step
-        return left * (now - at) / done if done > 0 and left > 0 else None
-
-    def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
-        """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
-        return any(group in counts and compare(begun, counts[group]) for group, begun in self.beat.collectives.items())
-
-
 class Health:
     """What rank 0 knows of all ranks.
 
@@ -130,7 +72,7 @@ class Health:
     def __init__(self, run: RunInfo, now: float) -> None:
         self._run = run
         self._looked = now
-        self._ranks = [_Rank(now, now) for _ in range(run.world_size)]
+        self._ranks = [WatchedRank(now, now) for _ in range(run.world_size)]
         self._at_work = set(range(run.world_size))
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
@@ -148,15 +90,15 @@ class Health:
         before, known.beat = known.mark, beat
         if known.mark != before:
             known.changed, known.inside_since = now, None
-        known.inside_since = _since(known.inside_since, now) if beat.inside else None
-        known.stopped_since = _since(known.stopped_since, now) if beat.stopped else None
+        known.inside_since = since(known.inside_since, now) if beat.inside else None
+        known.stopped_since = since(known.stopped_since, now) if beat.stopped else None
         if "debugging" in known.named and not beat.debugging:
             self._give_all_their_time(now)  # the next heartbeats of those that have waited for it come later
         known.named -= {state for state in ("stopped", "debugging") if not getattr(beat, state)}
 
     def forget(self, rank: int, now: float) -> None:
         """Begin anew with a rank, which is another process from now on."""
-        self._ranks[rank] = _Rank(now, now)
+        self._ranks[rank] = WatchedRank(now, now)
         self._at_work.add(rank)
 
     def finish(self, rank: int) -> None:
@@ -231,7 +173,7 @@ class Health:
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished."""
         active = {rank: known for rank, known in self._watched() if not known.finished}
-        fewest = _by_group((self._ranks[rank].beat for rank in self.finished), min)
+        fewest = by_group((self._ranks[rank].beat for rank in self.finished), min)
         in_vain = all(
             known.inside_since is not None
             and now - known.inside_since > seconds
@@ -246,51 +188,8 @@ class Health:
         return [other for other in self.finished if self._ranks[other].began_other_than(begun, int.__lt__)]
 
     def find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
-        """Find ranks that have waited in a collective for longer than they may, and the ranks they wait for.
-
-        Ranks that have begun fewer collectives in the same process group are those they wait for.
-
-        Args:
-            now: seconds of rank 0's monotonic clock.
-            longer_than: seconds in place of those.
-
-        Returns:
-            None if no rank waits for that long.
-        """
-        active = {rank: known for rank, known in self._watched() if known.beat.phase != LEAVING and not known.finished}
-        # A person in a debugger may take as long as he likes.
-        if len(active) < 2 or any(known.beat.debugging for known in active.values()):
-            return None
-        fewest = _by_group((known.beat for known in active.values()), min)
-        # The heartbeat of a rank, and the look at it, may each be one period late.
-        late, longest_wait = 2 * heartbeat_period(self._run), self._run.longest_wait
-        longest = {rank: longest_wait(known.beat.timeout_of_wait(fewest), late) for rank, known in active.items()}
-        seconds = {rank: longer_than or one.seconds for rank, one in longest.items()}
-        long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]
-        waiting = [rank for rank in long if now - _since(active[rank].inside_since, now) > seconds[rank]]
-        return_at_once = any(known.beat.return_at_once for known in active.values())
-        if return_at_once and len(long) == len(active) and not waiting:
-            # No rank makes progress. A rank that has begun more collectives than another waits for it.
-            waiting = [rank for rank in long if active[rank].began_other_than(fewest, int.__gt__)]
-        if not waiting:
-            return None
-        may_wait = min((longest[rank] for rank in waiting), key=lambda one: one.seconds)
-        most = _by_group((active[rank].beat for rank in waiting), max)
-        behind = [rank for rank, known in active.items() if known.began_other_than(most, int.__lt__)]
-        # A rank inside a collective has most likely brought what the others need from it, and waits for what they
-        # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
-        fewer = [rank for rank in behind if rank in waiting]
-        behind = [rank for rank in behind if rank not in waiting]
-        if not behind:
-            behind = [rank for rank, known in active.items() if not known.beat.inside]
-            if behind and all(now - active[rank].changed <= late for rank in behind):
-                return None  # they have just gone on, and the others, of which less is heard yet, will have too
-        if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
-            usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
-            behind = [rank for rank, known in active.items() if known.beat.place != usual]
-        waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
-        waited = max(now - active[rank].changed for rank in waiting or behind)
-        return Stall(waiting, behind, waited, [] if behind else fewer, may_wait)
+        """Find ranks that have waited in a collective for longer than they may, or than ``longer_than`` seconds."""
+        return find_stall(dict(self._watched()), self._run, now, longer_than)
 
     def newly_slow(self, now: float) -> list[tuple[int, float, float]]:
         """Return the ranks that became slow, each once, with its own seconds per step and the median of all."""
@@ -335,24 +234,11 @@ class Health:
             for rank, known in enumerate(self._ranks)
         ]
 
-    def _watched(self) -> Iterable[tuple[int, _Rank]]:
+    def _watched(self) -> Iterable[tuple[int, WatchedRank]]:
         return ((rank, known) for rank, known in enumerate(self._ranks) if not known.left)
-
-
-def _since(before: float | None, now: float) -> float:
-    return now if before is None else before
 
 
 def _describe(beat: Beat) -> str:
     if beat.stopped:
         return f"stopped by {beat.stopped}"
     return "in a debugger" if beat.debugging else beat.phase
-
-
-def _by_group(beats: Iterable[Beat], choose: Callable[[int, int], int]) -> dict[str, int]:
-    """Return the fewest or the most collectives that ranks have begun, by process group."""
-    found: dict[str, int] = {}
-    for beat in beats:
-        for group, count in beat.collectives.items():
-            found[group] = choose(found.get(group, count), count)
-    return found

@@ -19,9 +19,10 @@ from ddp_manual.messages import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.on_loss import LEAVE
 from ddp_manual.protocol.collectives import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
-from ddp_manual.protocol.health import Health, Stall
+from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.inquiries import Inquiries, Then
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
+from ddp_manual.protocol.stalls import Stall
 from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import encode

@@ -18,7 +18,7 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, AgentProtocol
 from ddp_manual.protocol.coordinator import SURVIVORS_WITHIN, CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
-from ddp_manual.protocol.health import silent_after
+from ddp_manual.protocol.heartbeats import silent_after
 from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 

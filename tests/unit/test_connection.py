@@ -18,7 +18,7 @@ from ddp_manual.agent.connection import COSTS_AT_LEAST, LONGEST_READ, MOST_UNREA
 from ddp_manual.environment import settings
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import Hello, Look, Signed
-from ddp_manual.protocol.seal import Seal, Unsealed, claimed
+from ddp_manual.protocol.token_proof import Seal, Unsealed, claimed
 from ddp_manual.wire import (
     LONGEST_ANSWER,
     LONGEST_LINE,

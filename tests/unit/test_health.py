@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from ddp_manual.from_worker import Progress
 from ddp_manual.messages import Beat, RankInfo
 from ddp_manual.protocol import verdicts
-from ddp_manual.protocol.health import SLOW_FOR, Health, Stall
+from ddp_manual.protocol.health import SLOW_FOR, Health
 from ddp_manual.protocol.lost_ranks import Watch
+from ddp_manual.protocol.stalls import Stall
 from ddp_manual.wire import as_json, reader_of
 from tests.runs import run_info
 

@@ -21,7 +21,7 @@ from ddp_manual.protocol.collective_variables import collective_variables, diffe
 from ddp_manual.protocol.compatibility import _other_arguments
 from ddp_manual.protocol.handshakes import LONGEST_HELLO
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, named_arguments, shown
-from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.wire import as_json, encode, reader_of
 from tests.runs import info
 

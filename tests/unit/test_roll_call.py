@@ -36,7 +36,7 @@ from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import targets
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
-from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import Unreadable, decode
 from ddp_manual.wrapping import whole

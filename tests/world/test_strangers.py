@@ -31,7 +31,7 @@ from ddp_manual.messages import (
     Verdict,
     Welcome,
 )
-from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.wire import encode
 from tests.conftest import RankProcess, Start, last_error
 from tests.runs import run_info

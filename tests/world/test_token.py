@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ddp_manual.messages import Look, Question
-from ddp_manual.protocol.seal import Seal
+from ddp_manual.protocol.token_proof import Seal
 from tests.conftest import HOST, LONGER, RankProcess, Start, last_error
 from tests.strangers import Stranger
 from tests.world.test_check_and_status import look

@@ -1,0 +1,77 @@
+"""A stall: ranks wait in a collective for ranks that live, and do not come to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddp_manual.messages import LEAVING, LongestWait, RunInfo
+from ddp_manual.protocol.heartbeats import heartbeat_period
+from ddp_manual.protocol.watched_rank import WatchedRank, by_group, since
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Some ranks wait in a collective for the others, which do not come."""
+
+    waiting: list[int]
+    behind: list[int]
+    """Empty if all ranks wait: the network between two of them is cut, or they are in different collectives."""
+    seconds: float
+    fewer: Sequence[int] = ()
+    """The waiting ranks that have begun fewer collectives than others: their connection is cut, or they are busy inside
+    torch."""
+    longest: LongestWait = field(default_factory=lambda: LongestWait(0.0))
+    """How long they may wait."""
+
+
+def find_stall(
+    watched: Mapping[int, WatchedRank], run: RunInfo, now: float, longer_than: float | None = None
+) -> Stall | None:
+    """Find ranks that have waited in a collective for longer than they may, and the ranks they wait for.
+
+    Ranks that have begun fewer collectives in the same process group are those they wait for.
+
+    Args:
+        watched: the ranks that have not left.
+        now: seconds of rank 0's monotonic clock.
+        longer_than: seconds in place of those.
+
+    Returns:
+        None if no rank waits for that long.
+    """
+    active = {rank: known for rank, known in watched.items() if known.beat.phase != LEAVING and not known.finished}
+    # A person in a debugger may take as long as he likes.
+    if len(active) < 2 or any(known.beat.debugging for known in active.values()):
+        return None
+    fewest = by_group((known.beat for known in active.values()), min)
+    # The heartbeat of a rank, and the look at it, may each be one period late.
+    late, longest_wait = 2 * heartbeat_period(run), run.longest_wait
+    longest = {rank: longest_wait(known.beat.timeout_of_wait(fewest), late) for rank, known in active.items()}
+    seconds = {rank: longer_than or one.seconds for rank, one in longest.items()}
+    long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]
+    waiting = [rank for rank in long if now - since(active[rank].inside_since, now) > seconds[rank]]
+    return_at_once = any(known.beat.return_at_once for known in active.values())
+    if return_at_once and len(long) == len(active) and not waiting:
+        # No rank makes progress. A rank that has begun more collectives than another waits for it.
+        waiting = [rank for rank in long if active[rank].began_other_than(fewest, int.__gt__)]
+    if not waiting:
+        return None
+    may_wait = min((longest[rank] for rank in waiting), key=lambda one: one.seconds)
+    most = by_group((active[rank].beat for rank in waiting), max)
+    behind = [rank for rank, known in active.items() if known.began_other_than(most, int.__lt__)]
+    # A rank inside a collective has most likely brought what the others need from it, and waits for what they
+    # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
+    fewer = [rank for rank in behind if rank in waiting]
+    behind = [rank for rank in behind if rank not in waiting]
+    if not behind:
+        behind = [rank for rank, known in active.items() if not known.beat.inside]
+        if behind and all(now - active[rank].changed <= late for rank in behind):
+            return None  # they have just gone on, and the others, of which less is heard yet, will have too
+    if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
+        usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
+        behind = [rank for rank, known in active.items() if known.beat.place != usual]
+    waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
+    waited = max(now - active[rank].changed for rank in waiting or behind)
+    return Stall(waiting, behind, waited, [] if behind else fewer, may_wait)

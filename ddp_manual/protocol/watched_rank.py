@@ -1,0 +1,56 @@
+"""What rank 0 knows of one rank that it watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_manual.messages import Beat
+
+
+@dataclass
+class WatchedRank:
+    heard: float
+    changed: float
+    """When it last made progress: another phase, step or collective."""
+    beat: Beat = field(default_factory=Beat)
+    counts_since: tuple[int, float] | None = None
+    """The step, and when it was said, from which on steps count towards those that there are."""
+    inside_since: float | None = None
+    """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
+    finished: bool = False
+    """Whether its work is done: it takes part in no more collectives."""
+    left: bool = False
+    stopped_since: float | None = None
+    slow_for: float = 0.0
+    """Seconds of training in which it was slow, minus those in which it was not: a busy machine is noisy."""
+    named: set[str] = field(default_factory=set)
+    """What a line has said of it already: that it is ``stopped``, ``debugging`` or ``slow``."""
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives, self.beat.unfinished)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return what its work will still take at the pace so far; None if that is not known."""
+        step, at = self.counts_since or (self.beat.step, now)
+        done, left = self.beat.step - step, self.beat.steps - self.beat.step
+        return left * (now - at) / done if done > 0 and left > 0 else None
+
+    def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
+        """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
+        return any(group in counts and compare(begun, counts[group]) for group, begun in self.beat.collectives.items())
+
+
+def since(before: float | None, now: float) -> float:
+    return now if before is None else before
+
+
+def by_group(beats: Iterable[Beat], choose: Callable[[int, int], int]) -> dict[str, int]:
+    """Return the fewest or the most collectives that ranks have begun, by process group."""
+    found: dict[str, int] = {}
+    for beat in beats:
+        for group, count in beat.collectives.items():
+            found[group] = choose(found.get(group, count), count)
+    return found
