@@ -190,6 +190,7 @@ class Faults:
 
             def heal() -> None:
                 self._run.network.heal(cuts)
+                self._run.moments.look()  # at what gets through, before the next cut
                 for group in self._run.groups.values():
                     group.look()
 

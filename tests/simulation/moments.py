@@ -224,6 +224,8 @@ class Moments:
             and rank.generation >= 0
             # What ends a rank is said to all, and it may be lost once more.
             and not (rank.errors or not rank.runs or rank.leaves)
+            and rank.agent is not None
+            and type(rank.agent.protocol.state) in (states.Looking, states.Working)  # not admitted, and lost again
         }
 
     def _counts(self, rank: Rank) -> bool:
