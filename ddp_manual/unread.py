@@ -40,10 +40,6 @@ class _Writer:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin without a thread and without anything to write, as also in a fork."""
         self._turn = threading.Condition()
         self._texts: collections.deque[bytes] = collections.deque()
         self._is_writing = self._is_started = False
@@ -142,14 +138,8 @@ class _Writer:
 
 
 _writers = {descriptor: _Writer(descriptor) for descriptor in (1, 2)}
-
-
-def _begin_in_child() -> None:
-    for writer in _writers.values():
-        writer.begin()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)
+# A fork has no thread, and nothing to write of what its parent has left.
+os.register_at_fork(after_in_child=lambda: _writers.update({number: _Writer(number) for number in _writers}))
 
 
 class Unblocked(io.TextIOBase):
@@ -157,7 +147,11 @@ class Unblocked(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._writer = _writers[stream.fileno()]
+        self._descriptor = stream.fileno()
+
+    @property
+    def _writer(self) -> _Writer:
+        return _writers[self._descriptor]
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -100,14 +100,7 @@ class WorldSpec(Options):
     """Option -> "flag" or "from VARIABLE"; an option that is missing here has its default or an argument."""
 
     def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Check each value by itself, then those that depend on one another.
-
-        Raises:
-            BadOption: a value is out of its bounds, or two of them contradict each other.
-        """
+        """Check each value by itself, then those that depend on one another."""
         self.check_bounds()
         if self.master_addr in ("0.0.0.0", "::"):
             raise BadOption(

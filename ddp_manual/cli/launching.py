@@ -129,7 +129,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
     ranks = machine.ranks_per_host(str(place["nproc"]))
-    on = Hosts(nproc=ranks, nnodes=place.get("nnodes", 1), node_rank=place.get("node_rank", 0))
+    on = Hosts([ranks] * place.get("nnodes", 1), place.get("node_rank", 0))
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return this_host.launch_here(job, on)

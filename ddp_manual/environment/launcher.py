@@ -16,25 +16,17 @@ from ddp_manual.environment.kubernetes import KUBERNETES
 from ddp_manual.environment.rank_0 import Environment, Identity, Sourced
 from ddp_manual.errors import BadOption
 
-# What to type in front of a rank's own command -> option -> the variable that tells it in each rank.
+OF_RANK = ("world_size", "rank", "local_rank", "master_addr", "master_port")
+# What to type in front of a rank's own command -> option -> the variable that tells it in each rank. People and other
+# launchers set torchrun's too.
 STARTERS = {
-    # As people and other launchers set them too.
-    "torchrun": {
-        "world_size": "WORLD_SIZE",
-        "rank": "RANK",
-        "local_rank": "LOCAL_RANK",
-        "master_addr": "MASTER_ADDR",
-        "master_port": "MASTER_PORT",
-    },
-    # Open MPI.
-    "mpirun": {
-        "world_size": "OMPI_COMM_WORLD_SIZE",
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    },
-    "srun": {"world_size": "SLURM_STEP_NUM_TASKS", "rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"},
-    # MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2.
-    "mpiexec": {"world_size": "PMI_SIZE", "rank": "PMI_RANK", "local_rank": "MPI_LOCALRANKID"},
+    typed: dict(zip(OF_RANK, variables.split(), strict=False))
+    for typed, variables in (
+        ("torchrun", "WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_PORT"),
+        ("mpirun", "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+        ("srun", "SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_LOCALID"),
+        ("mpiexec", "PMI_SIZE PMI_RANK MPI_LOCALRANKID"),  # MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2
+    )
 }
 TORCHRUN, PMI = STARTERS["torchrun"], STARTERS["mpiexec"]
 # A rank that was started by torchrun, or by this package, has this one, whatever has started torchrun.
@@ -42,29 +34,17 @@ STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 # What else starts ranks over PMIx, which tells each its number only: prterun, and srun --mpi=pmix.
 PMIX = {"rank": "PMIX_RANK"}
 
+OF_NODE = ("nnodes", "node_rank", "nproc", "master_addr", "master_port")
 # Of launchers that start a process per node: what says how many nodes and which, how many ranks or GPUs each has, and
 # where the first one is. A variable that holds several addresses has the first node's first.
-NODE_LAUNCHERS = (
-    {
-        "nnodes": "PET_NNODES",
-        "node_rank": "PET_NODE_RANK",
-        "nproc": "PET_NPROC_PER_NODE",
-        "master_addr": "PET_MASTER_ADDR",
-        "master_port": "PET_MASTER_PORT",
-    },
-    {
-        "nnodes": "SKYPILOT_NUM_NODES",
-        "node_rank": "SKYPILOT_NODE_RANK",
-        "nproc": "SKYPILOT_NUM_GPUS_PER_NODE",
-        "master_addr": "SKYPILOT_NODE_IPS",
-    },
-    {
-        "nnodes": "DSTACK_NODES_NUM",
-        "node_rank": "DSTACK_NODE_RANK",
-        "nproc": "DSTACK_GPUS_PER_NODE",
-        "master_addr": "DSTACK_MASTER_NODE_IP",
-    },
-)
+NODE_LAUNCHERS = [
+    dict(zip(OF_NODE, variables.split(), strict=False))
+    for variables in (
+        "PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT",
+        "SKYPILOT_NUM_NODES SKYPILOT_NODE_RANK SKYPILOT_NUM_GPUS_PER_NODE SKYPILOT_NODE_IPS",
+        "DSTACK_NODES_NUM DSTACK_NODE_RANK DSTACK_GPUS_PER_NODE DSTACK_MASTER_NODE_IP",
+    )
+]
 NUMBERS = ("world_size", "rank", "local_rank", "master_port", "nnodes", "node_rank")
 
 # The processes of mpirun, of mpiexec and of their daemons, and torchrun's Python, as ``ps -o comm`` shows them.

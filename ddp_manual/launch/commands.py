@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shlex
 from collections.abc import Sequence
@@ -70,11 +69,6 @@ class Commands:
         }
 
 
-def is_here(host: Host) -> bool:
-    """Return whether this is the host, of which ssh would ask nothing."""
-    return host.name in (*LOCAL, machine.host_name())
-
-
 def list_commands(
     hosts: Sequence[Host],
     options: dict[str, Any],
@@ -94,10 +88,10 @@ def list_commands(
         BadOption: the ranks could not meet with these options.
     """
     first = hosts[0].address
-    if first in LOCAL and "master_addr" not in options and not all(map(is_here, hosts)):
-        other = next(host for host in hosts if not is_here(host))
+    others = [host.name for host in hosts if host.name not in (*LOCAL, machine.host_name())]
+    if first in LOCAL and "master_addr" not in options and others:
         raise BadOption(
-            f"{other.name} cannot reach rank 0 at {first}",
+            f"{others[0]} cannot reach rank 0 at {first}",
             why=f"rank 0 is on the first host, and {first} is another host for each host",
             next="name the first host as the others know it, or give its address: --master_addr",
         )
@@ -110,4 +104,4 @@ def list_commands(
         besides = {**own, LISTENING: spec.listen_addr if rank == 0 else None}
         line = rank_command(spec, name, besides, shlex.join(rest)).replace("{rank}", str(rank), 1)
         ranks.append((host, line.replace("{master_port}", str(spec.master_port), 1)))
-    return Commands(spec=dataclasses.replace(spec, rank=0), program=program, ranks=ranks)
+    return Commands(spec=spec, program=program, ranks=ranks)

@@ -63,7 +63,6 @@ class HostedLaunch(Launch):
         """The hosts whose ranks run."""
         self.over = asyncio.Event()
         """Set once no lost host is waited for any more, in this attempt."""
-        self._preparing: asyncio.Future[Any] | None = None
         self._closing: list[asyncio.Future[None]] = []
 
     def run(self) -> int:
@@ -84,43 +83,36 @@ class HostedLaunch(Launch):
         """Return what would be run on each host, without secrets."""
         lines = []
         for number, host in enumerate(self.hosts):
-            lines += [
-                f"{host.name}: {self.ranks_in_words(number)}",
-                f"  {shlex.join(self.remote.command(host.name))}",
-            ]
+            lines += [f"{host.name}: {self.ranks_in_words(number)}", f"  {shlex.join(self.remote.command(host.name))}"]
         job = self.job
         what = job.program.typed if job.program else as_flags(job.config.given_options() if job.config else {})
         lines.append(f"over standard input: {what or 'the built-in training'}")
         given = [f"{name}={value}" for name, value in self.variables.items()]
         return "\n".join([*lines, f"variables: {shlex.join(without_secrets(given)) or 'none'}"])
 
-    def ranks_of(self, number: int) -> range:
-        return Hosts.of_slots([host.slots for host in self.hosts], number).ranks
+    def on(self, number: int) -> Hosts:
+        """Return what a host is told of the hosts."""
+        return Hosts([host.slots for host in self.hosts], number, by_ssh=True)
 
     def ranks_in_words(self, number: int) -> str:
-        ranks = self.ranks_of(number)
+        ranks = self.on(number).ranks
         return in_words([[ranks[0], ranks[-1]]])
 
     def order(self, number: int) -> Order:
         """Return what a host is told to start."""
         sources = {name: of for name, of in self.job.spec.sources.items() if name != "token_file"}
         spec = dataclasses.replace(self.job.spec, token_file=None, sources=sources)
-        slots = [host.slots for host in self.hosts]
         width = width_of(sys.stderr)  # the terminal is here, and the hosts' lines come through pipes
         variables = {**({"COLUMNS": str(width)} if width else {}), **self.variables}
-        return Order(dataclasses.replace(self.job, spec=spec), slots, number, variables)
+        return Order(dataclasses.replace(self.job, spec=spec), self.on(number), variables)
 
     async def _run(self) -> int:
         with ThreadPoolExecutor(1, "ddp_manual output") as writer:
             self.parts = [RanksOfHost(self, number, writer) for number in range(len(self.hosts))]
             with signals.handle_in_event_loop(self.take_signal):
                 try:
-                    self._preparing = asyncio.ensure_future(self._prepare())
-                    try:
-                        await self._preparing
-                    except asyncio.CancelledError:
-                        raise Stopped(self.signalled, "before any rank was started") from None
-                    self._preparing = None
+                    if await self.is_over_before(self._prepare()):
+                        raise Stopped(self.signalled, "before any rank was started")
                     self.meeting_point = self._find_meeting_point()
                     say_how_to_look(self.meeting_point)
                     await self.attempts()
@@ -217,8 +209,6 @@ class HostedLaunch(Launch):
             elif time.monotonic() - self._asked > signals.ONCE_WITHIN and not self._closing:
                 # Also those of hosts that take no signal any more.
                 self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
-            if self._preparing is not None:
-                self._preparing.cancel()
             self.over.set()
         super().take_signal(number)
 
@@ -235,7 +225,7 @@ class RanksOfHost:
     """The ranks of one host, as a part of a launch."""
 
     def __init__(self, launch: HostedLaunch, number: int, writer: ThreadPoolExecutor) -> None:
-        self.number, self.ranks = number, launch.ranks_of(number)
+        self.number, self.ranks = number, launch.on(number).ranks
         self.has_saved = False
         self.is_newcomer = False
         """Whether its session is not the first, and its ranks take the seats of those that were lost."""

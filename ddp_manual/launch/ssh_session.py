@@ -197,7 +197,6 @@ class Session:
         self._writer = writer
         self._messages: asyncio.Queue[FromHost | None] = asyncio.Queue()
         """What the host says, without signs of life; None once the session has ended."""
-        self._has_ended = False
         self.hello: Hello | None = None
         self.ready: HostReady | None = None
         self.said = ""
@@ -253,9 +252,9 @@ class Session:
 
     async def hear(self) -> FromHost | None:
         """Return what the host says next; None once the session has ended."""
-        if self._has_ended and self._messages.empty():
-            return None
-        return await self._messages.get()
+        if (message := await self._messages.get()) is None:
+            self._messages.put_nowait(None)
+        return message
 
     async def _answer(self, kind: type[T]) -> T:
         try:
@@ -323,7 +322,6 @@ class Session:
         assert self.process is not None
         await self.process.wait()
         await asyncio.wait(self._copies, timeout=1)
-        self._has_ended = True
         self._messages.put_nowait(None)
 
     async def _keep_alive(self) -> None:
