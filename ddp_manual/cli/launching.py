@@ -141,8 +141,7 @@ def _place(flags: dict[str, Any], *, by_ssh: bool) -> tuple[dict[str, Any], dict
     typed = {name: flags[name] for name in ("nproc", "nnodes", "node_rank") if flags[name] is not None}
     typed |= given(WorldSpec, flags)
     node = launcher.of_node(settings.variables()) if "nnodes" not in typed and not by_ssh else {}
-    place: dict[str, Any] = {**{name: found.value for name, found in node.items()}, **typed}
-    sources = {**{name: f"from {found.source}" for name, found in node.items()}, **dict.fromkeys(typed, "flag")}
+    place, sources = launcher.with_flags(node, typed)
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if "master_addr" not in typed:
@@ -241,4 +240,4 @@ def list_commands(context: click.Context, /, **typed: Any) -> None:
         training=typed["program"],
         own={"run_dir": typed["run_dir"], "may_differ": typed["may_differ"]},
     )
-    print_result(json.dumps(found.as_dict(), indent=2) if typed["as_json"] else found.text())
+    print_result(json.dumps(found, indent=2) if typed["as_json"] else commands.text(found, script))

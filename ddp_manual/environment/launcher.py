@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ddp_manual.environment import kubernetes, machine, mpirun, settings, slurm
 from ddp_manual.environment.kubernetes import KUBERNETES
@@ -125,6 +126,13 @@ def check_rank_0_is_found(environment: Environment) -> None:
     """Raise BadOption if the ranks are on several hosts and, without --master_addr, could not find rank 0."""
     if not environment.get("MASTER_ADDR"):
         (mpirun if _of_mpirun(environment) else slurm).check_rank_0_is_found(environment)
+
+
+def with_flags(found: Identity, flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of options, and where each comes from: a flag counts before a variable."""
+    told = {name: sourced for name, sourced in found.items() if name not in flags}
+    values = {**flags, **{name: value for name, (value, _) in told.items()}}
+    return values, {**dict.fromkeys(flags, "flag"), **{name: f"from {source}" for name, (_, source) in told.items()}}
 
 
 def nobody_says_of_how_many(rank: Sourced) -> BadOption:
