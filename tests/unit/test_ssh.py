@@ -120,7 +120,7 @@ def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
     monkeypatch.setattr(command_line, "typed_command", lambda: (["ddp-manual"], words))
     monkeypatch.setattr(ssh.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
     assert cli.run(words) == 0
-    read = read_from_launcher(encode_local(found[0].order(1)).decode())
+    read = read_from_launcher(encode_local(found[0].parts[1].order()).decode())
     assert isinstance(read, Order)
     return read
 
