@@ -93,8 +93,9 @@ class Options:
 
     def check_bounds(self) -> None:
         """Raise BadOption for a value of the wrong type, for an empty text, and for a value out of bounds."""
-        kinds = value_types(type(self))
-        for field in option_fields(type(self)):
+        options: type = type(self)
+        kinds = value_types(options)
+        for field in option_fields(options):
             name, kind, value, limits = field.name, kinds[field.name], getattr(self, field.name), field.metadata
             why = f"{self.named(name)}: {limits['help']}"
             if value is None and field.default is None:
