@@ -40,15 +40,9 @@ class _Writer:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin without a thread and without anything to write, as also in a fork."""
         self._turn = threading.Condition()
         self._texts: collections.deque[bytes] = collections.deque()
         self._is_writing = self._is_started = False
-        self._rest = b""
-        """The beginning of a line."""
         self._size = 0
         """The bytes in ``_texts``."""
         self._left_out = 0
@@ -56,13 +50,9 @@ class _Writer:
         self._taken_at = self._unread_since = time.monotonic()
         """When the reader has last taken something, and when it had before the first line was left out."""
 
-    def add(self, text: bytes, *, whole: bool = False) -> None:
-        """Have the lines in ``text`` written, and the beginning of another line only if ``whole``."""
+    def add(self, lines: bytes) -> None:
+        """Have these lines written."""
         with self._turn:
-            lines, newline, rest = (self._rest + text).rpartition(b"\n")
-            lines, self._rest = (lines + newline + rest, b"") if whole else (lines + newline, rest)
-            if not lines:
-                return
             if not self._is_started:
                 threading.Thread(target=self._run, name="ddp_manual terminal", daemon=True).start()
                 self._is_started = True
@@ -98,7 +88,6 @@ class _Writer:
 
         That is counted in short steps: a process that was stopped meanwhile still has its time.
         """
-        self.add(b"", whole=True)
         steps = 10
         with self._turn:
             while self._is_busy and steps:
@@ -142,50 +131,44 @@ class _Writer:
 
 
 _writers = {descriptor: _Writer(descriptor) for descriptor in (1, 2)}
+# A fork has no thread, and nothing to write of what its parent has left.
+os.register_at_fork(after_in_child=lambda: _writers.update({number: _Writer(number) for number in _writers}))
 
 
-def _begin_in_child() -> None:
-    for writer in _writers.values():
-        writer.begin()
+class _Below(io.RawIOBase):
+    """What is below stdout or stderr."""
 
-
-os.register_at_fork(after_in_child=_begin_in_child)
-
-
-class Unblocked(io.TextIOBase):
-    """Takes the place of stdout or stderr; no write waits for a reader, and ``flush`` only for a moment."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._writer = _writers[stream.fileno()]
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
     def fileno(self) -> int:
-        return self._stream.fileno()
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
         return True
 
-    def write(self, text: str) -> int:
-        self._writer.add(text.encode(self.encoding, "backslashreplace"))
-        return len(text)
+    def write(self, lines: Any) -> int:
+        _writers[self._descriptor].add(bytes(lines))
+        return len(lines)
+
+
+class Unblocked(io.TextIOWrapper):
+    """Takes the place of stdout or stderr; no write waits for a reader, and ``flush`` only for a moment."""
+
+    def __init__(self, stream: TextIO) -> None:
+        below = io.BufferedWriter(_Below(stream.fileno()))
+        super().__init__(below, stream.encoding, "backslashreplace", line_buffering=True)
 
     def flush(self) -> None:
-        self._writer.add(b"", whole=True)
-        self._writer.wait(WRITTEN_WITHIN, WRITTEN_WITHIN)
+        super().flush()
+        _writers[self.fileno()].wait(WRITTEN_WITHIN, WRITTEN_WITHIN)
 
     def wait_for_reader(self) -> None:
         """Wait until there is room again, for as long as the reader goes on reading."""
-        self._writer.wait(UNREAD_AFTER, room=ROOM // 2)
+        _writers[self.fileno()].wait(UNREAD_AFTER, room=ROOM // 2)
 
 
 def _unblocked(stream: Any) -> Any:
@@ -209,6 +192,9 @@ def never_block(patience: float = LAST_LINES_WITHIN) -> Iterator[None]:
     try:
         yield
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Unblocked):
+                stream.flush()
         sys.stdout, sys.stderr = before
         unread = [writer for writer in _writers.values() if not writer.wait_for_the_last_lines()]
         if unread and patience > LAST_LINES_WITHIN:

@@ -100,14 +100,7 @@ class WorldSpec(Options):
     """Option -> "flag" or "from VARIABLE"; an option that is missing here has its default or an argument."""
 
     def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Check each value by itself, then those that depend on one another.
-
-        Raises:
-            BadOption: a value is out of its bounds, or two of them contradict each other.
-        """
+        """Check each value by itself, then those that depend on one another."""
         self.check_bounds()
         if self.master_addr in ("0.0.0.0", "::"):
             raise BadOption(
@@ -161,21 +154,18 @@ class WorldSpec(Options):
         """
         if unknown := flags.keys() - WORLD_OPTIONS:
             raise TypeError(f"WorldSpec has no option {', '.join(unknown)}")
-        values = {name: value for name, value in flags.items() if value is not None}
-        sources = dict.fromkeys(values, "flag")
-        by_hand = not is_rank or "rank" in values
+        typed = {name: value for name, value in flags.items() if value is not None}
+        by_hand = not is_rank or "rank" in typed
         variables = settings.variables()
         found = launcher.read(launcher.TORCHRUN, variables) if by_hand else launcher.of_started_rank(variables)
-        for name, (value, variable) in found.items():
-            if name not in values:
-                values[name], sources[name] = value, f"from {variable}"
+        values, sources = launcher.with_flags(found, typed)
         if "world_size" not in values and "rank" in found and found["rank"].source != launcher.TORCHRUN["rank"]:
             raise launcher.nobody_says_of_how_many(found["rank"])
         is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
         typed_rank = is_rank and by_hand
         if is_elsewhere and not typed_rank and (first := launcher.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
-        if not by_hand and sources.get("master_addr") != "flag":
+        if not by_hand and "master_addr" not in typed:
             launcher.check_rank_0_is_found(variables)
         return cls(**values, sources=sources)
 

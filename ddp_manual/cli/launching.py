@@ -10,7 +10,6 @@ import click
 from ddp_manual import errors, orphans, terminal, unread
 from ddp_manual.cli.options import (
     GroupedCommand,
-    check_after_dashes,
     check_before_script,
     given,
     hosts_options,
@@ -18,7 +17,7 @@ from ddp_manual.cli.options import (
     launched_program,
     names_in,
     own_program,
-    refuse_options_of_torchrun,
+    refused_options_of_torchrun,
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
@@ -78,32 +77,10 @@ from ddp_manual.world_spec import WorldSpec
 @click.option("--export", multiple=True, metavar="NAME[=VALUE],...", help="Variables to pass on to the hosts.")
 @click.option("--dry_run", is_flag=True, help="Print what would be run on each host, and run nothing.")
 @click.option("--standalone", is_flag=True, help="Does nothing: torchrun needs it to start all ranks on one machine.")
-@refuse_options_of_torchrun
+@refused_options_of_torchrun
 @launched_program(defaults={"max_restarts": 0, "master_port": f"a free one; with --nnodes {WorldSpec.master_port}"})
 @click.pass_context
-def launch(
-    context: click.Context,
-    /,
-    nproc: str | None,
-    num_processes: int | None,
-    nnodes: int | None,
-    node_rank: int | None,
-    run_dir: str | None,
-    start: str,
-    hosts: str | None,
-    hostfile: str | None,
-    ssh_command: str | None,
-    remote_dir: str | None,
-    remote_python: str | None,
-    export: tuple[str, ...],
-    dry_run: bool,
-    standalone: bool,
-    program: tuple[str, ...],
-    as_module: bool,
-    no_python: bool,
-    may_differ: str | None,
-    **flags: Any,
-) -> int:
+def launch(context: click.Context, /, **typed: Any) -> int:
     """Start N ranks on this machine and end them together: of your own SCRIPT, unmodified, as torchrun would start it,
     or of our own training, each with the TRAIN_OPTIONS after --.
 
@@ -114,70 +91,73 @@ def launch(
     from ddp_manual.launch import this_host
     from ddp_manual.launch.job import Hosts, job_of
 
-    by_ssh = hosts is not None or hostfile is not None
-    place, sources = _place(context, by_ssh=by_ssh, num_processes=num_processes)
-    _check_hosts_options(context.params)
+    by_ssh = typed["hosts"] is not None or typed["hostfile"] is not None
+    place, sources = _place(typed, by_ssh=by_ssh)
+    _check_hosts_options(typed)
     script = own_program(context)
     if not by_ssh and "nproc" not in place:
         check_before_script("launch", script, "nproc", "nproc_per_node")
         raise click.MissingParameter(ctx=context, param_hint="--nproc", param_type="option")
     options = given(WorldSpec, place)  # and none of a rank's variables, which another launcher may have left
-    sources = {name: source for name, source in sources.items() if name in options}
     task: Program | TrainConfig
     if script is not None:
         task = script
     else:
-        task, typed_after = _training(context, run_dir)
+        task, typed_after = _training(context)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
-    spec = WorldSpec(**options, sources=sources)
-    variables = settings.exported(export) if by_ssh else {}
-    own: Any = {"variables": variables, "may_differ": names_in(may_differ), "start": start}
-    job = job_of(task, spec, after=program, run_dir=run_dir, **own)
+    spec = WorldSpec(**options, sources={name: sources[name] for name in options})
+    variables = settings.exported(typed["export"]) if by_ssh else {}
+    job = job_of(
+        task,
+        spec,
+        after=typed["program"],
+        run_dir=typed["run_dir"],
+        variables=variables,
+        may_differ=names_in(typed["may_differ"]),
+        start=typed["start"],
+    )
     if by_ssh:
         from ddp_manual.launch.ssh import HostedLaunch
         from ddp_manual.launch.ssh_session import Remote
 
-        remote = Remote.of(ssh_command, remote_dir, remote_python)
-        launched = HostedLaunch(job, host_list.choose_hosts(hosts, hostfile), remote, variables)
-        if dry_run:
+        remote = Remote.of(typed["ssh_command"], typed["remote_dir"], typed["remote_python"])
+        hosts = host_list.choose_hosts(typed["hosts"], typed["hostfile"])
+        launched = HostedLaunch(job, hosts, remote, variables)
+        if typed["dry_run"]:
             print_result(launched.dry_run())
             return 0
         with unread.never_block(unread.A_PERSON_READS_WITHIN):
             return launched.run()
     ranks = machine.ranks_per_host(str(place["nproc"]))
-    on = Hosts(nproc=ranks, nnodes=place.get("nnodes", 1), node_rank=place.get("node_rank", 0))
+    on = Hosts([ranks] * place.get("nnodes", 1), place.get("node_rank", 0))
     orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return this_host.launch_here(job, on)
 
 
-def _place(context: click.Context, *, by_ssh: bool, num_processes: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _place(flags: dict[str, Any], *, by_ssh: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """Return nproc, nnodes, node_rank and the options of each rank, from flags or from the variables of a launcher that
     has started this process for a whole node; and where each comes from."""
-    typed = {name: context.params[name] for name in ("nproc", "nnodes", "node_rank")}
-    typed |= given(WorldSpec, context.params)
-    place = {name: value for name, value in typed.items() if value is not None}
-    sources = dict.fromkeys(place, "flag")
-    node = launcher.of_node(settings.variables()) if typed["nnodes"] is None and not by_ssh else {}
-    for name, (value, variable) in node.items():
-        if name not in place:
-            place[name], sources[name] = value, f"from {variable}"
+    typed = {name: flags[name] for name in ("nproc", "nnodes", "node_rank") if flags[name] is not None}
+    typed |= given(WorldSpec, flags)
+    node = launcher.of_node(settings.variables()) if "nnodes" not in typed and not by_ssh else {}
+    place, sources = launcher.with_flags(node, typed)
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
-        if sources.get("master_addr") != "flag":
+        if "master_addr" not in typed:
             launcher.check_rank_0_is_found(settings.variables())
-    nnodes = place.get("nnodes", 1)
-    if "nproc" not in place and num_processes is not None and num_processes % nnodes == 0:  # as accelerate counts
-        place["nproc"] = str(num_processes // nnodes)
+    all_ranks, nnodes = flags["num_processes"], place.get("nnodes", 1)
+    if "nproc" not in place and all_ranks is not None and all_ranks % nnodes == 0:  # as accelerate counts
+        place["nproc"] = str(all_ranks // nnodes)
     return place, sources
 
 
-def _training(context: click.Context, run_dir: str | None) -> tuple[TrainConfig, dict[str, Any]]:
+def _training(context: click.Context) -> tuple[TrainConfig, dict[str, Any]]:
     """Return our own training, and the options of each rank, as they were typed after the ``--``."""
     if not context.params["program"]:
         terminal.say("no script was given: these ranks do the built-in training, by default on mnist")
     typed = _options_of_training(context, ("world_size", "rank", "local_rank", "run_id"))
-    typed["run_dir"] = run_dir
+    typed["run_dir"] = context.params["run_dir"]
     return TrainConfig.from_file(typed.pop("config_file"), **given(TrainConfig, typed)), given(WorldSpec, typed)
 
 
@@ -185,30 +165,39 @@ def _options_of_training(context: click.Context, of_each_rank: tuple[str, ...]) 
     """Return the options of ``train`` that were typed after the ``--`` of another command; None for others.
 
     Args:
-        of_each_rank: see ``check_after_dashes``.
+        of_each_rank: those that the command gives each rank itself.
+
+    Raises:
+        BadOption: an option comes too late, or the command would override it.
     """
     words, normalize = list(context.params["program"]), context.token_normalize_func
     typed = train.make_context("train", words, token_normalize_func=normalize).params
-    check_after_dashes(str(context.info_name), typed, of_each_rank)
+    for name in (*of_each_rank, "master_addr", "master_port", "listen_addr", "run_dir"):
+        if typed[name] is not None:
+            is_decided = name in of_each_rank
+            why = f"gives each rank its own --{name}" if is_decided else "reads it before the --"
+            raise errors.BadOption(
+                f"--{name} cannot come after the --",
+                why=f"{context.info_name} {why}",
+                next=f"leave --{name} out" if is_decided else f"put --{name} before the --",
+            )
     return typed
 
 
 def _check_hosts_options(flags: dict[str, Any]) -> None:
     """Raise BadOption if options of ``launch`` for other hosts and for this machine are mixed."""
     by = next((name for name in ("hosts", "hostfile") if flags[name] is not None), None)
-    if by is not None:
-        for name in ("nproc", "nnodes", "node_rank", "num_processes"):
-            if flags[name] is not None:
-                raise errors.BadOption(
-                    f"--{name} and --{by} exclude each other",
-                    why="the list of hosts says how many ranks each has",
-                    next=f"leave --{name} out, or start launch on each host without the list",
-                )
+    for name in ("nproc", "nnodes", "node_rank", "num_processes") if by else ():
+        if flags[name] is not None:
+            raise errors.BadOption(
+                f"--{name} and --{by} exclude each other",
+                why="the list of hosts says how many ranks each has",
+                next=f"leave --{name} out, or start launch on each host without the list",
+            )
     for name in () if by else ("ssh_command", "remote_dir", "remote_python", "export", "dry_run"):
         if flags[name]:
-            option = name.removesuffix("_command")
             raise errors.BadOption(
-                f"--{option} needs --hosts or --hostfile",
+                f"--{name.removesuffix('_command')} needs --hosts or --hostfile",
                 why="it is for ranks that are started by way of ssh",
                 next="name the hosts, such as --hosts a:2,b:2",
             )
@@ -233,34 +222,22 @@ def hosted() -> int:
 @json_option
 @launched_program()
 @click.pass_context
-def list_commands(
-    context: click.Context,
-    /,
-    hosts: str | None,
-    hostfile: str | None,
-    run_dir: str | None,
-    as_json: bool,
-    program: tuple[str, ...],
-    as_module: bool,
-    no_python: bool,
-    may_differ: str | None,
-    **flags: Any,
-) -> None:
+def list_commands(context: click.Context, /, **typed: Any) -> None:
     """Print what to type in each terminal of each host, to start a run by hand: of your own SCRIPT, or of our own
     training with the TRAIN_OPTIONS after --.
     """
     from ddp_manual.launch import commands
 
     script = own_program(context)
-    if hosts is None and hostfile is None:
+    if typed["hosts"] is None and typed["hostfile"] is None:
         check_before_script("commands", script, "hosts", "hostfile")
     if script is None:
         _options_of_training(context, ("world_size", "rank", "local_rank"))
     found = commands.list_commands(
-        host_list.choose_hosts(hosts, hostfile),
-        given(WorldSpec, flags),
+        host_list.choose_hosts(typed["hosts"], typed["hostfile"]),
+        given(WorldSpec, typed),
         program=script,
-        training=program,
-        own={"run_dir": run_dir, "may_differ": may_differ},
+        training=typed["program"],
+        own={"run_dir": typed["run_dir"], "may_differ": typed["may_differ"]},
     )
-    print_result(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
+    print_result(json.dumps(found, indent=2) if typed["as_json"] else commands.text(found, script))

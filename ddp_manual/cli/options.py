@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,8 @@ RARE = {
     *("local_rank", "listen_addr", "run_id", "collectives", "allow_mismatch", "standby_addr", "on_loss_of_own_code"),
     *("rejoin_timeout", "shrink_after", "start", "ssh_command", "remote_dir", "remote_python", "export", "standalone"),
     *("lr_scaling", "lr_schedule", "warmup_epochs", "momentum", "weight_decay", "clip_grad_norm", "shift", "flip"),
-    *(
-        "normalization",
-        "sync_bn",
-        "no_ddp",
-        "image_size",
-        "classes",
-        "check_replicas",
-        "checkpoint_steps",
-        "hold_every",
-    ),
+    *("normalization", "sync_bn", "no_ddp", "image_size", "classes", "check_replicas", "checkpoint_steps"),
+    "hold_every",
 }
 
 
@@ -106,6 +99,11 @@ OF_TORCHRUN = {
 ALSO_SPELLED = {"master_addr": "--main_process_ip", "master_port": "--main_process_port"}
 
 
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Give a command several options, in this order."""
+    return lambda function: functools.reduce(lambda found, give: give(found), reversed(options), function)
+
+
 def options_of(
     kind: type, only: Sequence[str] | None = None, defaults: Mapping[str, object] | None = None
 ) -> Callable[[Any], Any]:
@@ -116,18 +114,15 @@ def options_of(
     Args:
         defaults: option -> what the help calls its default, where that is not the field's.
     """
-
-    def decorate(function: Any) -> Any:
-        for field, value_type in reversed([*zip(option_fields(kind), value_types(kind).values(), strict=True)]):
-            if only is None or field.name in only:
-                names = [field.name, spelling(field.name, value_type)]
-                if only is LAUNCH_OPTIONS and field.name in ALSO_SPELLED:
-                    names.append(ALSO_SPELLED[field.name])
-                help = help_text(field, value_type, (defaults or {}).get(field.name))
-                function = click.option(*names, type=value_type, default=None, help=help)(function)
-        return function
-
-    return decorate
+    found = []
+    for field, value_type in zip(option_fields(kind), value_types(kind).values(), strict=True):
+        if only is None or field.name in only:
+            names = [field.name, spelling(field.name, value_type)]
+            if only is LAUNCH_OPTIONS and field.name in ALSO_SPELLED:
+                names.append(ALSO_SPELLED[field.name])
+            help = help_text(field, value_type, (defaults or {}).get(field.name))
+            found.append(click.option(*names, type=value_type, default=None, help=help))
+    return together(*found)
 
 
 def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
@@ -136,41 +131,35 @@ def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+# Those that say how to run a program of the user's own.
+program_options = together(
+    click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."),
+    click.option("--no_python", is_flag=True, help="SCRIPT is any executable, not a script in Python."),
+    click.option(
+        "--may_differ",
+        metavar="NAME,...",
+        help="Arguments of the script that may differ between ranks, such as seed,name.",
+    ),
+)
 
 
-def program_options(function: Any) -> Any:
-    """Give a command the options that say how to run a program of the user's own."""
-    for decorate in reversed(
-        (
-            click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."),
-            click.option("--no_python", is_flag=True, help="SCRIPT is any executable, not a script in Python."),
-            click.option(
-                "--may_differ",
-                metavar="NAME,...",
-                help="Arguments of the script that may differ between ranks, such as seed,name.",
-            ),
+def _refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Say what a command has in place of an option that only torchrun has."""
+    if value is not None:
+        name = parameter.opts[0]
+        raise errors.BadOption(
+            f"{context.info_name} has no option {name}",
+            why=f"torchrun has it, and here {OF_TORCHRUN[name]}",
+            next="leave it out",
         )
-    ):
-        function = decorate(function)
-    return function
 
 
-def refuse_options_of_torchrun(function: Any) -> Any:
-    """Have a command say what it has in place of options that only torchrun has."""
-
-    def refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            name = parameter.opts[0]
-            raise errors.BadOption(
-                f"{context.info_name} has no option {name}",
-                why=f"torchrun has it, and here {OF_TORCHRUN[name]}",
-                next="leave it out",
-            )
-
-    for number, name in enumerate(OF_TORCHRUN):
-        unused = click.option(f"torchrun_{number}", name, hidden=True, expose_value=False, callback=refuse)
-        function = unused(function)
-    return function
+refused_options_of_torchrun = together(
+    *(
+        click.option(f"torchrun_{number}", name, hidden=True, expose_value=False, callback=_refuse)
+        for number, name in enumerate(OF_TORCHRUN)
+    )
+)
 
 
 def launched_program(defaults: Mapping[str, object] | None = None) -> Callable[[Any], Any]:
@@ -181,8 +170,7 @@ def launched_program(defaults: Mapping[str, object] | None = None) -> Callable[[
     """
     form = "[SCRIPT [ARGUMENTS]... | -- TRAIN_OPTIONS...]"
     program = click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=form)
-    of_ranks = options_of(WorldSpec, only=LAUNCH_OPTIONS, defaults=defaults)
-    return lambda function: program_options(of_ranks(program(function)))
+    return together(program_options, options_of(WorldSpec, only=LAUNCH_OPTIONS, defaults=defaults), program)
 
 
 def own_program(context: click.Context) -> Program | None:
@@ -194,30 +182,15 @@ def own_program(context: click.Context) -> Program | None:
     typed = context.params
     if typed["program"] and not typed["program"][0].startswith("-"):
         return program_of(typed["program"], as_module=typed["as_module"], no_python=typed["no_python"])
-    _check_has_no_script(context, **{name: typed[name] for name in ("as_module", "no_python", "may_differ")})
+    if typed["may_differ"] is not None:
+        raise errors.BadOption(
+            "--may_differ is for a script of your own",
+            why="no script was given, and the options of our training are the same on every rank",
+            next="leave --may_differ out, or name the script after it",
+        )
+    if typed["as_module"] or typed["no_python"]:
+        raise click.MissingParameter(ctx=context, param_hint="SCRIPT", param_type="argument")
     return None
-
-
-def check_after_dashes(command: str, typed: Mapping[str, Any], of_each_rank: Sequence[str]) -> None:
-    """Check that each option is where it is read.
-
-    Args:
-        typed: the options of our training that were typed after the ``--``; None where one was not.
-        of_each_rank: those that ``command`` gives each rank itself.
-
-    Raises:
-        BadOption: an option comes too late, or the command would override it.
-    """
-    for name in (*of_each_rank, "master_addr", "master_port", "listen_addr", "run_dir"):
-        if typed.get(name) is not None:
-            is_decided = name in of_each_rank
-            raise errors.BadOption(
-                f"--{name} cannot come after the --",
-                why=f"{command} gives each rank its own --{name}"
-                if is_decided
-                else f"{command} reads it before the --",
-                next=f"leave --{name} out" if is_decided else f"put --{name} before the --",
-            )
 
 
 def check_before_script(command: str, program: Program | None, *names: str) -> None:
@@ -230,26 +203,13 @@ def check_before_script(command: str, program: Program | None, *names: str) -> N
         )
 
 
-def _check_has_no_script(context: click.Context, **of_script: Any) -> None:
-    if of_script.pop("may_differ") is not None:
-        raise errors.BadOption(
-            "--may_differ is for a script of your own",
-            why="no script was given, and the options of our training are the same on every rank",
-            next="leave --may_differ out, or name the script after it",
-        )
-    if any(of_script.values()):
-        raise click.MissingParameter(ctx=context, param_hint="SCRIPT", param_type="argument")
-
-
 def hosts_options(help: str) -> Callable[[Any], Any]:
     """Give a command the options that name the hosts of a run; ``help`` is that of --hosts."""
-
-    def decorate(function: Any) -> Any:
-        hostfile = "The same from a file, with a line HOST slots=N for each host."
-        function = click.option("--hostfile", metavar="FILE", help=hostfile)(function)
-        return click.option("--hosts", metavar="HOST:N,...", help=help)(function)
-
-    return decorate
+    hostfile = "The same from a file, with a line HOST slots=N for each host."
+    return together(
+        click.option("--hosts", metavar="HOST:N,...", help=help),
+        click.option("--hostfile", metavar="FILE", help=hostfile),
+    )
 
 
 def program_of(words: Sequence[str], *, as_module: bool = False, no_python: bool = False) -> Program:

@@ -80,12 +80,6 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> click.Context:
     return command.make_context("", [*words], token_normalize_func=lambda name: name.replace("-", "_"), **how)
 
 
-def worker_environment() -> dict[str, str]:
-    """Return the environment of a worker: ours, with torch's C++ log quiet, since our own log lines are clearer, and
-    with the mark of what it starts."""
-    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, orphans.MARK: str(os.getpid())}
-
-
 def start_python(
     program: Path, descriptors: Sequence[int], who: Sequence[str] = (), *, is_worker: bool = True, **options: Any
 ) -> subprocess.Popen[bytes]:
@@ -100,8 +94,10 @@ def start_python(
     """
     flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
     command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
+    # torch's C++ log is quiet, since our own log lines are clearer; what a worker starts is known by the mark.
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, orphans.MARK: str(os.getpid())}
     with signals.block_in_children():
-        return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=worker_environment(), **options)
+        return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=environment, **options)
 
 
 def python_flags() -> list[str]:

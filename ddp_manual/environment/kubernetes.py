@@ -5,24 +5,8 @@ Nothing in a pod says how many there are, and so its manifest has to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
+from ddp_manual.environment.rank_0 import Sourced
 from ddp_manual.errors import BadOption
-
-Environment = Mapping[str, str]
-
-
-class Sourced(NamedTuple):
-    """The value of an option, and the variable it comes from."""
-
-    value: int | str
-    source: str
-
-    @property
-    def assignment(self) -> str:
-        return f"{self.source}={self.value}"
-
 
 KUBERNETES = {"world_size": "WORLD_SIZE", "rank": "JOB_COMPLETION_INDEX"}
 # Where a pod has rank 0's address from; no variable tells it.

@@ -6,38 +6,28 @@ Kubeflow's TrainJob, and srun with one task per node), which then starts the ran
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ddp_manual.environment import kubernetes, machine, mpirun, settings, slurm
-from ddp_manual.environment.kubernetes import KUBERNETES, Environment, Sourced
+from ddp_manual.environment.kubernetes import KUBERNETES
+from ddp_manual.environment.rank_0 import Environment, Identity, Sourced
 from ddp_manual.errors import BadOption
 
-Identity = dict[str, Sourced]
-"""Option -> its value and source; an option that no variable tells is missing."""
-
-# What to type in front of a rank's own command -> option -> the variable that tells it in each rank.
+OF_RANK = ("world_size", "rank", "local_rank", "master_addr", "master_port")
+# What to type in front of a rank's own command -> option -> the variable that tells it in each rank. People and other
+# launchers set torchrun's too.
 STARTERS = {
-    # As people and other launchers set them too.
-    "torchrun": {
-        "world_size": "WORLD_SIZE",
-        "rank": "RANK",
-        "local_rank": "LOCAL_RANK",
-        "master_addr": "MASTER_ADDR",
-        "master_port": "MASTER_PORT",
-    },
-    # Open MPI.
-    "mpirun": {
-        "world_size": "OMPI_COMM_WORLD_SIZE",
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    },
-    "srun": {"world_size": "SLURM_STEP_NUM_TASKS", "rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"},
-    # MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2.
-    "mpiexec": {"world_size": "PMI_SIZE", "rank": "PMI_RANK", "local_rank": "MPI_LOCALRANKID"},
+    typed: dict(zip(OF_RANK, variables.split(), strict=False))
+    for typed, variables in (
+        ("torchrun", "WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_PORT"),
+        ("mpirun", "OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+        ("srun", "SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_LOCALID"),
+        ("mpiexec", "PMI_SIZE PMI_RANK MPI_LOCALRANKID"),  # MPICH, Intel MPI, MVAPICH, and srun --mpi=pmi2
+    )
 }
 TORCHRUN, PMI = STARTERS["torchrun"], STARTERS["mpiexec"]
 # A rank that was started by torchrun, or by this package, has this one, whatever has started torchrun.
@@ -45,33 +35,19 @@ STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 # What else starts ranks over PMIx, which tells each its number only: prterun, and srun --mpi=pmix.
 PMIX = {"rank": "PMIX_RANK"}
 
+OF_NODE = ("nnodes", "node_rank", "nproc", "master_addr", "master_port")
 # Of launchers that start a process per node: what says how many nodes and which, how many ranks or GPUs each has, and
 # where the first one is. A variable that holds several addresses has the first node's first.
-NODE_LAUNCHERS = (
-    {
-        "nnodes": "PET_NNODES",
-        "node_rank": "PET_NODE_RANK",
-        "nproc": "PET_NPROC_PER_NODE",
-        "master_addr": "PET_MASTER_ADDR",
-        "master_port": "PET_MASTER_PORT",
-    },
-    {
-        "nnodes": "SKYPILOT_NUM_NODES",
-        "node_rank": "SKYPILOT_NODE_RANK",
-        "nproc": "SKYPILOT_NUM_GPUS_PER_NODE",
-        "master_addr": "SKYPILOT_NODE_IPS",
-    },
-    {
-        "nnodes": "DSTACK_NODES_NUM",
-        "node_rank": "DSTACK_NODE_RANK",
-        "nproc": "DSTACK_GPUS_PER_NODE",
-        "master_addr": "DSTACK_MASTER_NODE_IP",
-    },
-)
+NODE_LAUNCHERS = [
+    dict(zip(OF_NODE, variables.split(), strict=False))
+    for variables in (
+        "PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT",
+        "SKYPILOT_NUM_NODES SKYPILOT_NODE_RANK SKYPILOT_NUM_GPUS_PER_NODE SKYPILOT_NODE_IPS",
+        "DSTACK_NODES_NUM DSTACK_NODE_RANK DSTACK_GPUS_PER_NODE DSTACK_MASTER_NODE_IP",
+    )
+]
 NUMBERS = ("world_size", "rank", "local_rank", "master_port", "nnodes", "node_rank")
 
-# Below the ports that Linux gives to connections of its own, 32768 and up.
-FIRST_JOB_PORT, JOB_PORTS = 16384, 16384
 # The processes of mpirun, of mpiexec and of their daemons, and torchrun's Python, as ``ps -o comm`` shows them.
 _PROCESSES = re.compile(r"mpirun|mpiexec|orte|prte|hydra|torchrun|python")
 
@@ -118,8 +94,7 @@ def of_node(environment: Environment) -> Identity:
             next="have mpirun start each rank by itself: mpirun ... ddp-manual run ..., without launch\n"
             "or say which node this is: --nnodes, --node_rank and --master_addr",
         )
-    nodes = (read(names, environment) for names in NODE_LAUNCHERS)
-    found = next((found for found in nodes if "node_rank" in found), None) or _of_slurm_node(environment)
+    found = _of_node_launcher(environment) or _of_slurm_node(environment)
     if found:
         plain = read(TORCHRUN, environment)
         found |= {name: plain[name] for name in ("master_addr", "master_port") if name in plain}
@@ -150,9 +125,14 @@ def of_started_rank(environment: Environment) -> Identity:
 def check_rank_0_is_found(environment: Environment) -> None:
     """Raise BadOption if the ranks are on several hosts and, without --master_addr, could not find rank 0."""
     if not environment.get("MASTER_ADDR"):
-        search = (mpirun if _of_mpirun(environment) else slurm).search_for_rank_0(environment)
-        if search:
-            search.check()
+        (mpirun if _of_mpirun(environment) else slurm).check_rank_0_is_found(environment)
+
+
+def with_flags(found: Identity, flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of options, and where each comes from: a flag counts before a variable."""
+    told = {name: sourced for name, sourced in found.items() if name not in flags}
+    values = {**flags, **{name: value for name, (value, _) in told.items()}}
+    return values, {**dict.fromkeys(flags, "flag"), **{name: f"from {source}" for name, (_, source) in told.items()}}
 
 
 def nobody_says_of_how_many(rank: Sourced) -> BadOption:
@@ -205,21 +185,15 @@ def first_pod() -> Sourced | None:
 
 def process_that_set(variable: str) -> int | None:
     """Return the process of a launcher, such as mpirun, that has set a variable for this one: its nearest ancestor that
-    was started without it. A shell in between has it too. None if that ancestor is gone or no launcher, as where a
-    shell has set the variable; or on other systems than Linux."""
-    pid = os.getppid()
-    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        while pid > 1:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if not any(entry.startswith(f"{variable}=".encode()) for entry in variables):
-                return pid if _PROCESSES.match(Path(f"/proc/{pid}/comm").read_text(errors="replace")) else None
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    was started without it. A shell in between has it too. None if that ancestor is gone, another user's or no launcher,
+    as where a shell has set the variable."""
+    import psutil  # takes 0.02 s, which --help does without
+
+    with suppress(psutil.Error):
+        for ancestor in psutil.Process().parents():
+            if variable not in ancestor.environ():
+                return ancestor.pid if _PROCESSES.match(ancestor.name()) else None
     return None
-
-
-def job_port(job: int, step: int) -> int:
-    """Return the port at which the ranks of a step of a batch job meet, which others hardly share."""
-    return FIRST_JOB_PORT + (31 * job + step) % JOB_PORTS
 
 
 def read(names: Mapping[str, str], environment: Environment) -> Identity:
@@ -248,29 +222,14 @@ def _of_mpirun(environment: Environment) -> Identity:
     found = read(STARTERS["mpirun"], environment)
     if not found and PMI["local_rank"] in environment:  # which srun --mpi=pmi2 does not set
         found = read(PMI, environment)
-    if "rank" in found and (meeting := mpirun.meeting(environment)):
-        found["master_addr"] = Sourced(meeting.host, meeting.host_source)
-        if meeting.job is not None:
-            found["master_port"] = Sourced(job_port(meeting.job, 0), meeting.job_source)
-    return found
+    return {**found, **mpirun.meeting(environment)} if "rank" in found else found
 
 
 def _of_slurm_task(environment: Environment) -> Identity:
     """Return the rank of a task that srun has started; empty in the shell of a batch job."""
     if not slurm.is_task(environment):
         return {}
-    return {**read(STARTERS["srun"], environment), **_slurm_address(environment)}
-
-
-def _slurm_address(environment: Environment) -> Identity:
-    """Return where the tasks of a step meet: on its first task's host, at a port that other jobs hardly have."""
-    job, step = (environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = job_port(int(job), int(step)) if job.isdigit() and step.isdigit() else 0
-    host = slurm.host_of_rank_0(environment)
-    return {
-        **({"master_addr": Sourced(*host)} if host else {}),
-        **({"master_port": Sourced(port, "SLURM_JOB_ID")} if port else {}),
-    }
+    return {**read(STARTERS["srun"], environment), **slurm.meeting(environment)}
 
 
 def _of_slurm_node(environment: Environment) -> Identity:
@@ -282,7 +241,7 @@ def _of_slurm_node(environment: Environment) -> Identity:
     found = read(names, environment)
     nodes = int(found["nnodes"].value) if "nnodes" in found else 1
     if tasks.value == nodes:
-        return {**found, **_slurm_address(environment)} if nodes > 1 else {}
+        return {**found, **slurm.meeting(environment)} if nodes > 1 else {}
     if nodes == 1 and "SLURM_PTY_PORT" in environment:  # a person's shell, from srun --pty
         return {}
     raise BadOption(
@@ -294,10 +253,15 @@ def _of_slurm_node(environment: Environment) -> Identity:
     )
 
 
+def _of_node_launcher(environment: Environment) -> Identity:
+    """Return the node that one of ``NODE_LAUNCHERS`` has started this process for."""
+    nodes = (read(names, environment) for names in NODE_LAUNCHERS)
+    return next((found for found in nodes if "node_rank" in found), {})
+
+
 def of_pod(environment: Environment) -> Identity:
     """Return the rank of a pod of an Indexed Job, unless it was told that it is a node."""
-    is_node = any("node_rank" in read(names, environment) for names in NODE_LAUNCHERS)
-    return {} if is_node else read(KUBERNETES, environment)
+    return {} if _of_node_launcher(environment) else read(KUBERNETES, environment)
 
 
 def _of_only_rank_of_node(environment: Environment) -> Identity:
@@ -306,22 +270,20 @@ def _of_only_rank_of_node(environment: Environment) -> Identity:
     Raises:
         BadOption: each node is to have several ranks.
     """
-    for names in NODE_LAUNCHERS:
-        found = read(names, environment)
-        if not {"nnodes", "node_rank"} <= found.keys():
-            continue
-        nproc = found.pop("nproc", Sourced("1", ""))
-        if nproc.value not in ("0", "1"):
-            if found["nnodes"].value == 1:  # the only process of the run, as without a launcher
-                return {}
-            raise BadOption(
-                f"one process was started on this node for {nproc.value} ranks",
-                why=f"{nproc.assignment}, {found['nnodes'].assignment}, {found['node_rank'].assignment}",
-                next="start all ranks of the node: ddp-manual launch ... in place of train or run\n"
-                "or say which rank this is: --world_size, --rank and --master_addr",
-            )
+    found = _of_node_launcher(environment)
+    if "nnodes" not in found:
+        return {}
+    nproc = found.pop("nproc", Sourced("1", ""))
+    if nproc.value in ("0", "1"):
         return {"world_size": found.pop("nnodes"), "rank": found.pop("node_rank"), **found}
-    return {}
+    if found["nnodes"].value == 1:  # the only process of the run, as without a launcher
+        return {}
+    raise BadOption(
+        f"one process was started on this node for {nproc.value} ranks",
+        why=f"{nproc.assignment}, {found['nnodes'].assignment}, {found['node_rank'].assignment}",
+        next="start all ranks of the node: ddp-manual launch ... in place of train or run\n"
+        "or say which rank this is: --world_size, --rank and --master_addr",
+    )
 
 
 def _check_agreement(identities: Iterable[Identity]) -> None:

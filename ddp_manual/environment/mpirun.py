@@ -3,7 +3,7 @@
 Open MPI never says where rank 0 is. But every rank knows the host of mpirun itself, and Open MPI puts its ranks there
 before it uses any other host, in whatever order the hosts are given (seen with 4.1.4 and 5.0.11). So rank 0 is there,
 unless mpirun's host runs no rank at all, as a login node, or a rankfile says otherwise. Rank 0 itself sees that, since
-each rank knows whether mpirun or a daemon of it on another host has started it: ``Search.is_here``.
+each rank knows whether mpirun or a daemon of it on another host has started it.
 MPICH and Intel MPI tell a rank about its own host only.
 """
 
@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
 
-from ddp_manual.environment.rank_0 import Search
-
-Environment = Mapping[str, str]
+from ddp_manual.environment.rank_0 import Environment, Identity, Sourced, check_is_found, job_port
 
 # Which rank a process is, how many ranks this host has, and how many there are; and how to tell them a variable.
 KINDS = (
@@ -32,26 +28,14 @@ NODES = "OMPI_MCA_orte_node_regex"
 _NAMESPACE_5 = re.compile(r"prterun-(?P<host>.+)-(?P<pid>\d+)@(?P<job>\d+)")
 
 
-class Meeting(NamedTuple):
-    """Where ranks meet, and the number of their job; each with its variable."""
-
-    host: str
-    host_source: str
-    job: int | None
-    job_source: str
-
-
-def meeting(environment: Environment) -> Meeting | None:
-    """Return where the ranks of mpirun or mpiexec meet; None if no variable tells."""
-    job = _job(environment)
+def meeting(environment: Environment) -> Identity:
+    """Return where the ranks of mpirun or mpiexec meet, as far as variables tell."""
     for _, of_host, of_run, _ in KINDS:
-        here, total = environment.get(of_host, ""), environment.get(of_run, "")
-        if here and here == total:
-            return Meeting("127.0.0.1", of_host, *job)
-        if here:
-            host = _mpiruns_host(environment)
-            return Meeting(*host, *job) if host else None
-    return None
+        if here := environment.get(of_host, ""):
+            is_alone = here == environment.get(of_run, "")
+            host = Sourced("127.0.0.1", of_host) if is_alone else _mpiruns_host(environment)
+            return {"master_addr": host, **_port(environment)} if host else {}
+    return {}
 
 
 def several_hosts(environment: Environment, world_size: int) -> str | None:
@@ -63,54 +47,54 @@ def several_hosts(environment: Environment, world_size: int) -> str | None:
     return None
 
 
-def search_for_rank_0(environment: Environment) -> Search | None:
-    """Return how ranks on several hosts find rank 0; None where they are on one host, or mpirun has started none."""
+def check_rank_0_is_found(environment: Environment) -> None:
+    """Raise BadOption if mpirun has started ranks on several hosts that could not find rank 0."""
     rank, _, of_run, told = next((kind for kind in KINDS if kind[0] in environment), ("", "", "", ""))
     world_size = environment.get(of_run, "")
     spread = several_hosts(environment, int(world_size)) if world_size.isdigit() else None
     if spread is None:
-        return None
+        return
     own_host = os.uname().nodename
-    found = meeting(environment)
-    return Search(
+    check_is_found(
+        meeting(environment).get("master_addr"),
         is_rank_0=environment[rank] == "0",
         own_host=own_host,
+        is_here=_started_by_mpirun_itself(environment),
         spread=spread,
         place="mpirun's host",
-        host=found.host if found else None,
-        source=found.host_source if found else "",
-        is_here=_started_by_mpirun_itself(environment),
         told=told,
         moved=f"start mpirun on {own_host}",
     )
 
 
-def _job(environment: Environment) -> tuple[int | None, str]:
-    """Return a number that other jobs of this host do not have, and its variable; None if there is no such variable."""
+def _port(environment: Environment) -> Identity:
+    """Return a port made of a number that other jobs of this host do not have, if a variable tells one."""
     text = environment.get(NAMESPACE, "")
     if match := _NAMESPACE_5.fullmatch(text):
-        return int(match["pid"]), NAMESPACE
+        return {"master_port": Sourced(job_port(int(match["pid"])), NAMESPACE)}
     if text.isdigit():  # of Open MPI 4: its upper half is a digest of mpirun's host, plus its process id
-        return int(text) >> 16, NAMESPACE
+        return {"master_port": Sourced(job_port(int(text) >> 16), NAMESPACE)}
     text = environment.get("I_MPI_HYDRA_UUID", "").replace("-", "")
-    return (int(text, 16), "I_MPI_HYDRA_UUID") if re.fullmatch(r"[0-9a-fA-F]{1,64}", text) else (None, "")
+    if re.fullmatch(r"[0-9a-fA-F]{1,64}", text):
+        return {"master_port": Sourced(job_port(int(text, 16)), "I_MPI_HYDRA_UUID")}
+    return {}
 
 
-def _mpiruns_host(environment: Environment) -> tuple[str, str] | None:
-    """Return the name or address of mpirun's host, and its variable."""
+def _mpiruns_host(environment: Environment) -> Sourced | None:
+    """Return the name or address of mpirun's host."""
     if match := _NAMESPACE_5.fullmatch(environment.get(NAMESPACE, "")):
-        return match["host"], NAMESPACE
+        return Sourced(match["host"], NAMESPACE)
     uri = environment.get(HNP_URI, "")
     for protocol in (r"tcp://([^:;]+):", r"tcp6://\[([^\];]+)\]:"):
         match = re.search(protocol, uri)
         if match and "," not in match[1]:
-            return match[1], HNP_URI
+            return Sourced(match[1], HNP_URI)
     # With several addresses, one of them may be that of a bridge for containers: the name is meant for others.
     if _started_by_mpirun_itself(environment) and (own := environment.get("PMIX_HOSTNAME")):
-        return own, "PMIX_HOSTNAME"
+        return Sourced(own, "PMIX_HOSTNAME")
     first = re.match(r"([^,\[@]*)(?:\[\d+:(\d+)[^\]]*\]([^,@]*))?", environment.get(NODES, ""))
     name = "".join(part or "" for part in first.groups()) if first else ""
-    return (name, NODES) if name else None
+    return Sourced(name, NODES) if name else None
 
 
 def _started_by_mpirun_itself(environment: Environment) -> bool:

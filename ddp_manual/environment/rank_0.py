@@ -1,52 +1,78 @@
-"""Whether ranks that a launcher has started on several hosts can find rank 0."""
+"""Where rank 0 is, as far as the variables of a launcher tell, and whether ranks on several hosts can find it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddp_manual.errors import BadOption
 
+Environment = Mapping[str, str]
 
-class Search(NamedTuple):
-    """How ranks on several hosts look for rank 0, as far as the variables of their launcher tell.
 
-    Attributes:
+class Sourced(NamedTuple):
+    """The value of an option, and the variable it comes from."""
+
+    value: int | str
+    source: str
+
+    @property
+    def assignment(self) -> str:
+        return f"{self.source}={self.value}"
+
+
+Identity = dict[str, Sourced]
+"""Option -> its value and source; an option that no variable tells is missing."""
+
+# Below the ports that Linux gives to connections of its own, 32768 and up.
+FIRST_JOB_PORT, JOB_PORTS = 16384, 16384
+
+
+def job_port(job: int, step: int = 0) -> int:
+    """Return the port at which the ranks of a step of a batch job meet, which others hardly share."""
+    return FIRST_JOB_PORT + (31 * job + step) % JOB_PORTS
+
+
+def check_is_found(
+    host: Sourced | None,
+    *,
+    is_rank_0: bool,
+    own_host: str,
+    is_here: bool,
+    spread: str,
+    place: str,
+    told: str,
+    moved: str = "",
+) -> None:
+    """Check that the ranks that a launcher has started on several hosts can find rank 0.
+
+    Args:
+        host: where they look for it; None if no variable tells.
         is_rank_0: whether this process is rank 0 itself.
         own_host: the name of its host.
+        is_here: whether that is where the ranks look for rank 0.
         spread: the variables that show several hosts.
         place: where the ranks look for rank 0, such as "mpirun's host".
-        host, source: the name of that host and its variable; None and "" if no variable tells it.
-        is_here: whether this process runs there.
         told: the command that tells all ranks by a variable, with {} for the host.
         moved: what else to do so that rank 0 runs at that place; "" if nothing.
+
+    Raises:
+        BadOption: no variable tells rank 0's host, or this is rank 0 on another one.
     """
-
-    is_rank_0: bool
-    own_host: str
-    spread: str
-    place: str
-    host: str | None
-    source: str
-    is_here: bool
-    told: str
-    moved: str = ""
-
-    def check(self) -> None:
-        """Raise BadOption if no variable tells rank 0's host, or this is rank 0 on another one."""
-        host = self.own_host if self.is_rank_0 else "HOST"
-        next_step = (
-            f"say where rank 0 is{'' if self.is_rank_0 else ', with the name of its host for HOST'}: "
-            f"--master_addr {host}\nor, for any program: {self.told.format(host)}"
+    name = own_host if is_rank_0 else "HOST"
+    next_step = (
+        f"say where rank 0 is{'' if is_rank_0 else ', with the name of its host for HOST'}: "
+        f"--master_addr {name}\nor, for any program: {told.format(name)}"
+    )
+    if host is None:
+        raise BadOption(
+            "no variable says on which host rank 0 is",
+            why=f"the ranks are on several hosts: {spread}",
+            next=next_step,
         )
-        if self.host is None:
-            raise BadOption(
-                "no variable says on which host rank 0 is",
-                why=f"the ranks are on several hosts: {self.spread}",
-                next=next_step,
-            )
-        if self.is_rank_0 and not self.is_here:
-            raise BadOption(
-                f"rank 0 runs on {self.own_host}, and the other ranks look for it on {self.place}",
-                why=f"{self.place}, {self.host}, is the only one that every rank knows ({self.source})",
-                next=next_step + (f"\nor {self.moved}" if self.moved else ""),
-            )
+    if is_rank_0 and not is_here:
+        raise BadOption(
+            f"rank 0 runs on {own_host}, and the other ranks look for it on {place}",
+            why=f"{place}, {host.value}, is the only one that every rank knows ({host.source})",
+            next=next_step + (f"\nor {moved}" if moved else ""),
+        )

@@ -7,11 +7,9 @@ With --distribution=arbitrary, and in a heterogeneous job, no variable tells the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from ddp_manual.environment.rank_0 import Search
-
-Environment = Mapping[str, str]
+from ddp_manual.environment.rank_0 import Environment, Identity, Sourced, check_is_found, job_port
 
 NODES, NODE_COUNT = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"
 NODES_OF = "SLURM_JOB_NODELIST"
@@ -31,32 +29,34 @@ def is_task(environment: Environment) -> bool:
     return not of_job or first_host(environment[NODES]) in of_job
 
 
-def host_of_rank_0(environment: Environment) -> tuple[str, str] | None:
-    """Return the host of a step's first task, and its variable; None if no variable tells."""
+def meeting(environment: Environment) -> Identity:
+    """Return where the tasks of a step meet: on the first one's host, if a variable tells it, and at a port that other
+    jobs hardly have."""
+    found: Identity = {}
     ordered = environment.get("SLURM_DISTRIBUTION") != "arbitrary" and environment.get("SLURM_HET_SIZE", "1") == "1"
-    if environment.get(NODE_COUNT, "1") != "1" and not ordered:
-        return None
-    return first_host(environment[NODES]), NODES
+    if ordered or environment.get(NODE_COUNT, "1") == "1":
+        found["master_addr"] = Sourced(first_host(environment[NODES]), NODES)
+    job, step = (environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if job.isdigit() and step.isdigit():
+        found["master_port"] = Sourced(job_port(int(job), int(step)), "SLURM_JOB_ID")
+    return found
 
 
-def search_for_rank_0(environment: Environment) -> Search | None:
-    """Return how a step's tasks find the first one; None where they are on one host, or srun has started none."""
+def check_rank_0_is_found(environment: Environment) -> None:
+    """Raise BadOption if the tasks of a step are on several hosts and could not find the first one."""
     if not is_task(environment) or environment.get(NODE_COUNT, "1") == "1":
-        return None
-    host, source = host_of_rank_0(environment) or (None, "")
-    own_host = environment.get("SLURMD_NODENAME") or host or ""
-    return Search(
+        return
+    host = meeting(environment).get("master_addr")
+    first = host.value if host else ""
+    own_host = environment.get("SLURMD_NODENAME") or str(first)
+    shown = [name for name in (NODE_COUNT, "SLURM_DISTRIBUTION", "SLURM_HET_SIZE") if name in environment]
+    check_is_found(
+        host,
         is_rank_0=environment["SLURM_PROCID"] == "0",
         own_host=own_host,
-        spread=", ".join(
-            f"{name}={environment[name]}"
-            for name in (NODE_COUNT, "SLURM_DISTRIBUTION", "SLURM_HET_SIZE")
-            if name in environment
-        ),
+        is_here=own_host == first,
+        spread=", ".join(f"{name}={environment[name]}" for name in shown),
         place="the first host of the step",
-        host=host,
-        source=source,
-        is_here=own_host == host,
         told="MASTER_ADDR={} srun ...",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ddp_manual import signals
 from ddp_manual.environment import machine, settings
 
 
@@ -32,10 +33,9 @@ def identity() -> str | None:
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None
     agent = os.getppid()
-    try:
-        with open(f"/proc/{agent}/stat", encoding="ascii", errors="replace") as file:
-            started = file.read().rpartition(")")[2].split()[19]  # in ticks since boot: proc(5)
-    except FileNotFoundError:  # not Linux
+    if fields := signals.process_stat(agent):
+        started = fields[19]  # in ticks since boot: proc(5)
+    else:  # not Linux
         import psutil
 
         started = str(psutil.Process(agent).create_time())

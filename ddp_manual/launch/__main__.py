@@ -46,7 +46,7 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
     spec = call.spec
     with machine.reserved_port() as port:
         job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
-        ranks = RanksOfFunction(job.at(master_port=port), Hosts(nproc=spec.world_size), writer)
+        ranks = RanksOfFunction(job.at(master_port=port), Hosts([spec.world_size]), writer)
         started = Launch(job, [ranks])
         with signals.handle_in_event_loop(started.take_signal), ranks.able_to_start():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ddp_manual.agent.to_type import LISTENING, rank_command
@@ -20,61 +18,6 @@ from ddp_manual.world_spec import WorldSpec
 FREE_PORTS = "net.ipv4.ip_local_port_range"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commands:
-    """The commands of all ranks of a run, rank 0's first."""
-
-    spec: WorldSpec
-    """The options of each rank, without its place in the world."""
-    program: Program | None
-    """None: our own training."""
-    ranks: Sequence[tuple[Host, str]]
-    """The host of each, and what to type there."""
-
-    @property
-    def alike(self) -> list[str]:
-        """What all hosts must have."""
-        has = ["ddp_manual", "Python's minor version", "torch"]
-        if self.program is None:
-            has.append("the images of the data set")
-        else:
-            has.append(f"{self.program.name} and what it imports")
-        if self.spec.token_file is not None:
-            has.append(f"the token in {self.spec.token_file}")
-        elif settings.token(None) is not None:
-            has.append(f"the token in {settings.TOKEN_VARIABLE}")
-        return has
-
-    def text(self) -> str:
-        """Return what to type, host by host; all else is a shell's comment."""
-        folder = "" if self.program is None else f", in the folder of {self.program.name}"
-        lines = [f"# Type each line in a terminal of its own{folder}. Any order will do."]
-        if len({host for host, _ in self.ranks}) > 1:
-            port = f"port {self.spec.master_port} of {self.spec.master_addr}"
-            lines.append(f"# Alike on each host: {', '.join(self.alike)}.")
-            lines.append(f"# Open between the hosts: {port}, and on each the ports of {FREE_PORTS}.")
-        for host, ranks in itertools.groupby(self.ranks, lambda rank: rank[0]):
-            lines += ["", f"# {host.name}", *(line for _, line in ranks)]
-        return "\n".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "world_size": len(self.ranks),
-            "master_addr": self.spec.master_addr,
-            "master_port": self.spec.master_port,
-            "alike": self.alike,
-            "ranks": [
-                {"rank": rank, "host": host.name, "command": line, "words": shlex.split(line)}
-                for rank, (host, line) in enumerate(self.ranks)
-            ],
-        }
-
-
-def is_here(host: Host) -> bool:
-    """Return whether this is the host, of which ssh would ask nothing."""
-    return host.name in (*LOCAL, machine.host_name())
-
-
 def list_commands(
     hosts: Sequence[Host],
     options: dict[str, Any],
@@ -82,8 +25,9 @@ def list_commands(
     program: Program | None,
     training: Sequence[str] = (),
     own: dict[str, Any],
-) -> Commands:
-    """Return the command of each rank, the ranks of a host in a row.
+) -> dict[str, Any]:
+    """Return where the ranks meet, what all hosts must have, and the command of each rank, the ranks of a host in a
+    row.
 
     Args:
         options: those of WorldSpec that were typed.
@@ -94,10 +38,10 @@ def list_commands(
         BadOption: the ranks could not meet with these options.
     """
     first = hosts[0].address
-    if first in LOCAL and "master_addr" not in options and not all(map(is_here, hosts)):
-        other = next(host for host in hosts if not is_here(host))
+    others = [host.name for host in hosts if host.name not in (*LOCAL, machine.host_name())]
+    if first in LOCAL and "master_addr" not in options and others:
         raise BadOption(
-            f"{other.name} cannot reach rank 0 at {first}",
+            f"{others[0]} cannot reach rank 0 at {first}",
             why=f"rank 0 is on the first host, and {first} is another host for each host",
             next="name the first host as the others know it, or give its address: --master_addr",
         )
@@ -109,5 +53,32 @@ def list_commands(
     for rank, host in enumerate(each for each in hosts for _ in range(each.slots)):
         besides = {**own, LISTENING: spec.listen_addr if rank == 0 else None}
         line = rank_command(spec, name, besides, shlex.join(rest)).replace("{rank}", str(rank), 1)
-        ranks.append((host, line.replace("{master_port}", str(spec.master_port), 1)))
-    return Commands(spec=dataclasses.replace(spec, rank=0), program=program, ranks=ranks)
+        line = line.replace("{master_port}", str(spec.master_port), 1)
+        ranks.append({"rank": rank, "host": host.name, "command": line, "words": shlex.split(line)})
+    meeting = {"world_size": count, "master_addr": spec.master_addr, "master_port": spec.master_port}
+    return {**meeting, "alike": _alike(spec, program), "ranks": ranks}
+
+
+def _alike(spec: WorldSpec, program: Program | None) -> list[str]:
+    """Return what all hosts must have."""
+    has = ["ddp_manual", "Python's minor version", "torch"]
+    has.append("the images of the data set" if program is None else f"{program.name} and what it imports")
+    if spec.token_file is not None:
+        has.append(f"the token in {spec.token_file}")
+    elif settings.token(None) is not None:
+        has.append(f"the token in {settings.TOKEN_VARIABLE}")
+    return has
+
+
+def text(found: dict[str, Any], program: Program | None) -> str:
+    """Return what to type, host by host; all else is a shell's comment."""
+    folder = "" if program is None else f", in the folder of {program.name}"
+    lines = [f"# Type each line in a terminal of its own{folder}. Any order will do."]
+    by_host = [(host, [*ranks]) for host, ranks in itertools.groupby(found["ranks"], lambda rank: rank["host"])]
+    if len(by_host) > 1:
+        port = f"port {found['master_port']} of {found['master_addr']}"
+        lines.append(f"# Alike on each host: {', '.join(found['alike'])}.")
+        lines.append(f"# Open between the hosts: {port}, and on each the ports of {FREE_PORTS}.")
+    for host, ranks in by_host:
+        lines += ["", f"# {host}", *(rank["command"] for rank in ranks)]
+    return "\n".join(lines)

@@ -21,7 +21,6 @@ from ddp_manual.agent.program_source import source_of
 from ddp_manual.environment import machine, rank_variables
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.launch.engine import Failure
-from ddp_manual.launch.job import Hosts
 from ddp_manual.launch.session_messages import (
     ALIVE_EVERY,
     END_WITHIN,
@@ -99,25 +98,21 @@ class _Served:
 
     async def _follow(self, order: Order) -> None:
         rank_variables.put(order.variables)
-        hosts = Hosts.of_slots(order.slots, order.node_rank)
         try:
-            job = prepared(order.job, hosts)
+            job = prepared(order.job, order.hosts)
             code = dict(source_of(job.program).code) if job.program else {}
         except DdpManualError as error:
             self._tell(Refused(LastWords.of(error)))
             return
-        ranks = self._ranks = Ranks(job, hosts, self._writer)
-        try:
-            with machine.reserved_port("") as port, ranks.able_to_start():
-                self._tell(HostReady(code, port))
-                while isinstance(begin := await self._messages.get(), Begin):
-                    ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)
-                    self._at_work = True
-                    await ranks.attempt(begin.restarts, self._tell_failure)
-                    self._at_work = False
-                    self._tell(AttemptEnded(ranks.has_saved))
-        finally:
-            ranks.tidy_up()
+        ranks = self._ranks = Ranks(job, order.hosts, self._writer)
+        with machine.reserved_port("") as port, ranks.able_to_start():
+            self._tell(HostReady(code, port))
+            while isinstance(begin := await self._messages.get(), Begin):
+                ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)
+                self._at_work = True
+                await ranks.attempt(begin.restarts, self._tell_failure)
+                self._at_work = False
+                self._tell(AttemptEnded(ranks.has_saved))
 
     async def _read(self, stdin: asyncio.StreamReader) -> None:
         reader = LineReader(read_from_launcher, LONGEST_ANSWER)  # arguments and variables of the user's own

@@ -96,43 +96,37 @@ def job_of(
     return Job(spec=spec, run_id=run_id, run_dir=folder, go_on=words, config=task, chose_folder=run_dir is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Hosts:
-    """How many ranks there are on how many hosts, of which this is one."""
+    """How many ranks each host of a run has, in order, and which of the hosts this is."""
 
-    nproc: int
-    """The number of ranks on each host, or on this one where ``slots`` says how many the others have."""
-    nnodes: int = 1
+    slots: Sequence[int]
     node_rank: int = 0
-    slots: Sequence[int] = ()
-    """The number of ranks of each host, in order; empty where all have the same number."""
-
-    @classmethod
-    def of_slots(cls, slots: Sequence[int], node_rank: int) -> Hosts:
-        """Return hosts of which each has a number of ranks of its own."""
-        return cls(nproc=slots[node_rank], nnodes=len(slots), node_rank=node_rank, slots=tuple(slots))
+    by_ssh: bool = False
+    """Whether one terminal has started the ranks of all hosts, and shows what they say."""
 
     @property
     def world_size(self) -> int:
-        return sum(self.slots) or self.nproc * self.nnodes
+        return sum(self.slots)
 
     @property
     def ranks(self) -> range:
         """The ranks of this host."""
-        first = sum(self.slots[: self.node_rank]) if self.slots else self.node_rank * self.nproc
-        return range(first, first + self.nproc)
+        first = sum(self.slots[: self.node_rank])
+        return range(first, first + self.slots[self.node_rank])
 
     def check(self, spec: WorldSpec) -> None:
         """Raise BadOption if the hosts cannot be these, or cannot meet."""
-        if self.node_rank >= self.nnodes:
+        nnodes = len(self.slots)
+        if self.node_rank >= nnodes:
             raise BadOption(
-                f"--node_rank {self.node_rank} does not exist among {self.nnodes} hosts",
-                why=f"--nnodes is {self.nnodes}; hosts count from 0",
-                next=number_below("node_rank", self.node_rank, "nnodes", self.nnodes, "hosts"),
+                f"--node_rank {self.node_rank} does not exist among {nnodes} hosts",
+                why=f"--nnodes is {nnodes}; hosts count from 0",
+                next=number_below("node_rank", self.node_rank, "nnodes", nnodes, "hosts"),
             )
-        if self.nnodes > 1 and spec.source("master_addr") == "default":
+        if nnodes > 1 and spec.source("master_addr") == "default":
             raise BadOption(
-                f"launch on {self.nnodes} hosts needs the address of the first one",
+                f"launch on {nnodes} hosts needs the address of the first one",
                 why="no --master_addr was given, and 127.0.0.1 is another host on each",
                 next="give --master_addr with the name or the IP address of the host with --node_rank 0",
             )

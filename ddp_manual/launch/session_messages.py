@@ -6,9 +6,9 @@ on standard output, behind ``MARK``, between the lines of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from ddp_manual.launch.job import Job
+from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.messages import LastWords, Message
 from ddp_manual.messages.contents import Count, Port, Seconds
 from ddp_manual.wire import Read, local_reader_of, reader_of
@@ -30,9 +30,7 @@ class Order(Message):
     """What the host is to start, and as which of the hosts; the launcher's first message."""
 
     job: Job
-    slots: Sequence[int]
-    """The number of ranks of each host."""
-    node_rank: int
+    hosts: Hosts
     variables: Mapping[str, str]
     """Those to set on the host."""
 

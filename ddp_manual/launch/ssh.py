@@ -55,15 +55,18 @@ class HostedLaunch(Launch):
 
     def __init__(self, job: Job, hosts: Sequence[Host], remote: Remote, variables: Mapping[str, str]) -> None:
         super().__init__(job)
-        self.hosts, self.remote, self.variables = hosts, remote, variables
-        self.parts: Sequence[RanksOfHost] = ()
+        self.remote, self.variables = remote, variables
+        self.writer = ThreadPoolExecutor(1, "ddp_manual output")
+        slots = [host.slots for host in hosts]
+        self.parts: Sequence[RanksOfHost] = [
+            RanksOfHost(self, host, Hosts(slots, number, by_ssh=True)) for number, host in enumerate(hosts)
+        ]
         self.lost: DdpManualError | None = None
         """Why the run ends, where it ends because a host is gone."""
         self.at_work: set[RanksOfHost] = set()
         """The hosts whose ranks run."""
         self.over = asyncio.Event()
         """Set once no lost host is waited for any more, in this attempt."""
-        self._preparing: asyncio.Future[Any] | None = None
         self._closing: list[asyncio.Future[None]] = []
 
     def run(self) -> int:
@@ -83,63 +86,38 @@ class HostedLaunch(Launch):
     def dry_run(self) -> str:
         """Return what would be run on each host, without secrets."""
         lines = []
-        for number, host in enumerate(self.hosts):
-            lines += [
-                f"{host.name}: {self.ranks_in_words(number)}",
-                f"  {shlex.join(self.remote.command(host.name))}",
-            ]
+        for part in self.parts:
+            lines += [f"{part.name}: {part.ranks_in_words}", f"  {shlex.join(self.remote.command(part.name))}"]
         job = self.job
         what = job.program.typed if job.program else as_flags(job.config.given_options() if job.config else {})
         lines.append(f"over standard input: {what or 'the built-in training'}")
         given = [f"{name}={value}" for name, value in self.variables.items()]
         return "\n".join([*lines, f"variables: {shlex.join(without_secrets(given)) or 'none'}"])
 
-    def ranks_of(self, number: int) -> range:
-        return Hosts.of_slots([host.slots for host in self.hosts], number).ranks
-
-    def ranks_in_words(self, number: int) -> str:
-        ranks = self.ranks_of(number)
-        return in_words([[ranks[0], ranks[-1]]])
-
-    def order(self, number: int) -> Order:
-        """Return what a host is told to start."""
-        sources = {name: of for name, of in self.job.spec.sources.items() if name != "token_file"}
-        spec = dataclasses.replace(self.job.spec, token_file=None, sources=sources)
-        slots = [host.slots for host in self.hosts]
-        width = width_of(sys.stderr)  # the terminal is here, and the hosts' lines come through pipes
-        variables = {**({"COLUMNS": str(width)} if width else {}), **self.variables}
-        return Order(dataclasses.replace(self.job, spec=spec), slots, number, variables)
-
     async def _run(self) -> int:
-        with ThreadPoolExecutor(1, "ddp_manual output") as writer:
-            self.parts = [RanksOfHost(self, number, writer) for number in range(len(self.hosts))]
-            with signals.handle_in_event_loop(self.take_signal):
-                try:
-                    self._preparing = asyncio.ensure_future(self._prepare())
-                    try:
-                        await self._preparing
-                    except asyncio.CancelledError:
-                        raise Stopped(self.signalled, "before any rank was started") from None
-                    self._preparing = None
-                    self.meeting_point = self._find_meeting_point()
-                    say_how_to_look(self.meeting_point)
-                    await self.attempts()
-                finally:
-                    await asyncio.gather(*(part.session.close() for part in self.parts))
-                    for task in self._closing:
-                        task.cancel()
+        with self.writer, signals.handle_in_event_loop(self.take_signal):
+            try:
+                if await self.is_over_before(self._prepare()):
+                    raise Stopped(self.signalled, "before any rank was started")
+                self.meeting_point = self._find_meeting_point()
+                say_how_to_look(self.meeting_point)
+                await self.attempts()
+            finally:
+                await asyncio.gather(*(part.session.close() for part in self.parts))
+                for task in self._closing:
+                    task.cancel()
         return self.conclude()
 
     async def _prepare(self) -> None:
         found = await asyncio.gather(*(part.prepare() for part in self.parts), return_exceptions=True)
-        wrong = [(host.name, error) for host, error in zip(self.hosts, found, strict=True) if error]
+        wrong = [(part.name, error) for part, error in zip(self.parts, found, strict=True) if error]
         for _, error in wrong:
             if not isinstance(error, NotReady):
                 raise error
         if wrong:
             names = ", ".join(name for name, _ in wrong)
             raise HostNotReady(
-                f"{len(wrong)} of {len(self.hosts)} hosts cannot run their ranks: {names}",
+                f"{len(wrong)} of {len(self.parts)} hosts cannot run their ranks: {names}",
                 why="\n".join(f"{name}: {error.args[0]}" for name, error in wrong),
                 next="\n".join(f"{name}: {error.args[1]}" for name, error in wrong),
             )
@@ -150,12 +128,12 @@ class HostedLaunch(Launch):
         address, port = first.hello.address, first.ready.port
         if self.job.spec.source("master_addr") != "default":
             address = self.job.spec.master_addr
-        elif len(self.hosts) > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        elif len(self.parts) > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             hello = self.parts[1].session.hello
             assert hello is not None
             raise BadOption(
                 f"{first.host.name} was reached at {address}, where no other host reaches rank 0",
-                why=f"rank 0 is on the first host, and {self.hosts[1].name} was reached from {hello.reached_from}",
+                why=f"rank 0 is on the first host, and {self.parts[1].name} was reached from {hello.reached_from}",
                 next=f"give its address: --master_addr {hello.reached_from}",
             )
         if self.job.spec.source("master_port") != "default":
@@ -171,7 +149,7 @@ class HostedLaunch(Launch):
 
     def keeps_seats_of(self, lost: RanksOfHost) -> bool:
         """Return whether the run goes on without a host: it does if any other is at work, and nobody has stopped."""
-        stops = self.signalled or any(rank in lost.ranks for rank, _ in self.failed)
+        stops = self.signalled or any(rank in lost.hosts.ranks for rank, _ in self.failed)
         return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
 
     def have_ended(self, ended: RanksOfHost) -> None:
@@ -197,17 +175,16 @@ class HostedLaunch(Launch):
     def end_without(self, lost: RanksOfHost) -> None:
         """Have all ranks end, since the run does not go on without this host."""
         self.over.set()
-        host = lost.session.host.name
         cause, remedy = lost.session.why_ended()
         self.lost = self.lost or PeerLost(
-            f"the connection to host {host} has ended, and {self.ranks_in_words(lost.number)} with it",
-            why=f"{host}: {cause}",
+            f"the connection to host {lost.name} has ended, and {lost.ranks_in_words} with it",
+            why=f"{lost.name}: {cause}",
             next=f"{remedy}\nthen start again:\n{whole(self.job.go_on)}",
         )
-        was_stopped = any(rank in lost.ranks and error.identifier == "stopped" for rank, error in self.failed)
+        was_stopped = any(rank in lost.hosts.ranks and error.identifier == "stopped" for rank, error in self.failed)
         within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so
         for part in self.parts:
-            part.session.send(HostIsGone(host, within))
+            part.session.send(HostIsGone(lost.name, within))
             asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
 
     def take_signal(self, number: int) -> None:
@@ -217,8 +194,6 @@ class HostedLaunch(Launch):
             elif time.monotonic() - self._asked > signals.ONCE_WITHIN and not self._closing:
                 # Also those of hosts that take no signal any more.
                 self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
-            if self._preparing is not None:
-                self._preparing.cancel()
             self.over.set()
         super().take_signal(number)
 
@@ -234,19 +209,29 @@ class HostedLaunch(Launch):
 class RanksOfHost:
     """The ranks of one host, as a part of a launch."""
 
-    def __init__(self, launch: HostedLaunch, number: int, writer: ThreadPoolExecutor) -> None:
-        self.number, self.ranks = number, launch.ranks_of(number)
+    def __init__(self, launch: HostedLaunch, host: Host, hosts: Hosts) -> None:
+        self.hosts, self.name = hosts, host.name
+        self.ranks_in_words = in_words([[hosts.ranks[0], hosts.ranks[-1]]])
         self.has_saved = False
         self.is_newcomer = False
         """Whether its session is not the first, and its ranks take the seats of those that were lost."""
-        self._launch, self._writer = launch, writer
+        self._launch, self._host = launch, host
         self._new_session()
 
     def _new_session(self) -> None:
-        self.session = Session(self._launch.hosts[self.number], self._launch.remote, self._writer)
+        self.session = Session(self._host, self._launch.remote, self._launch.writer)
 
     async def prepare(self) -> None:
-        await self.session.prepare(self._launch.order(self.number), self._launch.code)
+        await self.session.prepare(self.order(), self._launch.code)
+
+    def order(self) -> Order:
+        """Return what the host is told to start."""
+        job = self._launch.job
+        sources = {name: of for name, of in job.spec.sources.items() if name != "token_file"}
+        spec = dataclasses.replace(job.spec, token_file=None, sources=sources)
+        width = width_of(sys.stderr)  # the terminal is here, and the hosts' lines come through pipes
+        variables = {**({"COLUMNS": str(width)} if width else {}), **self._launch.variables}
+        return Order(dataclasses.replace(job, spec=spec), self.hosts, variables)
 
     def take_signal(self, number: int) -> None:
         self.session.send(PassOn(number))
@@ -285,7 +270,7 @@ class RanksOfHost:
 
     async def _open_again(self) -> bool:
         """Open another session; return whether that went well before the run was over, or the time of the seats."""
-        launch, name, ranks = self._launch, self.session.host.name, self._launch.ranks_in_words(self.number)
+        launch, name, ranks = self._launch, self.name, self.ranks_in_words
         cause, _ = self.session.why_ended()
         say(f"the connection to host {name} has ended, and {ranks} with it: {cause}")
         say(f"the run goes on; host {name} is tried again every {OPEN_AGAIN_AFTER:.0f} s")

@@ -62,18 +62,10 @@ SETTINGS = {"-J": "ProxyJump", "-l": "User"}
 # {config} ssh's configuration file, {removal} the command that ssh itself names.
 SSH_SAYS = (
     ("Could not resolve hostname", "its name has no address", "correct the name, or give its HostName in {config}"),
-    (
-        "Connection refused",
-        "it answers, but no sshd listens there",
-        "start sshd there, or give its Port in {config}",
-    ),
+    ("Connection refused", "it answers, but no sshd listens there", "start sshd there, or give its Port in {config}"),
     ("timed out", "it does not answer", "see whether it is on, and whether a firewall drops its ssh port"),
     ("not responding", "it does not answer any more", "see whether it is on, and whether the network leads to it"),
-    (
-        "closed by remote host",
-        "its sshd has ended the connection",
-        "see whether it goes down, or who ended its sshd",
-    ),
+    ("closed by remote host", "its sshd has ended the connection", "see whether it goes down, or who ended its sshd"),
     ("No route to host", "it does not answer", "see whether it is on, and whether the network leads to it"),
     (
         "IDENTIFICATION HAS CHANGED",
@@ -197,7 +189,6 @@ class Session:
         self._writer = writer
         self._messages: asyncio.Queue[FromHost | None] = asyncio.Queue()
         """What the host says, without signs of life; None once the session has ended."""
-        self._has_ended = False
         self.hello: Hello | None = None
         self.ready: HostReady | None = None
         self.said = ""
@@ -243,19 +234,13 @@ class Session:
             )
         except OSError as error:
             raise NotReady(f"ssh cannot be started: {error}", "apt-get install openssh-client") from None
-        assert self.process.stdout and self.process.stderr
-        self._copies = [
-            asyncio.create_task(self._copy(self.process.stdout, sys.stdout)),
-            asyncio.create_task(self._copy(self.process.stderr, sys.stderr)),
-        ]
-        self._ending = asyncio.create_task(self._end())
-        self._beating = asyncio.create_task(self._keep_alive())
+        self._living = asyncio.create_task(self._live(self.process))
 
     async def hear(self) -> FromHost | None:
         """Return what the host says next; None once the session has ended."""
-        if self._has_ended and self._messages.empty():
-            return None
-        return await self._messages.get()
+        if (message := await self._messages.get()) is None:
+            self._messages.put_nowait(None)
+        return message
 
     async def _answer(self, kind: type[T]) -> T:
         try:
@@ -319,11 +304,15 @@ class Session:
             await asyncio.wrap_future(self._writer.submit(unread.write, shown, sink))
             self._showing -= 1
 
-    async def _end(self) -> None:
-        assert self.process is not None
-        await self.process.wait()
-        await asyncio.wait(self._copies, timeout=1)
-        self._has_ended = True
+    async def _live(self, process: asyncio.subprocess.Process) -> None:
+        """Take what the session says until it has ended."""
+        assert process.stdout and process.stderr
+        copies = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        copying = [asyncio.create_task(self._copy(stream, sink)) for stream, sink in copies]
+        beating = asyncio.create_task(self._keep_alive())
+        await process.wait()
+        await asyncio.wait(copying, timeout=1)
+        beating.cancel()
         self._messages.put_nowait(None)
 
     async def _keep_alive(self) -> None:
@@ -354,8 +343,7 @@ class Session:
         assert self.process.stdin is not None
         self.process.stdin.close()
         # Before its first word it may still wait for the host to answer.
-        done, _ = await asyncio.wait([self._ending], timeout=END_WITHIN if self.hello else 0)
+        done, _ = await asyncio.wait([self._living], timeout=END_WITHIN if self.hello else 0)
         if not done:
             self.kill()
-            await self._ending
-        self._beating.cancel()
+            await self._living

@@ -54,18 +54,15 @@ def launch_here(job: Job, hosts: Hosts) -> int:
     hosts.check(job.spec)
     job = prepared(job, hosts)
     spec = job.spec
-    is_chosen = hosts.nnodes > 1 or spec.source("master_port") != "default"
+    several = len(hosts.slots) > 1
+    is_chosen = several or spec.source("master_port") != "default"
     with (
         ThreadPoolExecutor(1, "ddp_manual output") as writer,
         nullcontext(spec.master_port) if is_chosen else machine.reserved_port() as port,
     ):
-        address = {"master_addr": spec.master_addr if hosts.nnodes > 1 else None, "master_port": port}
+        address = {"master_addr": spec.master_addr if several else None, "master_port": port}
         say_how_to_look({**address, "token_file": spec.token_file})
-        ranks = Ranks(job.at(master_port=port), hosts, writer)
-        try:
-            return asyncio.run(_run(job, ranks))
-        finally:
-            ranks.tidy_up()
+        return asyncio.run(_run(job, Ranks(job.at(master_port=port), hosts, writer)))
 
 
 async def _run(job: Job, ranks: Ranks) -> int:
@@ -126,12 +123,14 @@ class Ranks:
 
     @contextmanager
     def able_to_start(self) -> Iterator[None]:
-        """Have what starts the workers of this host in the body."""
-        job, nproc = self.job, self.hosts.nproc
+        """Have what starts the workers of this host in the body. Remove the run's folder after it if nobody has chosen
+        that and no rank has trained."""
+        job, nproc = self.job, len(self.hosts.ranks)
         imports = forkable_imports(job.program) if job.program is not None else by_hand.TRAINING_IMPORTS
         program = job.program if job.program is not None else by_hand.TRAINING
-        self.starter = Forker(program, nproc, imports) if job.forks else Starter(program, nproc)
         with ExitStack() as stack:
+            stack.callback(self._tidy_up)
+            self.starter = Forker(program, nproc, imports) if job.forks else Starter(program, nproc)
             stack.enter_context(closing(self.starter))
             if job.program is not None:
                 self._witness = stack.enter_context(closing(signals.Witness(own_session=True)))
@@ -182,7 +181,7 @@ class Ranks:
         own = dataclasses.replace(job.spec, **place, sources={**job.spec.sources, **dict.fromkeys(place, "flag")})
         task = self.task(own, config, restarts)
         first = self.hosts.ranks[0]
-        speaker = 0 if self.hosts.slots else first  # with ssh the ranks of all hosts share one terminal
+        speaker = 0 if self.hosts.by_ssh else first  # with ssh the ranks of all hosts share one terminal
         agent = Agent(
             own,
             dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
@@ -215,7 +214,7 @@ class Ranks:
         """Return whether this terminal shows a rank's error: not what another rank shows, which has failed itself or
         ends for the same reason, nor what ``launch`` says of a signal that has come to it."""
         identifier, _ = error.on_its_rank or (error.identifier, 0)
-        shares_terminal = error.of_rank in self.hosts.ranks or (error.of_rank is not None and bool(self.hosts.slots))
+        shares_terminal = error.of_rank in self.hosts.ranks or (error.of_rank is not None and self.hosts.by_ssh)
         is_said = (error.identifier, error.what, error.why) in self._said
         self._said.add((error.identifier, error.what, error.why))
         return not (is_said or shares_terminal or (self._is_stopping and identifier == Stopped.identifier))
@@ -248,7 +247,6 @@ class Ranks:
         begins_with_another = config is not None and config.resume is not None and not self.has_saved
         return config if config is None or begins_with_another else config.resumed()
 
-    def tidy_up(self) -> None:
-        """Remove the run's folder if nobody has chosen it and no rank has trained."""
+    def _tidy_up(self) -> None:
         if not self._has_trained and not self.job.chose_folder and self._paths is not None:
             self._paths.remove_start()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
-from ddp_manual.environment.kubernetes import Sourced, first_pod
-from ddp_manual.environment.launcher import check_rank_0_is_found, job_port, of_node, of_rank, of_started_rank
+from ddp_manual.environment.kubernetes import first_pod
+from ddp_manual.environment.launcher import check_rank_0_is_found, of_node, of_rank, of_started_rank
+from ddp_manual.environment.rank_0 import Sourced, job_port
 from ddp_manual.environment.slurm import first_host
 from ddp_manual.errors import BadOption
 from tests.conftest import Start
@@ -30,7 +31,7 @@ def values(environment: dict[str, str], read: Any = of_rank) -> dict[str, Any]:
         (variables("RANK=1 WORLD_SIZE=2"), {"rank": 1, "world_size": 2}),
         (
             recorded.SRUN_TASK,
-            {"rank": 1, "world_size": 2, "local_rank": 0, "master_addr": "n1", "master_port": job_port(7, 0)},
+            {"rank": 1, "world_size": 2, "local_rank": 0, "master_addr": "n1", "master_port": job_port(7)},
         ),
         (OPEN_MPI_RANK, {"rank": 3, "world_size": 4, "local_rank": 1}),
         (variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=0"), {"rank": 1, "world_size": 2, "local_rank": 0}),
@@ -128,7 +129,7 @@ def test_a_node_with_several_gpus_is_for_launch() -> None:
 
 def test_launch_takes_its_node_from_a_step_with_one_task_per_node() -> None:
     found = values(recorded.SRUN_TASK, of_node)
-    assert found == {"nnodes": 2, "node_rank": 1, "master_addr": "n1", "master_port": job_port(7, 0)}
+    assert found == {"nnodes": 2, "node_rank": 1, "master_addr": "n1", "master_port": job_port(7)}
     assert of_node(recorded.SRUN_ONE_TASK) == {}
     with pytest.raises(BadOption, match="Slurm runs launch 4 times on 2 nodes") as raised:
         of_node({**recorded.SRUN_TASK, "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"})

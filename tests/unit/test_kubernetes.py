@@ -19,6 +19,7 @@ import yaml
 from ddp_manual import WorldSpec, cli, errors
 from ddp_manual.agent.to_type import rank_command
 from ddp_manual.environment import kubernetes, settings
+from ddp_manual.environment.rank_0 import Sourced
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN
 from ddp_manual.training.epoch_plan import SYNC_EVERY
 from ddp_manual.worker.process_group import CLOSE_WITHIN
@@ -154,7 +155,7 @@ def test_the_command_line_accepts_what_the_manifests_and_the_readiness_probe_typ
 
 def test_a_pod_says_how_to_look_at_the_pod_that_is_missing(indexed: dict[str, Any]) -> None:
     name = indexed["Job"]["metadata"]["name"]
-    index, full_name = kubernetes.Sourced(1, "JOB_COMPLETION_INDEX"), f"{name}-1.svc.ns.svc.cluster.local"
+    index, full_name = Sourced(1, "JOB_COMPLETION_INDEX"), f"{name}-1.svc.ns.svc.cluster.local"
     first = kubernetes.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
     spec = WorldSpec(world_size=2, rank=1, master_addr=first.value, sources={"master_addr": f"from {first.source}"})
     label = "batch.kubernetes.io/job-"

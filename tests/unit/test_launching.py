@@ -117,7 +117,7 @@ def test_a_rank_writes_to_the_folder_that_rank_0_names_only_if_it_is_its_own(
 def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once_it_has_one(tmp_path: Path) -> None:
     def to_go_on(config: TrainConfig) -> TrainConfig | None:
         job = Job(spec=WorldSpec(), run_id="id", run_dir=str(tmp_path), go_on="go on", config=config)
-        return Ranks(job, Hosts(nproc=2), ThreadPoolExecutor(1))._to_go_on()
+        return Ranks(job, Hosts([2]), ThreadPoolExecutor(1))._to_go_on()
 
     began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
     assert (to_go_on(began), to_go_on(another)) == (began.resumed(), another)
@@ -132,9 +132,9 @@ def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_i
         config = TrainConfig(dataset="synthetic")
         return Job(spec=WorldSpec(**options), run_id="id", run_dir=str(tmp_path), go_on="", config=config)  # type: ignore[arg-type]
 
-    prepared(job(on_loss="wait"), Hosts(nproc=1))
+    prepared(job(on_loss="wait"), Hosts([1]))
     with pytest.raises(errors.BadOption, match="already holds a run"):
-        prepared(job(), Hosts(nproc=1))
+        prepared(job(), Hosts([1]))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
-from ddp_manual.environment.launcher import FIRST_JOB_PORT, JOB_PORTS, check_rank_0_is_found, of_rank
+from ddp_manual.environment.launcher import check_rank_0_is_found, of_rank
+from ddp_manual.environment.rank_0 import FIRST_JOB_PORT, JOB_PORTS
 from ddp_manual.errors import BadOption
 from tests.unit import launcher_environments as recorded
 

@@ -20,7 +20,6 @@ import pytest
 from ddp_manual import cli, signals
 from ddp_manual.environment import command_line, machine, rank_variables, settings
 from ddp_manual.launch import ssh
-from ddp_manual.launch.job import Hosts
 from ddp_manual.launch.session_messages import Order, read_from_launcher
 from ddp_manual.launch.ssh_session import NO_FOLDER, Remote, why_not
 from ddp_manual.launch.this_host import Ranks, prepared
@@ -121,7 +120,7 @@ def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
     monkeypatch.setattr(command_line, "typed_command", lambda: (["ddp-manual"], words))
     monkeypatch.setattr(ssh.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
     assert cli.run(words) == 0
-    read = read_from_launcher(encode_local(found[0].order(1)).decode())
+    read = read_from_launcher(encode_local(found[0].parts[1].order()).decode())
     assert isinstance(read, Order)
     return read
 
@@ -133,12 +132,12 @@ def test_every_host_has_the_folder_that_the_command_to_go_on_names(
     monkeypatch.setattr(time, "strftime", lambda form: f"20260101-{next(seconds):0>6}")
     monkeypatch.chdir(tmp_path)
     order = order_of(["--", "--dataset", "synthetic"], monkeypatch)
-    hosts = Hosts.of_slots(order.slots, order.node_rank)
-    job = prepared(order.job, hosts)
+    job = prepared(order.job, order.hosts)
     folder = Path(str(job.run_dir))
     assert folder.is_dir()
     assert f"--run_dir {folder} -- --dataset synthetic --resume auto" in job.go_on
-    Ranks(job, hosts, ThreadPoolExecutor(1)).tidy_up()
+    with Ranks(job, order.hosts, ThreadPoolExecutor(1)).able_to_start():
+        pass
     assert not folder.exists()
 
 
