@@ -110,7 +110,10 @@ class StopSignals:
         will_take_it = goes_on and self._takes_stops
         if is_early and not will_take_it:
             return self._stopped_early(number, here, again)
-        first_at = min(self._first_at.values(), default=now) if seen_by == "agent" else self._first_at.get(seen_by, now)
+        if seen_by == "agent":  # the program may have got the first one before it could say that it takes stops
+            first_at = min(self._first_at.values(), default=self._passed_on_at if self.passed_on else now)
+        else:
+            first_at = self._first_at.get(seen_by, now)
         if now - first_at > ONCE_WITHIN:
             return self._stopped_at_once(number, again)
         if not self._first_at:
