@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -178,43 +178,30 @@ class Reporter:
         self._channel.close()
 
     def _run(self) -> None:
-        while True:
-            try:
-                self._speak()
-                return
-            except (OSError, ValueError):  # the program may have closed descriptors that are not its own
-                try:
-                    self._channel.getpeername()
-                except OSError:
-                    return
-                time.sleep(LOOK_EVERY)
-
-    def _speak(self) -> None:
         next_beat = 0.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            while True:
-                if selector.select(LOOK_WHILE_SAVING if self._ending else LOOK_EVERY) and not self._read():
+        spoken_to = select.poll()  # which has no descriptor that the program could close
+        spoken_to.register(self._channel, select.POLLIN)
+        while True:
+            if spoken_to.poll(1000 * (LOOK_WHILE_SAVING if self._ending else LOOK_EVERY)):
+                try:
+                    data = self._channel.recv(1 << 16)
+                except ConnectionError:
+                    data = b""
+                except OSError:  # the program has closed descriptors that are not its own
+                    return
+                for message in self._reader.feed(data):
+                    self._take(message)
+                if not data:
                     break
-                if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
-                    self._ending = False
-                    self.send(from_worker.MayEnd())
-                now = time.monotonic()
-                if now >= next_beat:
-                    next_beat = now + LOOK_EVERY
-                    self.send_beat()
+            if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
+                self._ending = False
+                self.send(from_worker.MayEnd())
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + LOOK_EVERY
+                self.send_beat()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _read(self) -> bool:
-        """Take the agent's messages; return False if the agent is gone."""
-        try:
-            data = self._channel.recv(1 << 16)
-        except OSError:
-            return False
-        for message in self._reader.feed(data):
-            self._take(message)
-        return bool(data)
 
     def _take(self, message: from_agent.FromAgent) -> None:
         self._said[type(message)] = message
@@ -265,15 +252,16 @@ def whereabouts(thread: int) -> Whereabouts:
 def _own_line(frames: Sequence[FrameType]) -> str:
     """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame; "" if that is
     where the program is started."""
-    own = next((frame for frame in frames if not _is_library(frame)), frames[-1])
+    own = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), frames[-1])
     starts_it = own.f_code.co_filename.startswith(("<frozen ", *_OWN))
-    return "" if starts_it else _line(own, own.f_lineno)
+    return "" if starts_it else f"{_file(own)}:{own.f_lineno} in {own.f_code.co_name}"
 
 
 def raised_at(error: BaseException) -> str:
     """Return the line of the user's program that raised it, as in ``whereabouts``."""
-    own = [_line(*called) for called in traceback.walk_tb(error.__traceback__) if not _is_library(called[0])]
-    return own[-1] if own else ""
+    called = reversed(traceback.extract_tb(error.__traceback__))
+    own = next((one for one in called if not is_library(one.filename)), None)
+    return f"{os.path.basename(own.filename)}:{own.lineno} in {own.name}" if own is not None else ""
 
 
 def writes_a_file() -> bool:
@@ -286,26 +274,21 @@ def own_traceback(error: BaseException, *, whole: bool = False) -> str:
     """Return the traceback of an exception, and of what it was raised from, with the frames of the user's program and
     the innermost one; without such frames, or the ``whole`` one, all of it."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
-    left_out, pending = 0, [(shown, error)]
+    left_out, pending = 0, [shown]
     while pending:
-        one, raised = pending.pop()
-        of_raised = ((one.__cause__, raised.__cause__), (one.__context__, raised.__context__))
-        pending += [(other, of) for other, of in of_raised if other is not None and of is not None]
-        is_own = [not _is_library(frame) for frame, _ in traceback.walk_tb(raised.__traceback__)]
-        own = [frame for frame, kept in zip(one.stack[:-1], is_own, strict=False) if kept]
+        one = pending.pop()
+        pending += filter(None, (one.__cause__, one.__context__))
+        is_own = [not is_library(frame.filename) for frame in one.stack]
         if any(is_own) and not whole:
-            left_out += len(one.stack) - len(own) - 1
-            one.stack = traceback.StackSummary.from_list([*own, one.stack[-1]])
+            kept = [*itertools.compress(one.stack[:-1], is_own), one.stack[-1]]
+            left_out += len(one.stack) - len(kept)
+            one.stack = traceback.StackSummary.from_list(kept)
     text = "".join(shown.format()).rstrip()
     return f"{text}\n({counted(left_out, 'frame')} of libraries left out: --full_traceback)" if left_out else text
 
 
 def _file(frame: FrameType) -> str:
     return os.path.basename(frame.f_code.co_filename)
-
-
-def _line(frame: FrameType, number: int) -> str:
-    return f"{_file(frame)}:{number} in {frame.f_code.co_name}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -327,17 +310,16 @@ def _calls(code: CodeType) -> dict[int, str]:
     return calls
 
 
-def _is_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    if frame.f_globals.get("__name__") == "__main__" and not file.startswith(_OWN):
-        return False  # also a module of a library, which python -m or its command runs
-    return is_library(file)
+def is_library(file: str) -> bool:
+    """Return whether a file is a library's, Python's or this package's own, and not the user's program, which may also
+    be a module of a library that python -m or its command runs."""
+    is_main = file == getattr(sys.modules.get("__main__"), "__file__", None)
+    return file.startswith(_OWN) or (not is_main and _is_installed(file))
 
 
 @functools.lru_cache(maxsize=4096)
-def is_library(file: str) -> bool:
-    """Return whether a file is a library's, Python's or this package's own, and not the user's program."""
-    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, *_OWN, _PYTHON))
+def _is_installed(file: str) -> bool:
+    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, _PYTHON))
 
 
 def flush_briefly() -> None:
