@@ -20,7 +20,7 @@ from typing import Any
 
 from ddp_manual import signals, terminal
 from ddp_manual.environment import command_line, settings, torchrun
-from ddp_manual.errors import BadOption, Stopped
+from ddp_manual.errors import BadOption
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
 from ddp_manual.on_loss import LEAVE
@@ -97,7 +97,7 @@ def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> It
     with terminal.log_as_found():
         terminal.log_to_stderr(rank.spec.rank)
         chosen = {name: options.get(name) for name in ("device", "backend")}
-        with _living(rank, open_group=open_group, **chosen) as world:
+        with rank.live(open_group=open_group, **chosen) as world:
             yield world
 
 
@@ -121,29 +121,8 @@ def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterat
         undo.enter_context(terminal.log_as_found())
         terminal.log_to_stderr(spec.rank)
         reporter = _start_agent(spec.of_script(), run_dir, undo)
-        with _living(Rank(reporter, reporter.wait(Start)), open_group=open_group) as world:
+        with Rank(reporter, reporter.wait(Start)).live(open_group=open_group) as world:
             yield world
-
-
-@contextmanager
-def _living(rank: Rank, *, open_group: bool, **chosen: str | None) -> Iterator[World]:
-    """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to."""
-    ended: SystemExit | Stopped | None = None
-    with rank.live(open_group=open_group, **chosen) as world:
-        try:
-            yield world
-        except SystemExit as exit:
-            if exit.code:
-                raise
-            ended = exit  # a script that ends with exit code 0 has done its work
-        except Stopped as stopped:
-            ended = stopped
-    if ended is None and world.result is None:
-        rank.send_result(world, world.stopped())
-    else:
-        rank.send_result(world, ended if isinstance(ended, Stopped) else None)
-    if ended is not None:
-        raise ended
 
 
 def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Reporter:

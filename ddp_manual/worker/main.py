@@ -30,7 +30,13 @@ from ddp_manual.steps import Steps
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
-from ddp_manual.worker.collective_errors import collective_error, first_line, is_broken_collective, was_raised_by_torch
+from ddp_manual.worker.collective_errors import (
+    collective_error,
+    first_line,
+    is_broken_collective,
+    text_of,
+    was_raised_by_torch,
+)
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.loss_record import LossRecord
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
@@ -86,7 +92,8 @@ class Rank:
             gpus = process_group.gpus_without_cuda()
             device, backend = ("cuda" if gpus else "cpu"), "nccl" if gpus and dist.is_nccl_available() else "gloo"
         process_group.check_none_open()
-        self._store, where = process_group.host_store(self._start.store_address)
+        if self._start.store_address:
+            self._store = process_group.open_store(self._start.store_address)
         ready = Ready(
             pid=os.getpid(),
             device=device,
@@ -98,7 +105,7 @@ class Rank:
                 "backend": (backend, self.spec.source("backend")),
                 **(own_code or {}),
             },
-            store=where,
+            store=(self._store.host, self._store.port) if self._store is not None else None,
             may_use_cpu=own_code is not None and devices.may_use_cpu(self.spec),
             chooses_device=own_code is None,
         )
@@ -124,9 +131,10 @@ class Rank:
     def live(
         self, *, open_group: bool = True, device: str | None = None, backend: str | None = None
     ) -> Iterator[World]:
-        """Be one of the ranks in the body, and leave in order.
+        """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to.
 
-        An exception is told to all other ranks before anything is closed, which may take long.
+        An exception is told to all other ranks before anything is closed, which may take long. A script that ends with
+        exit code 0 has done its work; Stopped is no failure, as all ranks stop after the same step.
 
         Args:
             open_group: whether to open the process group.
@@ -136,28 +144,38 @@ class Rank:
             DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here. PeerGone: the body failed because
                 another rank did. DdpManualError: the ranks do not come together.
         """
+        ended: SystemExit | errors.Stopped | None = None
         with ExitStack() as closing:
+            closing.callback(setattr, self.reporter.progress, "phase", ENDED)
             try:
                 if self._told is None:
                     self.get_ready({})
                     told = self.take_place()
-                    closing.callback(setattr, self.reporter.progress, "phase", ENDED)
                     closing.enter_context(rank_variables.set_rank_variables(told.placed, told.interfaces))
                     closing.callback(record_collectives(self.spec, self.reporter.send))
                 else:
                     self.spec = replace(
                         self.spec, device=device or self.spec.device, backend=backend or self.spec.backend
                     )
-                    closing.callback(setattr, self.reporter.progress, "phase", ENDED)
                 self.reporter.send(from_worker.Joins())
                 world = self._open(closing, open_group=open_group)
-                yield world
+                try:
+                    yield world
+                except SystemExit as exit:
+                    if exit.code:
+                        raise
+                    ended = exit
+                except errors.Stopped as stopped:
+                    ended = stopped
                 self._leave(world)
             except BaseException as error:
                 cause = self._conclude(error)
                 if cause is error:
                     raise
                 raise cause from error
+        self._send_result(world, ended)
+        if ended is not None:
+            raise ended
 
     def _open(self, closing: ExitStack, *, open_group: bool) -> World:
         """Pin the device and open the process group."""
@@ -229,15 +247,11 @@ class Rank:
             with suppress(TimeoutError):
                 self.reporter.wait(from_agent.Over, LEAVE_WITHIN)
 
-    def send_result(self, world: World, stopped: errors.Stopped | None) -> None:
-        """Tell the agent what this rank's work has come to, after it has left.
-
-        Args:
-            stopped: set if a signal has stopped all ranks after the same training step, which is no failure.
-        """
-        goes_on = self.held is None  # with its agent gone
-        self.reporter.over = goes_on
-        words = LastWords.of(stopped) if stopped is not None else None
+    def _send_result(self, world: World, ended: SystemExit | errors.Stopped | None) -> None:
+        """Tell the agent what this rank's work has come to, after it has left, and whether a signal has stopped all."""
+        stopped = world.stopped() if ended is None and world.result is None else ended
+        words = LastWords.of(stopped) if isinstance(stopped, errors.Stopped) else None
+        goes_on = self.reporter.over = self.held is None  # with its agent gone
         self.reporter.send(from_worker.Result(world.result, words, goes_on))
 
     def wait_to_go(self) -> None:
@@ -258,12 +272,9 @@ class Rank:
             return
         self.reporter.unwinding = True
         self.reporter.send_beat()
-        words, by_torch = self._in_words(error), was_raised_by_torch(error)
-        how = (is_broken_collective(error), by_torch, isinstance(error, SystemExit))
+        words = LastWords.of(as_ours(self.spec.rank, error, whole=self.spec.full_traceback))
+        how = (is_broken_collective(error), was_raised_by_torch(error), isinstance(error, SystemExit))
         self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
-
-    def _in_words(self, error: BaseException) -> LastWords:
-        return LastWords.of(as_ours(self.spec.rank, error, whole=self.spec.full_traceback))
 
     def _conclude(self, error: BaseException) -> BaseException:
         """Tell the agent that ``error`` ends this rank; return that, or where the agent says it the failure behind it.
@@ -309,7 +320,7 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> errors.D
         )
     if (of_collective := collective_error(error, rank)) is not None:
         return of_collective
-    opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
+    opened_twice = isinstance(error, ValueError) and "default process group twice" in text_of(error)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     failed = errors.TrainingFailed(
         f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import json
+import math
 import socket
 import sys
 import threading
@@ -54,12 +55,6 @@ def check_none_open() -> None:
             next="leave init_process_group out, since join opens the group\n"
             "or end one join before the next begins; after a join that failed, start a new process",
         )
-
-
-def host_store(address: str | None) -> tuple[TCPStore | None, tuple[str, int] | None]:
-    """Host torch's store at this address, and return it and where it is; without an address, neither."""
-    store = open_store(address) if address else None
-    return store, (address, store.port) if address and store is not None else None
 
 
 def open_store(address: str, port: int | None = None) -> TCPStore:
@@ -242,38 +237,41 @@ def collectives_begun() -> dict[str, int]:
     nor the list of process groups has a public name.
     """
     begun: dict[str, int] = {}
-    for name, number, _ in _begun_by_backends():
-        begun[name] = begun.get(name, 0) + number
+    for name, backend in _backends():
+        begun[name] = begun.get(name, 0) + _begun_by(backend)
     return begun
 
 
 def collectives_return_at_once() -> bool:
     """Return whether this rank has begun collectives of NCCL. On a host with GPUs a script may use gloo, also where
     torch has opened its group with both."""
-    return any(number and backend.startswith("nccl") for _, number, backend in _begun_by_backends())
-
-
-def _begun_by_backends() -> Iterator[tuple[str, int, str]]:
-    """Yield process group, the collectives that this rank has begun in it, and the backend's name; for each backend."""
-    for group, name in list(distributed_c10d._world.pg_names.items()):
-        # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
-        with suppress(AttributeError, RuntimeError):
-            # One may serve several devices; of a group with several, torch would give only the number of one.
-            for backend in {group._get_backend(device) for device in group._device_types}:
-                with suppress(RuntimeError):  # a backend without numbers
-                    number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
-                    yield str(name), int(number), backend.name()
+    return any(_begun_by(backend) for _, backend in _backends() if backend.name().startswith("nccl"))
 
 
 def timeouts_of_groups() -> dict[str, float]:
     """Return process group -> the seconds after which torch ends a collective in it, where a backend says so; any
     thread may ask."""
     found: dict[str, float] = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
+    for name, backend in _backends():
         with suppress(AttributeError, RuntimeError, ValueError):
-            timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
-            found[str(name)] = min(timeouts).total_seconds()
+            found[name] = min(backend.options._timeout.total_seconds(), found.get(name, math.inf))
     return found
+
+
+def _backends() -> Iterator[tuple[str, Any]]:
+    """Yield each backend of each process group, with the name of the group."""
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
+        with suppress(AttributeError, RuntimeError):
+            # One may serve several devices; of a group with several, torch would give only the number of one.
+            for backend in {group._get_backend(device) for device in group._device_types}:
+                yield str(name), backend
+
+
+def _begun_by(backend: Any) -> int:
+    with suppress(RuntimeError):  # a backend without numbers
+        return int(backend._get_sequence_number_for_group())
+    return 0
 
 
 _RECORDERS = (("_dump_nccl_trace_json",), ("_dump_fr_trace_json", "nccl2"), ("_dump_fr_trace_json", "nccl"))

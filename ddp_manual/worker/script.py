@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_manual import from_agent, from_worker, signals
-from ddp_manual.environment import machine, rank_variables, settings
-from ddp_manual.errors import Stopped, TrainingFailed
+from ddp_manual.environment import rank_variables, settings
+from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import RUNNING, LastWords
+from ddp_manual.messages import RUNNING
 from ddp_manual.program import MODULE, Program
 from ddp_manual.worker import device, holding, join, process_group
 from ddp_manual.worker.collectives import record_collectives
@@ -138,11 +138,7 @@ def run(rank: Rank, program: Program, path: str) -> None:
 
 def _fail(rank: Rank, error: BaseException) -> NoReturn:
     """Tell the agent, which prints the error once this process has ended."""
-    try:
-        rank.tell(error)
-    except Exception:  # the exception cannot be put into words
-        traceback.print_exc()
-        rank.reporter.send(from_worker.Failed(LastWords.of(unreadable(rank.spec.rank, error))))
+    rank.tell(error)
     atexit.unregister(_leave)
     if isinstance(error, SystemExit):
         raise error
@@ -154,14 +150,6 @@ def _leave_to_the_agent(pid: int, *exception: Any) -> None:
     """Print an exception of a forked child only: that of this process its agent prints, after its last line."""
     if os.getpid() != pid:
         traceback.print_exception(*exception)
-
-
-def unreadable(rank: int, error: BaseException) -> TrainingFailed:
-    return TrainingFailed(
-        f"rank {rank} on {machine.host_name()}: {type(error).__name__}, which cannot be put into words",
-        why="its __str__ has raised another exception",
-        next="look at the traceback above, fix the code, then start all ranks again",
-    )
 
 
 def _leave(rank: Rank, pid: int) -> None:

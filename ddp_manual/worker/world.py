@@ -74,7 +74,7 @@ class World(Place):
     """The steps of joining since all ranks were here, with the time that each took."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """Of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
-    _store: Store | None = field(default=None, repr=False)
+    _store: Store = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
     _reporter: Reporter = field(repr=False)
@@ -159,7 +159,7 @@ class World(Place):
 
     def roster(self) -> list[Mapping[str, Any]]:
         """Describe all ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, UUID."""
-        if self._store is None or self.rank == 0:
+        if self.rank == 0:
             return list(self._roster)
         found: list[Mapping[str, Any]] = decode(self._store.get("ddp_manual/roster").decode())
         return found
@@ -187,7 +187,7 @@ class World(Place):
             DdpManualError: ``action`` raised it, on this rank or on the first rank of the host.
             DataMissing: the first rank took longer than ``timeout``.
         """
-        if self._store is None or self.local_world_size == 1:
+        if self.local_world_size == 1:
             action()
             return
         # The same on every rank of the host. The number tells a job from an earlier one of the same name.
@@ -238,8 +238,7 @@ class World(Place):
 
     def stopped(self) -> Stopped | None:
         """Return how this rank has been stopped, after ``stop_after_this_step`` was True; otherwise None."""
-        stop = self._reporter.stops.stopped
-        if stop is None:
+        if (stop := self.stop) is None:
             return None
         named = in_words(as_ranges(stop.ranks))
         return Stopped(stop.number, f"on {named} after the same step as all ranks", next="start all ranks again")
