@@ -50,5 +50,5 @@ def alone() -> Iterator[World]:
             _store=cast(Any, None),
             _roster=[{"rank": 0, "host": "here"}],
             _reporter=cast(Any, Silent()),
-            _closing=closing,
+            until_left=closing,
         )

@@ -30,7 +30,7 @@ from ddp_manual.worker.process_group import (
     calling_frame,
     has_several_backends,
     hide_from_dynamo,
-    innermost_frame,
+    innermost_frames,
     operations_of_hooks,
     watch_process_groups,
     wrap_collectives,
@@ -60,7 +60,6 @@ class Operation:
     any_size: bool = False
     """Whether ranks may call it with tensors of different sizes."""
     any_dtype: bool = False
-    reduces: bool = False
     root: str = ""
     """What the rank that it names is to it: ``from`` or ``to``."""
 
@@ -69,12 +68,12 @@ class Operation:
 # recv, splitting a group.
 _OPERATIONS = {
     "BROADCAST": Operation("broadcast", root="from"),
-    "ALLREDUCE": Operation("all_reduce", reduces=True),
-    "REDUCE": Operation("reduce", reduces=True, root="to"),
+    "ALLREDUCE": Operation("all_reduce"),
+    "REDUCE": Operation("reduce", root="to"),
     "ALLGATHER": Operation("all_gather", by_outputs=True),
     "ALLGATHER_BASE": Operation("all_gather_into_tensor"),
-    "REDUCE_SCATTER": Operation("reduce_scatter", reduces=True),
-    "REDUCE_SCATTER_BASE": Operation("reduce_scatter_tensor", reduces=True),
+    "REDUCE_SCATTER": Operation("reduce_scatter"),
+    "REDUCE_SCATTER_BASE": Operation("reduce_scatter_tensor"),
     "GATHER": Operation("gather", root="to"),
     "SCATTER": Operation("scatter", by_outputs=True, root="from"),
     "ALLTOALL": Operation("all_to_all", any_size=True),
@@ -212,7 +211,7 @@ class Recorder:
                 order = orders.get(device)
                 if order is None:
                     order = orders[device] = _Order(self._introduce(group, name, ranks, device))
-                reduce = _reduce_operation(frame) if operation.reduces else ""
+                reduce = _reduce_operation(frame)
                 tensors = outputs if operation.by_outputs or not inputs else inputs
                 form = (tensors[0].dtype, tensors[0].shape, tensors[-1].shape) if tensors else (None, (), ())
                 named = ranks[root] if operation.root and 0 <= root < len(ranks) else None
@@ -244,7 +243,7 @@ class Recorder:
         found = _own_frame(frame)
         if found is None and threading.get_ident() != self._thread:
             # A thread of autograd: the program waits for it on a line of its own.
-            found = _own_frame(innermost_frame(self._thread))
+            found = _own_frame(innermost_frames().get(self._thread))
         return _place(found.f_code.co_filename, found.f_lineno) if found is not None else b""
 
 

@@ -59,9 +59,6 @@ class Holding:
             "optimizer": optimizer.state_dict() if optimizer is not None else None,
             "extra": extra,
         }
-        self._hold(state)
-
-    def _hold(self, state: Any) -> None:
         self._holder.hold(self._step, state, counts_calls=self._counts_calls)
 
     def held(self, model: nn.Module, optimizer: Optimizer | None, per_rank: Callable[[Any], object] | None) -> Any:
@@ -78,17 +75,12 @@ class Holding:
         if per_rank is not None and own is not None:
             per_rank(own)
         # The rank that has held it may be lost before the next step.
-        self._hold(state)
+        self._holder.hold(self._step, state, counts_calls=self._counts_calls)
         return state["extra"]
 
 
-_here: Holding | None = None
-
-
-def begin(memory: HeldMemory | None, placed: Placed, tell: Tell, progress: Progress) -> None:
-    """Hold in this memory from now on, if the run keeps the seats of lost ranks."""
-    global _here
-    _here = Holding(memory, placed, tell, progress) if memory is not None and placed.holds else None
+here: Holding | None = None
+"""What ``hold`` and ``held`` do; None in a run that does not keep the seats of lost ranks. ``script`` sets it."""
 
 
 def hold(
@@ -110,8 +102,8 @@ def hold(
     Raises:
         BadOption: something cannot be held.
     """
-    if _here is not None:
-        _here.hold(model, optimizer, extra, per_rank, every)
+    if here is not None:
+        here.hold(model, optimizer, extra, per_rank, every)
 
 
 def held(
@@ -129,7 +121,7 @@ def held(
     Returns:
         None if there is no such state: the training begins.
     """
-    return _here.held(model, optimizer, per_rank) if _here is not None else None
+    return here.held(model, optimizer, per_rank) if here is not None else None
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

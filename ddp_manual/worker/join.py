@@ -37,14 +37,8 @@ AGENT_ENDS_WITHIN = 5.0
 _joins = itertools.count()
 
 
-_here: Rank | None = None
-"""The rank that this process is, which an agent has started."""
-
-
-def begin(rank: Rank) -> None:
-    """Have ``join`` attach to the agent that has started this process as a rank."""
-    global _here
-    _here = rank
+here: Rank | None = None
+"""The rank that this process is, which an agent has started; ``script`` sets it."""
 
 
 def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> World:
@@ -68,8 +62,8 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         DdpManualError: an option cannot work, the ranks do not come together, or another rank has ended the run.
             Otherwise whatever the body raises.
     """
-    if _here is not None:
-        block = _attached(_here, options, open_group=open_group)
+    if here is not None:
+        block = _attached(here, options, open_group=open_group)
     else:
         block = _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group)
     world = block.__enter__()

@@ -75,12 +75,15 @@ class Rank:
         self._store: TCPStore | None = None
         self._told: from_agent.TakePlace | None = None
 
-    def get_ready(self, own_code: Options | None) -> None:
-        """Host torch's store on rank 0, and tell the agent what there is.
+    def meet(self, own_code: Options | None) -> from_agent.TakePlace:
+        """Host torch's store on rank 0, tell the agent what there is, and wait until all ranks are here.
 
         Args:
             own_code: option -> (value, source), for what the ranks must have in common of the user's own code. None: a
                 program that chooses its device itself, and may fork before it uses a GPU.
+
+        Returns:
+            This rank's place among them.
 
         Raises:
             DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here.
@@ -111,6 +114,8 @@ class Rank:
         )
         self.reporter.send(from_worker.Loaded(ready, self.steps))
         self.steps.clear()
+        self._told = self.reporter.wait(from_agent.TakePlace)
+        return self._told
 
     def _choose_device(self) -> tuple[str, str]:
         with self.steps.step("device") as step:
@@ -121,11 +126,6 @@ class Rank:
             devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         self._chosen = device, backend
         return self._chosen
-
-    def take_place(self) -> from_agent.TakePlace:
-        """Wait until all ranks are here, and return this rank's place among them."""
-        self._told = self.reporter.wait(from_agent.TakePlace)
-        return self._told
 
     @contextmanager
     def live(
@@ -149,8 +149,7 @@ class Rank:
             closing.callback(setattr, self.reporter.progress, "phase", ENDED)
             try:
                 if self._told is None:
-                    self.get_ready({})
-                    told = self.take_place()
+                    told = self.meet({})
                     closing.enter_context(rank_variables.set_rank_variables(told.placed, told.interfaces))
                     closing.callback(record_collectives(self.spec, self.reporter.send))
                 else:
@@ -221,7 +220,7 @@ class Rank:
             _store=store,
             _roster=placed.roster,
             _reporter=self.reporter,
-            _closing=closing,
+            until_left=closing,
             **vars(place),
         )
         if open_group:

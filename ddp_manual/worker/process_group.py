@@ -315,14 +315,9 @@ def gpus_without_cuda() -> list[str]:
     return [f"GPU {index} of {machine.host_name()}" for index in range(count)]
 
 
-def innermost_frame(thread: int) -> FrameType | None:
-    """Return the frame a thread is in, by ``threading.get_ident()``: documented, but with a private name."""
-    return sys._current_frames().get(thread)
-
-
-def innermost_frames() -> list[FrameType]:
-    """Return the frame that each thread is in."""
-    return [*sys._current_frames().values()]
+def innermost_frames() -> dict[int, FrameType]:
+    """Return the frame that each thread is in, by ``threading.get_ident()``: documented, but with a private name."""
+    return sys._current_frames()
 
 
 def calling_frame() -> FrameType | None:

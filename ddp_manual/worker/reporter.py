@@ -35,7 +35,6 @@ from ddp_manual.worker.process_group import (
     collectives_begun,
     collectives_return_at_once,
     collectives_unfinished,
-    innermost_frame,
     innermost_frames,
     timeouts_of_groups,
 )
@@ -236,7 +235,7 @@ class Whereabouts(NamedTuple):
 
 def whereabouts(thread: int) -> Whereabouts:
     """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends."""
-    innermost = innermost_frame(thread)
+    innermost = innermost_frames().get(thread)
     if innermost is None:
         return Whereabouts()
     frames = [frame for frame, _ in traceback.walk_stack(innermost)]
@@ -266,7 +265,7 @@ def raised_at(error: BaseException) -> str:
 
 def writes_a_file() -> bool:
     """Return whether a thread of the program is in ``torch.save``, or in safetensors' ``save_file``."""
-    frames = (frame for innermost in innermost_frames() for frame, _ in traceback.walk_stack(innermost))
+    frames = (frame for innermost in innermost_frames().values() for frame, _ in traceback.walk_stack(innermost))
     return any(frame.f_code.co_name in _SAVE and frame.f_code.co_filename.endswith(_SAVING) for frame in frames)
 
 
@@ -322,8 +321,11 @@ def _is_installed(file: str) -> bool:
     return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, _PYTHON))
 
 
-def flush_briefly() -> None:
-    """Write what is still in buffers, but do not wait for a reader that is gone."""
+def end_process(status: int) -> NoReturn:
+    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good.
+
+    What is still in buffers is written, but a reader that is gone is not waited for.
+    """
 
     def flush() -> None:
         logging.shutdown()
@@ -333,10 +335,5 @@ def flush_briefly() -> None:
     flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_WITHIN)
-
-
-def end_process(status: int) -> NoReturn:
-    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
-    flush_briefly()
     orphans.end_daemons()
     os._exit(status)

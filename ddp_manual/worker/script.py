@@ -61,13 +61,14 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     os.set_inheritable(channel, False)  # its end says that the program has become another one
     reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()))
     start = reporter.wait(from_agent.Start)
-    program, rank = start.program, Rank(reporter, start, HeldMemory(held))
+    program, memory = start.program, HeldMemory(held)
+    rank = Rank(reporter, start, memory)
     assert program is not None
     try:
-        rank.get_ready(_prepare(rank, start.path, program) if program.prepare else None)
-        told = rank.take_place()
+        told = rank.meet(_prepare(rank, start.path, program) if program.prepare else None)
         rank_variables.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
-        holding.begin(rank.held, told.placed, reporter.send, reporter.progress)
+        if told.placed.holds:
+            holding.here = holding.Holding(memory, told.placed, reporter.send, reporter.progress)
         torch.set_num_threads(settings.cpu_threads(told.placed.place.local_world_size))
         reporter.progress.phase = RUNNING
         reporter.send_beat()
@@ -76,27 +77,22 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
-        join.begin(rank)
+        join.here = rank
         signals.handle_as_any_program(ignored)
         reporter.send(from_worker.ProgramBegins())
     except BaseException as error:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
-    if program.ends_at_once:
-        _run_and_end(rank, program)
-    else:
-        run(rank, program, sys.path[0] if program.prepare else os.getcwd())
-
-
-def _run_and_end(rank: Rank, program: Program) -> NoReturn:
-    """Run a program that has nothing to do at its end, and end without a teardown, which may hang."""
     try:
-        run(rank, program, sys.path[0])
+        run(rank, program, sys.path[0] if program.prepare else os.getcwd())
     except SystemExit as exit:
-        end_process(exit.code if isinstance(exit.code, int) else 1)
-    signals.leave_signals_to_the_agent()
-    rank.wait_to_go()
-    end_process(0)
+        if program.ends_at_once:
+            end_process(exit.code if isinstance(exit.code, int) else 1)
+        raise
+    if program.ends_at_once:  # without a teardown, which may hang
+        signals.leave_signals_to_the_agent()
+        rank.wait_to_go()
+        end_process(0)
 
 
 def _prepare(rank: Rank, path: str, program: Program) -> Options:

@@ -78,7 +78,8 @@ class World(Place):
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
     _reporter: Reporter = field(repr=False)
-    _closing: ExitStack = field(repr=False)
+    until_left: ExitStack = field(repr=False)
+    """What ends after this rank has left, or has failed and told the others, so that no rank waits for it."""
     _block: AbstractContextManager[World] | None = field(default=None, repr=False)
     _exit: SystemExit | None = field(default=None, repr=False)
     """With which the script has ended itself, if its exit code is not 0."""
@@ -135,17 +136,6 @@ class World(Place):
                 why="at the end of the with block the ranks leave, and the process group is closed",
                 next=f"call {call} inside: with ddp_manual.join() as world:, or before world.close()",
             )
-
-    def after_leaving(self, action: Callable[[], None]) -> None:
-        """Call ``action`` after this rank has left, or has failed and told the others, so that no rank waits for it.
-
-        Actions are called in reverse order.
-        """
-        self._closing.callback(action)
-
-    def until_left(self, context: AbstractContextManager[object]) -> None:
-        """Stay in a context until this rank has left."""
-        self._closing.enter_context(context)
 
     def take_folder(self, named: str, *, own: str, chosen: bool) -> None:
         """Make the folder that rank 0 has named the ``run_dir``; this rank writes there only if it is its ``own``.
@@ -227,7 +217,7 @@ class World(Place):
             DdpManualError: the run ends meanwhile.
         """
         if not self._takes_stops:
-            self.until_left(self.take_stops())
+            self.until_left.enter_context(self.take_stops())
         return self._reporter.stops.after_a_step()
 
     @property
