@@ -74,10 +74,6 @@ def local_reader_of(type: Any) -> Read[Any]:
     return lambda text: msgspec.convert(json.loads(text), type)
 
 
-read_local: Read[dict[str, Any]] = local_reader_of(dict[str, Any])
-"""Reads any object from ``encode_local``."""
-
-
 class LineReader(Generic[T]):
     """Splits the bytes of a connection into messages, of at most ``longest`` bytes each."""
 

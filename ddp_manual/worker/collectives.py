@@ -126,8 +126,8 @@ class Recorder:
     def __init__(self, tell: Callable[[FromWorker], None]) -> None:
         self._tell = tell
         self._begun = 0
-        self._groups: dict[Any, Callable[..., None] | None] = {}
-        """Process group -> what records its collectives; None: there is nothing to compare."""
+        self._groups: dict[Any, Callable[..., None]] = {}
+        """Process group of several ranks -> what records its collectives."""
         self._names: dict[str, int] = {}
         self._turn = threading.RLock()  # which a signal handler may take once more
         self._thread = threading.get_ident()
@@ -164,10 +164,8 @@ class Recorder:
 
     def _opened(self, group: Any, name: str) -> None:
         if group.size() == 1 or group in self._groups:
-            self._groups.setdefault(group, None)
             return
-        record = self._recording(group, name)
-        self._groups[group] = record
+        record = self._groups[group] = self._recording(group, name)
         if self._operations:
             operations = self._operations
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> It
         )
     with terminal.log_as_found():
         terminal.log_to_stderr(rank.spec.rank)
-        chosen = {name: options.get(name) for name in ("device", "backend")}
-        with rank.live(open_group=open_group, **chosen) as world:
+        chosen = {name: options[name] for name in ("device", "backend") if options.get(name)}
+        rank.spec = replace(rank.spec, **chosen)
+        with rank.live(open_group=open_group) as world:
             yield world
 
 

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,6 +73,7 @@ class Rank:
         self._chosen: tuple[str, str] | None = None
         self._store: TCPStore | None = None
         self._told: from_agent.TakePlace | None = None
+        self._loss_record: LossRecord | None = None
 
     def meet(self, own_code: Options | None) -> from_agent.TakePlace:
         """Host torch's store on rank 0, tell the agent what there is, and wait until all ranks are here.
@@ -128,9 +128,7 @@ class Rank:
         return self._chosen
 
     @contextmanager
-    def live(
-        self, *, open_group: bool = True, device: str | None = None, backend: str | None = None
-    ) -> Iterator[World]:
+    def live(self, *, open_group: bool) -> Iterator[World]:
         """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to.
 
         An exception is told to all other ranks before anything is closed, which may take long. A script that ends with
@@ -138,7 +136,6 @@ class Rank:
 
         Args:
             open_group: whether to open the process group.
-            device, backend: instead of those of the rank's options.
 
         Raises:
             DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here. PeerGone: the body failed because
@@ -152,10 +149,6 @@ class Rank:
                     told = self.meet({})
                     closing.enter_context(rank_variables.set_rank_variables(told.placed, told.interfaces))
                     closing.callback(record_collectives(self.spec, self.reporter.send))
-                else:
-                    self.spec = replace(
-                        self.spec, device=device or self.spec.device, backend=backend or self.spec.backend
-                    )
                 self.reporter.send(from_worker.Joins())
                 world = self._open(closing, open_group=open_group)
                 try:
@@ -200,6 +193,8 @@ class Rank:
             store.set("ddp_manual/roster", json.dumps(placed.roster))
         self.reporter.progress.phase = RUNNING  # a script may leave it at that
         path = Path(run.run_dir) if run.run_dir else None
+        if path is not None and place.rank == 0:
+            self._loss_record = LossRecord(path, self.reporter.progress)
         world = World(
             spec=self.spec,
             device=pinned,
@@ -215,7 +210,6 @@ class Rank:
             held=self.held if placed.holds else None,
             state_from=placed.state_from,
             losses=asdict(placed.losses),
-            loss_record=LossRecord(path, self.reporter.progress) if path is not None and place.rank == 0 else None,
             steps=self.steps,
             _store=store,
             _roster=placed.roster,
@@ -233,6 +227,8 @@ class Rank:
     def _leave(self, world: World) -> None:
         """Close the process group, together with the other ranks if they have finished too."""
         self.reporter.progress.phase = LEAVING
+        if self._loss_record is not None:
+            self._loss_record.write()
         world.leave()
         self.reporter.send_beat()  # the number of collectives it has begun is final
         self.reporter.send(from_worker.Finished())

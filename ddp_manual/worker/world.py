@@ -28,7 +28,6 @@ from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.waiting import Waiting
 from ddp_manual.wire import decode
-from ddp_manual.worker.loss_record import LossRecord
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.world_spec import WorldSpec
 
@@ -68,8 +67,6 @@ class World(Place):
     """The rank from whose state to go on; None: no state is held."""
     result: Any = None
     """What this rank's work has come to, for the body to set: JSON. Rank 0's is that of ``ddp-manual train``."""
-    loss_record: LossRecord | None = None
-    """Where the loss goes that a script says; None: nowhere."""
     steps: Sequence[Step] = ()
     """The steps of joining since all ranks were here, with the time that each took."""
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -271,8 +268,6 @@ class World(Place):
 
     def leave(self) -> None:
         """Note that the body has ended."""
-        if self.loss_record is not None:
-            self.loss_record.write()
         if self._takes_stops:
             self.stop_heeding_signals()
 
