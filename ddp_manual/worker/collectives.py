@@ -147,9 +147,9 @@ class Recorder:
         self._tell(RecordsMemory(self._descriptor))
         _recorders.append(self)
         self._undo.callback(self._forget)
-        self._undo.callback(watch_process_groups(self._opened, self._closed))
+        self._undo.enter_context(watch_process_groups(self._opened, self._closed))
         if not self._operations:
-            self._undo.callback(wrap_collectives(_OPERATIONS, self._called))
+            self._undo.enter_context(wrap_collectives(_OPERATIONS, self._called))
 
     def stop(self) -> None:
         """Undo ``start``. A hook that is still registered when the interpreter ends would crash the process."""

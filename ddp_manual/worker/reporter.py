@@ -32,11 +32,9 @@ from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 from ddp_manual.worker.process_group import (
-    collectives_begun,
-    collectives_return_at_once,
     collectives_unfinished,
     innermost_frames,
-    timeouts_of_groups,
+    open_groups,
 )
 from ddp_manual.worker.stopping import Stops
 
@@ -126,17 +124,18 @@ class Reporter:
 
     def send_beat(self) -> None:
         """Send a heartbeat to the agent; it says what this rank is doing if that has changed since the last one."""
-        begun, where = collectives_begun(), whereabouts(self.thread)
+        groups, where = open_groups(), whereabouts(self.thread)
         # Not while the rank begins others: some are unfinished at any time then, and torch's recorder is in use.
-        unfinished = collectives_unfinished() if self._sent_beat and begun == self._sent_beat.collectives else None
-        return_at_once = collectives_return_at_once()
+        unfinished = (
+            collectives_unfinished() if self._sent_beat and groups.begun == self._sent_beat.collectives else None
+        )
         beat = self.progress.beat(
-            collectives=begun,
-            timeouts=timeouts_of_groups(),
+            collectives=groups.begun,
+            timeouts=groups.timeouts,
             unfinished=unfinished or 0,
-            return_at_once=return_at_once,
+            return_at_once=groups.return_at_once,
             # With gloo such a method waits for this rank's own GPU, or for nobody.
-            inside=where.inside or (where.syncs and return_at_once if unfinished is None else unfinished > 0),
+            inside=where.inside or (where.syncs and groups.return_at_once if unfinished is None else unfinished > 0),
             place=where.place,
             debugging=where.debugging,
         )
