@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
@@ -44,10 +44,11 @@ _HOOK = 0x646470
 _MOST_KEPT = 4096
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _OF_USER, _OF_PACKAGE, _OF_LIBRARY = range(3)
-# The functions of torch.distributed that are given a reduce operation.
+# The functions of torch.distributed that are given a reduce operation, or choose a device.
 _REDUCE = frozenset(
     ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base")
 )
+_BARRIER = ("barrier",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,7 +210,7 @@ class Recorder:
                 order = orders.get(device)
                 if order is None:
                     order = orders[device] = _Order(self._introduce(group, name, ranks, device))
-                reduce = _reduce_operation(frame)
+                reduce = str(getattr(_variable("op", _REDUCE, frame), "name", ""))
                 tensors = outputs if operation.by_outputs or not inputs else inputs
                 form = (tensors[0].dtype, tensors[0].shape, tensors[-1].shape) if tensors else (None, (), ())
                 named = ranks[root] if operation.root and 0 <= root < len(ranks) else None
@@ -272,10 +273,7 @@ def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     for tensors in (inputs, outputs):
         if tensors:
             return tensors[0].device.type
-    barrier = (
-        frame is not None and frame.f_code.co_name == "barrier" and frame.f_code.co_filename == CODE_OF_COLLECTIVES
-    )
-    chosen = getattr(frame.f_locals.get("opts"), "device", None) if barrier and frame is not None else None
+    chosen = getattr(_variable("opts", _BARRIER, frame), "device", None)
     return "cpu" if chosen is None else str(chosen.type)
 
 
@@ -307,12 +305,12 @@ def _in_words(
     return common.encode(), shown.encode(errors="replace")[: collectives.LONGEST_CALL]
 
 
-def _reduce_operation(frame: FrameType | None) -> str:
-    """Return ``SUM``, ... of the function of torch.distributed that this frame is in; "" in any other frame, such as
-    one of compiled code: torch does not tell its hooks."""
-    if frame is None or frame.f_code.co_name not in _REDUCE or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
-        return ""
-    return str(getattr(frame.f_locals.get("op"), "name", ""))
+def _variable(name: str, functions: Container[str], frame: FrameType | None) -> Any:
+    """Return a variable of one of these functions of torch.distributed, such as ``op``, which torch does not tell its
+    hooks; None in any other frame, such as one of compiled code."""
+    if frame is None or frame.f_code.co_name not in functions or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
+        return None
+    return frame.f_locals.get(name)
 
 
 # Those that have hooks registered. A process that ends with one would crash, and so would a fork of it.

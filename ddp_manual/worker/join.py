@@ -67,8 +67,9 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         block = _attached(here, options, open_group=open_group)
     else:
         block = _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group)
-    world = block.__enter__()
-    world.begin(block)
+    with ExitStack() as stack:
+        world = stack.enter_context(block)
+        world.begin(stack.pop_all())
     return world
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,14 +77,14 @@ class World(Place):
     _reporter: Reporter = field(repr=False)
     until_left: ExitStack = field(repr=False)
     """What ends after this rank has left, or has failed and told the others, so that no rank waits for it."""
-    _block: AbstractContextManager[World] | None = field(default=None, repr=False)
+    _block: ExitStack = field(default_factory=ExitStack, repr=False)
+    """What ends when this rank leaves; empty once it has."""
     _exit: SystemExit | None = field(default=None, repr=False)
     """With which the script has ended itself, if its exit code is not 0."""
-    """What ends when this rank leaves; None once it has."""
     _takes_stops: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
-    def begin(self, block: AbstractContextManager[World]) -> None:
+    def begin(self, block: ExitStack) -> None:
         """Be one of the ranks until ``with`` or ``close`` ends ``block``, or the interpreter ends."""
         self._block = block
         atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
@@ -99,10 +99,9 @@ class World(Place):
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *raised: Any) -> bool | None:
-        block, self._block = self._block, None
+    def __exit__(self, *raised: Any) -> bool:
         atexit.unregister(self._leave_at_exit)
-        return block.__exit__(*raised) if block is not None else None
+        return self._block.__exit__(*raised)
 
     def close(self) -> None:
         """Leave in order, together with the other ranks, as at the end of a ``with`` block; the second time do nothing.
