@@ -63,6 +63,7 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         DdpManualError: an option cannot work, the ranks do not come together, or another rank has ended the run.
             Otherwise whatever the body raises.
     """
+    own_code.refuse_while_importing("join")
     if here is not None:
         block = _attached(here, options, open_group=open_group)
     else:
@@ -76,7 +77,6 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
 @contextmanager
 def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> Iterator[World]:
     """Be the rank that an agent has started this process for."""
-    own_code.refuse_while_importing("join")
     for name in ("world_size", "rank"):
         if options.get(name) not in (None, getattr(rank.spec, name)):
             raise BadOption(
@@ -101,7 +101,6 @@ def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> It
 @contextmanager
 def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterator[World]:
     """Be a rank with an agent of this process's own."""
-    own_code.refuse_while_importing("join")
     if spec.on_loss != LEAVE:
         raise BadOption(
             f"--on_loss {spec.on_loss} cannot work in a script that calls join()",

@@ -229,7 +229,7 @@ class Rank:
         self.reporter.progress.phase = LEAVING
         if self._loss_record is not None:
             self._loss_record.write()
-        world.leave()
+        world.stop_heeding_signals()
         self.reporter.send_beat()  # the number of collectives it has begun is final
         self.reporter.send(from_worker.Finished())
         self.reporter.wait(from_agent.Close)

@@ -84,7 +84,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
     try:
-        run(rank, program, sys.path[0] if program.prepare else os.getcwd())
+        run(rank, program)
     except SystemExit as exit:
         if program.ends_at_once:
             end_process(exit.code if isinstance(exit.code, int) else 1)
@@ -105,18 +105,15 @@ def _prepare(rank: Rank, path: str, program: Program) -> Options:
     return found
 
 
-def run(rank: Rank, program: Program, path: str) -> None:
+def run(rank: Rank, program: Program) -> None:
     """Run the program, and tell the agent how it has ended.
-
-    Args:
-        path: where a module finds others.
 
     Raises:
         SystemExit: with the program's exit code, if that is not 0.
     """
     try:
         if program.kind == MODULE:
-            run_module(program, path)
+            run_module(program)
         else:
             run_script(program)
     except SystemExit as exit:
@@ -155,9 +152,10 @@ def _leave(rank: Rank, pid: int) -> None:
         rank.wait_to_go()
 
 
-def run_module(program: Program, path: str) -> None:
+def run_module(program: Program) -> None:
     """Run it as ``python -m`` does."""
-    sys.path[0] = path
+    if not program.prepare:  # which has found its modules
+        sys.path[0] = os.getcwd()
     spec = importlib.util.find_spec(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{program.name}.__main__")

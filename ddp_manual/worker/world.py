@@ -265,11 +265,7 @@ class World(Place):
                 self._takes_stops = False
                 tell(from_worker.TakesSignals())
 
-    def leave(self) -> None:
-        """Note that the body has ended."""
-        if self._takes_stops:
-            self.stop_heeding_signals()
-
     def stop_heeding_signals(self) -> None:
         """Answer a signal that comes from now on with: this rank is done, and is leaving."""
-        self._reporter.send(from_worker.TakesNoStops())
+        if self._takes_stops:
+            self._reporter.send(from_worker.TakesNoStops())
