@@ -99,7 +99,7 @@ class World(Place):
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *raised: Any) -> bool:
+    def __exit__(self, *raised: Any) -> bool | None:
         atexit.unregister(self._leave_at_exit)
         return self._block.__exit__(*raised)
 
