@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddp_manual import signals
+
+if TYPE_CHECKING:
+    import psutil
 
 # A signal, and the seconds it has. At first none: what removes files of shared memory does so once its parent is gone.
 STEPS = ((0, 0.3), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0))
@@ -28,22 +30,6 @@ MARK = "DDP_MANUAL_ADOPTED_BY"
 _started: list[subprocess.Popen[Any]] = []
 """What this process has started itself, and waits for."""
 _adopts: list[bool] = []
-
-
-class Process(NamedTuple):
-    """A process, which no other one with the same pid equals."""
-
-    pid: int
-    born: int
-    """In clock ticks since the host was started."""
-
-
-class _Seen(NamedTuple):
-    process: Process
-    parent: int
-    session: int
-    name: str
-    ended: bool
 
 
 def adopt() -> None:
@@ -74,22 +60,20 @@ class Children:
     """What a worker has started, with what that has started."""
 
     def __init__(self) -> None:
-        self._known: set[Process] = set()
-        self._all_before = 0.0
-        """In clock ticks: all orphans that were born before are ended, since all workers of their time are."""
+        self._known: set[psutil.Process] = set()
         self.ended: list[str] = []
         """What was ended, since it had not ended with the worker, such as ``tensorboard (pid 17)``."""
 
     def look(self, worker: int) -> None:
         """Remember what the worker has started, before it ends."""
         if _adopts:
-            self._known.update(seen.process for seen in _below(_look(), {worker}))
+            self._known.update(_below(worker))
 
     def look_at_all(self, worker: int) -> None:
         """Do so where all workers of this process are replaced: one that was killed had no time for a look."""
         self.look(worker)
         if _adopts:
-            self._all_before = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+            self._known.update(process for process in _below(os.getpid()) if _is_marked(process.pid))
 
     async def end(self, session: int | None = None) -> None:
         """End what is left of a worker that has ended: at first it has the time to end by itself, then a SIGTERM.
@@ -99,28 +83,35 @@ class Children:
         """
         import asyncio  # takes 0.05 s, which --help does without
 
-        ended: dict[Process, str] = {}
+        import psutil  # takes 0.03 s
+
+        ended: dict[psutil.Process, str] = {}
         for number, within in STEPS if _adopts else ():
-            deadline, signalled = time.monotonic() + within, set[Process]()
-            while left := _orphans(
-                lambda seen: session in (None, seen.session) or self._has(seen.process), self._known
-            ):
-                for seen in left:
-                    self._known.add(seen.process)
-                    if seen.process not in signalled:
-                        signalled.add(seen.process)
-                        with suppress(OSError):  # it has just ended, or is another user's
-                            os.kill(seen.process.pid, number)
-                    if number:
-                        ended[seen.process] = f"{seen.name} (pid {seen.process.pid})"
+            deadline, signalled = time.monotonic() + within, set[psutil.Process]()
+            while left := self._orphans(session):
+                self._known.update(left)
+                for process in left:
+                    with suppress(psutil.Error):  # it has just ended, or is another user's
+                        if number:
+                            ended[process] = f"{process.name()} (pid {process.pid})"
+                        if process not in signalled:
+                            signalled.add(process)
+                            process.send_signal(number)
                 if time.monotonic() > deadline:
                     break
                 await asyncio.sleep(LOOK_EVERY)
                 reap()
         self.ended += ended.values()
 
-    def _has(self, process: Process) -> bool:
-        return process in self._known or process.born < self._all_before
+    def _orphans(self, session: int | None) -> list[psutil.Process]:
+        """Return the orphans of this worker that run, with what is below them."""
+        adopted = [process for process in _below(os.getpid(), recursive=False) if process.pid not in _own()]
+        orphans = [
+            process
+            for process in adopted
+            if process in self._known or (session in (None, _session(process.pid)) and _is_marked(process.pid))
+        ]
+        return [process for orphan in orphans for process in (orphan, *_below(orphan.pid)) if _runs(process)]
 
 
 def end_daemons() -> None:
@@ -145,38 +136,24 @@ def _is_marked(pid: int) -> bool:
     return False
 
 
-def _orphans(wanted: Callable[[_Seen], bool], known: set[Process]) -> list[_Seen]:
-    """Return the orphans that are wanted, of those that workers have started, with what is below them, as far as they
-    run.
-
-    Args:
-        known: what was seen below a worker.
-    """
-    all, own = _look(), _own()
-    adopted = [seen for seen in all if seen.parent == os.getpid() and seen.process.pid not in own and wanted(seen)]
-    orphans = [seen for seen in adopted if seen.process in known or _is_marked(seen.process.pid)]
-    found = [*orphans, *_below(all, {seen.process.pid for seen in orphans})]
-    return [seen for seen in found if not seen.ended]
+def _session(pid: int) -> int:
+    with suppress(OSError):  # it has just ended
+        return os.getsid(pid)
+    return 0
 
 
-def _below(all: Iterable[_Seen], pids: set[int]) -> list[_Seen]:
-    """Return those that are below these."""
-    found: list[_Seen] = []
-    while children := [seen for seen in all if seen.parent in pids]:
-        found += children
-        pids = {seen.process.pid for seen in children}
-    return found
+def _below(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
+    """Return the processes below this one."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=recursive)
+    return []
 
 
-def _look() -> list[_Seen]:
-    """Return all processes, see proc(5)."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError), open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
-                before, _, after = file.read().rpartition(")")
-                fields = after.split()
-                process = Process(int(name), int(fields[19]))
-                command = before.partition("(")[2]
-                found.append(_Seen(process, int(fields[1]), int(fields[3]), command, fields[0] in "ZX"))
-    return found
+def _runs(process: psutil.Process) -> bool:
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False

@@ -47,8 +47,8 @@ def alone() -> Iterator[World]:
             progress=Progress(),
             run_dir=None,
             run_dir_of_join=None,
-            _store=None,
+            _store=cast(Any, None),
             _roster=[{"rank": 0, "host": "here"}],
             _reporter=cast(Any, Silent()),
-            _closing=closing,
+            until_left=closing,
         )

@@ -114,10 +114,10 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         if on_rank_0:
             trackers = Trackers(config.trackers)
             # No rank waits for an upload: by then all have left.
-            world.after_leaving(trackers.close)
+            world.until_left.callback(trackers.close)
             files = RunFiles(paths, keep=config.keep, trackers=trackers)
         if leaves:  # before an upload, which a signal to all processes of the host must not make a failure of the run
-            world.after_leaving(signals.leave_signals_to_the_agent)
+            world.until_left.callback(signals.leave_signals_to_the_agent)
         shape, classes = data.train.shape, len(data.train.classes)
         network = models.build(
             config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
@@ -167,10 +167,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             steps, done = plan.steps(trainer.position), trainer.position.step
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
             taking = world.take_stops()
-            if leaves:
-                world.until_left(taking)
-            else:
-                until_finished.enter_context(taking)
+            (world.until_left if leaves else until_finished).enter_context(taking)
             with terminal.progress(steps, done=done, shown=on_rank_0) as lines:
                 while not trainer.ended:
                     save = trainer.train_epoch(lines)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -47,8 +48,6 @@ class Cause(NamedTuple):
     next: str
     of_another_rank: bool = False
     """Whether another rank may be the reason, so that it is soon known which one is gone."""
-    in_a_call: bool = False
-    """Whether the call that raised it is the reason: once the ranks have joined, it is training-failed."""
 
 
 _LOOK_FOR_THE_DEAD = "look for the rank whose process has ended (killed, out of memory?), then start all ranks again"
@@ -98,14 +97,12 @@ _CAUSES = (
         BackendUnavailable,
         "met an error of CUDA in NCCL",
         f"look at the GPU and its driver: nvidia-smi, and dmesg for Xid\nor {_NCCL_DEBUG}",
-        in_a_call=True,
     ),
     Cause(
         r"invalid (usage|argument)( \(|,)|ncclInvalid",
         BackendUnavailable,
         "called NCCL in a way that it refuses",
         f"let all ranks make the same calls, with tensors of one size and dtype on their own GPUs\nor {_NCCL_DEBUG}",
-        in_a_call=True,
     ),
     Cause(
         r"Connect to |connectFullMesh|Connection refused|No route to host|Network is unreachable",
@@ -144,22 +141,21 @@ _CAUSES = (
 def is_broken_collective(error: BaseException | None) -> bool:
     """Return whether torch raised this, or what the user's code made of it, maybe because another rank is gone."""
     failed = _failed_collective(error)
-    return failed is not None and _cause(str(failed)).of_another_rank
+    return failed is not None and _cause(text_of(failed)).of_another_rank
 
 
 def was_raised_by_torch(error: BaseException | None) -> bool:
     """Return whether code of torch raised this, or what is behind it, rather than code of the user."""
-    while error is not None:
-        called = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for one in _with_causes(error):
+        called = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
         if called and any(part in called[-1].f_code.co_filename for part in _OF_COLLECTIVES):
             return True
-        error = error.__cause__
     return False
 
 
 def error_while_joining(error: BaseException, rank: int, why: str) -> DdpManualError:
     """Return what an error means that comes before the first all-reduce has succeeded."""
-    cause = _cause(str(error))
+    cause = _cause(text_of(error))
     if cause.kind is PeerStalled:
         what, next = "got no answer from another rank in its first all-reduce or before", _TRY_ANOTHER_PATH
         cause = cause._replace(kind=PeerUnreachable, what=what, next=next)
@@ -174,22 +170,26 @@ def collective_error(error: BaseException, rank: int) -> DdpManualError | None:
     failed = _failed_collective(error)
     if failed is None:
         return None
-    cause, why = _cause(str(failed)), f"torch said: {first_line(failed)}"
-    if cause.in_a_call:
+    cause, why = _cause(text_of(failed)), f"torch said: {first_line(failed)}"
+    if cause.kind is BackendUnavailable:  # the call that raised it is the reason
         return _as_error(cause._replace(kind=TrainingFailed), rank, f"{why}\n{traceback_of(error)}")
     return _as_error(cause, rank, why)
 
 
 def _failed_collective(error: BaseException | None) -> BaseException | None:
     """Return the error of a collective that is this exception, or behind it."""
-    while error is not None:
-        if isinstance(error, dist.DistError):
-            return error
+    for one in _with_causes(error):
         # NCCL's are plain RuntimeErrors since torch 2.15, except for those of its watchdog.
-        if re.search(_OF_TORCH if isinstance(error, RuntimeError) else _NO_GPU, str(error)):
-            return error
-        error = error.__cause__
+        words = _OF_TORCH if isinstance(one, RuntimeError) else _NO_GPU
+        if isinstance(one, dist.DistError) or re.search(words, text_of(one)):
+            return one
     return None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _cause(text: str) -> Cause:
@@ -211,10 +211,18 @@ def _as_error(cause: Cause, rank: int, why: str) -> DdpManualError:
     return cause.kind(f"rank {rank} {cause.what}", why=why, next=cause.next)
 
 
+def text_of(error: BaseException) -> str:
+    """Return what an exception says of itself."""
+    try:
+        return str(error)
+    except Exception:  # the user's own class
+        return "it cannot be put into words"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception that is not blank, at most 300 characters, without the names of source
     files; of NCCL's errors also what NCCL said last."""
-    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {str(error).lstrip()}"
+    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {text_of(error).lstrip()}"
     line = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
     line = line.strip().splitlines()[0].split(". This is typically")[0].strip()[:300]
     return f"{line}; {said[1].strip()[:300]}" if (said := _LAST_WORDS.search(text)) else line

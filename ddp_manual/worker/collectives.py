@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import math
 import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, suppress
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ddp_manual.worker.process_group import (
     calling_frame,
     has_several_backends,
     hide_from_dynamo,
-    innermost_frame,
+    innermost_frames,
     operations_of_hooks,
     watch_process_groups,
     wrap_collectives,
@@ -39,14 +40,15 @@ from ddp_manual.world_spec import WorldSpec
 
 # Each group has its hooks by number; torch's own hooks have small ones.
 _HOOK = 0x646470
-# Calls and lines of code that are kept in words, each: a program has fewer, unless every tensor has another size.
+# Calls, and lines and files of code, that are kept in words: a program has fewer, unless every tensor has another size.
 _MOST_KEPT = 4096
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _OF_USER, _OF_PACKAGE, _OF_LIBRARY = range(3)
-# The functions of torch.distributed that are given a reduce operation.
+# The functions of torch.distributed that are given a reduce operation, or choose a device.
 _REDUCE = frozenset(
     ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base")
 )
+_BARRIER = ("barrier",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +61,6 @@ class Operation:
     any_size: bool = False
     """Whether ranks may call it with tensors of different sizes."""
     any_dtype: bool = False
-    reduces: bool = False
     root: str = ""
     """What the rank that it names is to it: ``from`` or ``to``."""
 
@@ -68,12 +69,12 @@ class Operation:
 # recv, splitting a group.
 _OPERATIONS = {
     "BROADCAST": Operation("broadcast", root="from"),
-    "ALLREDUCE": Operation("all_reduce", reduces=True),
-    "REDUCE": Operation("reduce", reduces=True, root="to"),
+    "ALLREDUCE": Operation("all_reduce"),
+    "REDUCE": Operation("reduce", root="to"),
     "ALLGATHER": Operation("all_gather", by_outputs=True),
     "ALLGATHER_BASE": Operation("all_gather_into_tensor"),
-    "REDUCE_SCATTER": Operation("reduce_scatter", reduces=True),
-    "REDUCE_SCATTER_BASE": Operation("reduce_scatter_tensor", reduces=True),
+    "REDUCE_SCATTER": Operation("reduce_scatter"),
+    "REDUCE_SCATTER_BASE": Operation("reduce_scatter_tensor"),
     "GATHER": Operation("gather", root="to"),
     "SCATTER": Operation("scatter", by_outputs=True, root="from"),
     "ALLTOALL": Operation("all_to_all", any_size=True),
@@ -126,13 +127,11 @@ class Recorder:
     def __init__(self, tell: Callable[[FromWorker], None]) -> None:
         self._tell = tell
         self._begun = 0
-        self._groups: dict[Any, Callable[..., None] | None] = {}
-        """Process group -> what records its collectives; None: there is nothing to compare."""
+        self._groups: dict[Any, Callable[..., None]] = {}
+        """Process group of several ranks -> what records its collectives."""
         self._names: dict[str, int] = {}
         self._turn = threading.RLock()  # which a signal handler may take once more
         self._thread = threading.get_ident()
-        self._files: dict[str, int] = {}
-        self._lines: dict[tuple[int, int], tuple[CodeType, bytes]] = {}
         self._undo = ExitStack()
         self._memory: memoryview | None = None
         self._operations = operations_of_hooks(_OPERATIONS)
@@ -149,9 +148,9 @@ class Recorder:
         self._tell(RecordsMemory(self._descriptor))
         _recorders.append(self)
         self._undo.callback(self._forget)
-        self._undo.callback(watch_process_groups(self._opened, self._closed))
+        self._undo.enter_context(watch_process_groups(self._opened, self._closed))
         if not self._operations:
-            self._undo.callback(wrap_collectives(_OPERATIONS, self._called))
+            self._undo.enter_context(wrap_collectives(_OPERATIONS, self._called))
 
     def stop(self) -> None:
         """Undo ``start``. A hook that is still registered when the interpreter ends would crash the process."""
@@ -166,10 +165,8 @@ class Recorder:
 
     def _opened(self, group: Any, name: str) -> None:
         if group.size() == 1 or group in self._groups:
-            self._groups.setdefault(group, None)
             return
-        record = self._recording(group, name)
-        self._groups[group] = record
+        record = self._groups[group] = self._recording(group, name)
         if self._operations:
             operations = self._operations
 
@@ -193,7 +190,6 @@ class Recorder:
 
     def _recording(self, group: Any, name: str) -> Callable[..., None]:
         """Return what records the collectives of a process group."""
-        common: dict[Any, tuple[bytes, bytes]] = {}
         orders: dict[str, _Order] = {}
         ranks: list[int] = []
         several = False
@@ -214,19 +210,17 @@ class Recorder:
                 order = orders.get(device)
                 if order is None:
                     order = orders[device] = _Order(self._introduce(group, name, ranks, device))
-                reduce = _reduce_operation(frame) if operation.reduces else ""
-                called = _called_with(operation, inputs, outputs, root, reduce)
-                words = common.get(called)
-                if words is None:
-                    if len(common) >= _MOST_KEPT:
-                        common.clear()
-                    words = common[called] = _in_words(operation, called, ranks)
+                reduce = str(getattr(_variable("op", _REDUCE, frame), "name", ""))
+                tensors = outputs if operation.by_outputs or not inputs else inputs
+                form = (tensors[0].dtype, tensors[0].shape, tensors[-1].shape) if tensors else (None, (), ())
+                named = ranks[root] if operation.root and 0 <= root < len(ranks) else None
+                common, shown = _in_words(operation, *form, len(tensors), root, named, reduce)
                 line = self._line(frame)
                 with self._turn:
                     self._begun = index = self._begun + 1
                     order.number += 1
-                    order.chain = collectives.chain_with(order.chain, order.number, words[0], reduce.encode())
-                    collectives.write(memory, (index, order.number, order.identity, order.chain), words[1], line)
+                    order.chain = collectives.chain_with(order.chain, order.number, common, reduce.encode())
+                    collectives.write(memory, (index, order.number, order.identity, order.chain), shown, line)
             except Exception as error:  # the program goes on, and its agent says why nothing is compared any more
                 self._memory = None
                 self._tell(NotCompared(first_line(error)))
@@ -245,47 +239,33 @@ class Recorder:
 
     def _line(self, frame: FrameType | None) -> bytes:
         """Return ``train.py:91`` of the user's line that has called torch, otherwise of this package's line."""
-        kinds, of_package, found = self._files, None, frame
-        while frame is not None:
-            kind = kinds.get(frame.f_code.co_filename)
-            if kind is None:
-                kind = self._kind(frame)
-            if kind == _OF_USER:
-                break
-            if kind == _OF_PACKAGE and of_package is None:
-                of_package = frame
-            found, frame = frame, frame.f_back
-        found = frame or of_package or found
-        if found is None or (frame is of_package is None and threading.get_ident() != self._thread):
+        found = _own_frame(frame)
+        if found is None and threading.get_ident() != self._thread:
             # A thread of autograd: the program waits for it on a line of its own.
-            waiting = innermost_frame(self._thread)
-            return self._line(waiting) if waiting is not None and threading.get_ident() != self._thread else b""
-        code, at = found.f_code, found.f_lasti
-        known = self._lines.get((id(code), at))
-        if known is None:
-            if len(self._lines) >= _MOST_KEPT:
-                self._lines.clear()
-            text = f"{os.path.basename(code.co_filename)}:{found.f_lineno}".encode()[-collectives.LONGEST_LINE :]
-            known = self._lines[id(code), at] = code, text  # the code is kept, so that no other has its id
-        return known[1]
-
-    def _kind(self, frame: FrameType) -> int:
-        name = frame.f_code.co_filename
-        is_main = frame.f_globals.get("__name__") == "__main__"  # also that of a module of a library
-        kind = _OF_LIBRARY if is_library(name) and not is_main else _OF_USER
-        self._files[name] = kind = _OF_PACKAGE if name.startswith(_PACKAGE) else kind
-        return kind
+            found = _own_frame(innermost_frames().get(self._thread))
+        return _place(found.f_code.co_filename, found.f_lineno) if found is not None else b""
 
 
-def _called_with(
-    operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, reduce: str
-) -> tuple[Any, ...]:
-    """Return what tells one call from another: all that ``_in_words`` needs, as fast as possible."""
-    tensors = outputs if operation.by_outputs or not inputs else inputs
-    if not tensors:
-        return (operation, None, (), (), 0, root, reduce)
-    first, count = tensors[0], len(tensors)
-    return (operation, first.dtype, first.shape, tensors[-1].shape if count > 1 else (), count, root, reduce)
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's program, otherwise of this package."""
+    of_package = None
+    while frame is not None and (kind := _kind(frame.f_code.co_filename)) != _OF_USER:
+        if kind == _OF_PACKAGE:
+            of_package = of_package or frame
+        frame = frame.f_back
+    return frame or of_package
+
+
+@functools.lru_cache(maxsize=_MOST_KEPT)
+def _kind(file: str) -> int:
+    if file.startswith(_PACKAGE):
+        return _OF_PACKAGE
+    return _OF_LIBRARY if is_library(file) else _OF_USER
+
+
+@functools.lru_cache(maxsize=_MOST_KEPT)
+def _place(file: str, line: int) -> bytes:
+    return f"{os.path.basename(file)}:{line}".encode()[-collectives.LONGEST_LINE :]
 
 
 def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], frame: FrameType | None) -> str:
@@ -293,33 +273,44 @@ def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     for tensors in (inputs, outputs):
         if tensors:
             return tensors[0].device.type
-    barrier = (
-        frame is not None and frame.f_code.co_name == "barrier" and frame.f_code.co_filename == CODE_OF_COLLECTIVES
-    )
-    chosen = getattr(frame.f_locals.get("opts"), "device", None) if barrier and frame is not None else None
+    chosen = getattr(_variable("opts", _BARRIER, frame), "device", None)
     return "cpu" if chosen is None else str(chosen.type)
 
 
-def _in_words(operation: Operation, called: tuple[Any, ...], ranks: Sequence[int]) -> tuple[bytes, bytes]:
-    """Return what the ranks must have in common, except for the reduce operation, and the words for all of it."""
-    _, dtype, first, last, count, root, reduce = called
-    dtype = "" if dtype is None or operation.any_dtype else str(dtype).removeprefix("torch.")
+@functools.lru_cache(maxsize=_MOST_KEPT)
+def _in_words(
+    operation: Operation,
+    dtype: torch.dtype | None,
+    first: Sequence[int],
+    last: Sequence[int],
+    count: int,
+    root: int,
+    rank: int | None,
+    reduce: str,
+) -> tuple[bytes, bytes]:
+    """Return what the ranks must have in common, except for the reduce operation, and the words for all of it.
+
+    Args:
+        dtype, first, last, count: of its tensors: their type, the shapes of two of them, and how many there are.
+        root, rank: the rank that it names: in the group, and in the run.
+    """
+    named = "" if dtype is None or operation.any_dtype else str(dtype).removeprefix("torch.")
     sizes = "any" if operation.any_size else f"{count} {math.prod(first)} {math.prod(last)}"
-    common = f"{operation.name} {dtype} {sizes} {root}"
-    call = f"{operation.name} {dtype}[{', '.join(map(str, first))}]" if dtype else operation.name
+    common = f"{operation.name} {named} {sizes} {root}"
+    call = f"{operation.name} {named}[{', '.join(map(str, first))}]" if named else operation.name
     details = [reduce.lower()] if reduce else []
-    if operation.root and 0 <= root < len(ranks):
-        details.append(f"{operation.root} rank {ranks[root]}")
+    if rank is not None:
+        details.append(f"{operation.root} rank {rank}")
     shown = f"{call[: collectives.LONGEST_CALL - 32]}\t{', '.join(details)}"
     return common.encode(), shown.encode(errors="replace")[: collectives.LONGEST_CALL]
 
 
-def _reduce_operation(frame: FrameType | None) -> str:
-    """Return ``SUM``, ... of the function of torch.distributed that this frame is in; "" in any other frame, such as
-    one of compiled code: torch does not tell its hooks."""
-    if frame is None or frame.f_code.co_name not in _REDUCE or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
-        return ""
-    return str(getattr(frame.f_locals.get("op"), "name", ""))
+def _variable(name: str, functions: Container[str], frame: FrameType | None) -> Any:
+    """Return a variable of one of these functions of torch.distributed, such as ``op``, which torch does not tell its
+    hooks; None in any other frame, such as one of compiled code."""
+    if frame is None or frame.f_code.co_name not in functions or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
+        return None
+    return frame.f_locals.get(name)
 
 
 # Those that have hooks registered. A process that ends with one would crash, and so would a fork of it.

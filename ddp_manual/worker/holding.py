@@ -33,62 +33,20 @@ class Holding:
     """
 
     def __init__(self, memory: HeldMemory, placed: Placed, tell: Tell, progress: Progress) -> None:
-        self._memory, self._tell, self._progress = memory, tell, progress
-        self._source = placed.state_from
-        self._is_quiet = placed.place.rank != 0  # ranks may share a terminal
-        self._holder = Holder(memory, placed.generation, 1, placed.place)
-        self._calls, self._step, self._counts_calls = 0, 0, True
-        self._has_asked = False
+        self.memory, self.tell, self.progress = memory, tell, progress
+        self.source = placed.state_from
+        self.is_quiet = placed.place.rank != 0  # ranks may share a terminal
+        self.holder = Holder(memory, placed.generation, 1, placed.place)
+        self.calls, self.step, self.counts_calls = 0, 0, True
+        self.has_asked = False
         """Whether the script has called ``held``, without which it begins again whatever is held."""
 
-    def hold(self, model: nn.Module, optimizer: Optimizer | None, extra: Any, per_rank: Any, every: int) -> None:
-        if not (self._has_asked or self._calls or self._is_quiet):
-            logger.warning("this script calls hold() without held(): after a loss it begins again from its beginning")
-        self._calls += 1
-        self._step = max(self._step + 1, self._progress.whole_step)  # a later state must have a larger number
-        self._counts_calls &= not self._progress.whole_step
-        self._holder.every = every
-        if not self._holder.is_due(self._step, self._calls):
-            return
-        state = {
-            OWN: per_rank,
-            "calls": self._calls,
-            "step": self._step,
-            "counts_calls": self._counts_calls,
-            "model": _without_ddp(model).state_dict(),
-            "optimizer": optimizer.state_dict() if optimizer is not None else None,
-            "extra": extra,
-        }
-        self._hold(state)
-
-    def _hold(self, state: Any) -> None:
-        self._holder.hold(self._step, state, counts_calls=self._counts_calls)
-
-    def held(self, model: nn.Module, optimizer: Optimizer | None, per_rank: Callable[[Any], object] | None) -> Any:
-        self._has_asked = True
-        self._tell(Holds())  # though the first step may still be to come
-        if self._source is None:
-            return None
-        own = held_state.read_first(self._memory, OWN)
-        state = held_state.share(self._memory, self._source, next(model.parameters()).device) | {OWN: own}
-        self._calls, self._step, self._counts_calls = state["calls"], state["step"], state["counts_calls"]
-        _without_ddp(model).load_state_dict(state["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(state["optimizer"])
-        if per_rank is not None and own is not None:
-            per_rank(own)
-        # The rank that has held it may be lost before the next step.
-        self._hold(state)
-        return state["extra"]
+    def hold(self, state: Any) -> None:
+        self.holder.hold(self.step, state, counts_calls=self.counts_calls)
 
 
-_here: Holding | None = None
-
-
-def begin(memory: HeldMemory | None, placed: Placed, tell: Tell, progress: Progress) -> None:
-    """Hold in this memory from now on, if the run keeps the seats of lost ranks."""
-    global _here
-    _here = Holding(memory, placed, tell, progress) if memory is not None and placed.holds else None
+here: Holding | None = None
+"""What ``hold`` and ``held`` do; None in a run that does not keep the seats of lost ranks. ``script`` sets it."""
 
 
 def hold(
@@ -110,8 +68,27 @@ def hold(
     Raises:
         BadOption: something cannot be held.
     """
-    if _here is not None:
-        _here.hold(model, optimizer, extra, per_rank, every)
+    if here is None:
+        return
+    if not (here.has_asked or here.calls or here.is_quiet):
+        logger.warning("this script calls hold() without held(): after a loss it begins again from its beginning")
+    here.calls += 1
+    here.step = max(here.step + 1, here.progress.whole_step)  # a later state must have a larger number
+    here.counts_calls &= not here.progress.whole_step
+    here.holder.every = every
+    if not here.holder.is_due(here.step, here.calls):
+        return
+    here.hold(
+        {
+            OWN: per_rank,
+            "calls": here.calls,
+            "step": here.step,
+            "counts_calls": here.counts_calls,
+            "model": _without_ddp(model).state_dict(),
+            "optimizer": optimizer.state_dict() if optimizer is not None else None,
+            "extra": extra,
+        }
+    )
 
 
 def held(
@@ -129,7 +106,23 @@ def held(
     Returns:
         None if there is no such state: the training begins.
     """
-    return _here.held(model, optimizer, per_rank) if _here is not None else None
+    if here is None:
+        return None
+    here.has_asked = True
+    here.tell(Holds())  # though the first step may still be to come
+    if here.source is None:
+        return None
+    own = held_state.read_first(here.memory, OWN)
+    state = held_state.share(here.memory, here.source, next(model.parameters()).device) | {OWN: own}
+    here.calls, here.step, here.counts_calls = state["calls"], state["step"], state["counts_calls"]
+    _without_ddp(model).load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    if per_rank is not None and own is not None:
+        per_rank(own)
+    # The rank that has held it may be lost before the next step.
+    here.hold(state)
+    return state["extra"]
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

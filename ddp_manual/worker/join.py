@@ -15,12 +15,13 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddp_manual import signals, terminal
 from ddp_manual.environment import command_line, settings, torchrun
-from ddp_manual.errors import BadOption, Stopped
+from ddp_manual.errors import BadOption
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
 from ddp_manual.on_loss import LEAVE
@@ -37,14 +38,8 @@ AGENT_ENDS_WITHIN = 5.0
 _joins = itertools.count()
 
 
-_here: Rank | None = None
-"""The rank that this process is, which an agent has started."""
-
-
-def begin(rank: Rank) -> None:
-    """Have ``join`` attach to the agent that has started this process as a rank."""
-    global _here
-    _here = rank
+here: Rank | None = None
+"""The rank that this process is, which an agent has started; ``script`` sets it."""
 
 
 def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> World:
@@ -68,19 +63,20 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         DdpManualError: an option cannot work, the ranks do not come together, or another rank has ended the run.
             Otherwise whatever the body raises.
     """
-    if _here is not None:
-        block = _attached(_here, options, open_group=open_group)
+    own_code.refuse_while_importing("join")
+    if here is not None:
+        block = _attached(here, options, open_group=open_group)
     else:
         block = _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group)
-    world = block.__enter__()
-    world.begin(block)
+    with ExitStack() as stack:
+        world = stack.enter_context(block)
+        world.begin(stack.pop_all())
     return world
 
 
 @contextmanager
 def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> Iterator[World]:
     """Be the rank that an agent has started this process for."""
-    own_code.refuse_while_importing("join")
     for name in ("world_size", "rank"):
         if options.get(name) not in (None, getattr(rank.spec, name)):
             raise BadOption(
@@ -96,15 +92,15 @@ def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> It
         )
     with terminal.log_as_found():
         terminal.log_to_stderr(rank.spec.rank)
-        chosen = {name: options.get(name) for name in ("device", "backend")}
-        with _living(rank, open_group=open_group, **chosen) as world:
+        chosen = {name: options[name] for name in ("device", "backend") if options.get(name)}
+        rank.spec = replace(rank.spec, **chosen)
+        with rank.live(open_group=open_group) as world:
             yield world
 
 
 @contextmanager
 def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterator[World]:
     """Be a rank with an agent of this process's own."""
-    own_code.refuse_while_importing("join")
     if spec.on_loss != LEAVE:
         raise BadOption(
             f"--on_loss {spec.on_loss} cannot work in a script that calls join()",
@@ -121,29 +117,8 @@ def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterat
         undo.enter_context(terminal.log_as_found())
         terminal.log_to_stderr(spec.rank)
         reporter = _start_agent(spec.of_script(), run_dir, undo)
-        with _living(Rank(reporter, reporter.wait(Start)), open_group=open_group) as world:
+        with Rank(reporter, reporter.wait(Start)).live(open_group=open_group) as world:
             yield world
-
-
-@contextmanager
-def _living(rank: Rank, *, open_group: bool, **chosen: str | None) -> Iterator[World]:
-    """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to."""
-    ended: SystemExit | Stopped | None = None
-    with rank.live(open_group=open_group, **chosen) as world:
-        try:
-            yield world
-        except SystemExit as exit:
-            if exit.code:
-                raise
-            ended = exit  # a script that ends with exit code 0 has done its work
-        except Stopped as stopped:
-            ended = stopped
-    if ended is None and world.result is None:
-        rank.send_result(world, world.stopped())
-    else:
-        rank.send_result(world, ended if isinstance(ended, Stopped) else None)
-    if ended is not None:
-        raise ended
 
 
 def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Reporter:

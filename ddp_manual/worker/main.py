@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,13 @@ from ddp_manual.steps import Steps
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group
-from ddp_manual.worker.collective_errors import collective_error, first_line, is_broken_collective, was_raised_by_torch
+from ddp_manual.worker.collective_errors import (
+    collective_error,
+    first_line,
+    is_broken_collective,
+    text_of,
+    was_raised_by_torch,
+)
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
 from ddp_manual.worker.training_loss import LossRecord
@@ -68,13 +73,17 @@ class Rank:
         self._chosen: tuple[str, str] | None = None
         self._store: TCPStore | None = None
         self._told: from_agent.TakePlace | None = None
+        self._loss_record: LossRecord | None = None
 
-    def get_ready(self, own_code: Options | None) -> None:
-        """Host torch's store on rank 0, and tell the agent what there is.
+    def meet(self, own_code: Options | None) -> from_agent.TakePlace:
+        """Host torch's store on rank 0, tell the agent what there is, and wait until all ranks are here.
 
         Args:
             own_code: option -> (value, source), for what the ranks must have in common of the user's own code. None: a
                 program that chooses its device itself, and may fork before it uses a GPU.
+
+        Returns:
+            This rank's place among them.
 
         Raises:
             DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here.
@@ -86,7 +95,8 @@ class Rank:
             gpus = process_group.gpus_without_cuda()
             device, backend = ("cuda" if gpus else "cpu"), "nccl" if gpus and dist.is_nccl_available() else "gloo"
         process_group.check_none_open()
-        self._store, where = process_group.host_store(self._start.store_address)
+        if self._start.store_address:
+            self._store = process_group.open_store(self._start.store_address)
         ready = Ready(
             pid=os.getpid(),
             device=device,
@@ -98,12 +108,14 @@ class Rank:
                 "backend": (backend, self.spec.source("backend")),
                 **(own_code or {}),
             },
-            store=where,
+            store=(self._store.host, self._store.port) if self._store is not None else None,
             may_use_cpu=own_code is not None and devices.may_use_cpu(self.spec),
             chooses_device=own_code is None,
         )
         self.reporter.send(from_worker.Loaded(ready, self.steps))
         self.steps.clear()
+        self._told = self.reporter.wait(from_agent.TakePlace)
+        return self._told
 
     def _choose_device(self) -> tuple[str, str]:
         with self.steps.step("device") as step:
@@ -115,49 +127,47 @@ class Rank:
         self._chosen = device, backend
         return self._chosen
 
-    def take_place(self) -> from_agent.TakePlace:
-        """Wait until all ranks are here, and return this rank's place among them."""
-        self._told = self.reporter.wait(from_agent.TakePlace)
-        return self._told
-
     @contextmanager
-    def live(
-        self, *, open_group: bool = True, device: str | None = None, backend: str | None = None
-    ) -> Iterator[World]:
-        """Be one of the ranks in the body, and leave in order.
+    def live(self, *, open_group: bool) -> Iterator[World]:
+        """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to.
 
-        An exception is told to all other ranks before anything is closed, which may take long.
+        An exception is told to all other ranks before anything is closed, which may take long. A script that ends with
+        exit code 0 has done its work; Stopped is no failure, as all ranks stop after the same step.
 
         Args:
             open_group: whether to open the process group.
-            device, backend: instead of those of the rank's options.
 
         Raises:
             DeviceMissing, BackendUnavailable, BadOption: this rank cannot run here. PeerGone: the body failed because
                 another rank did. DdpManualError: the ranks do not come together.
         """
+        ended: SystemExit | errors.Stopped | None = None
         with ExitStack() as closing:
+            closing.callback(setattr, self.reporter.progress, "phase", ENDED)
             try:
                 if self._told is None:
-                    self.get_ready({})
-                    told = self.take_place()
-                    closing.callback(setattr, self.reporter.progress, "phase", ENDED)
+                    told = self.meet({})
                     closing.enter_context(rank_variables.set_rank_variables(told.placed, told.interfaces))
                     closing.callback(record_collectives(self.spec, self.reporter.send))
-                else:
-                    self.spec = replace(
-                        self.spec, device=device or self.spec.device, backend=backend or self.spec.backend
-                    )
-                    closing.callback(setattr, self.reporter.progress, "phase", ENDED)
                 self.reporter.send(from_worker.Joins())
                 world = self._open(closing, open_group=open_group)
-                yield world
+                try:
+                    yield world
+                except SystemExit as exit:
+                    if exit.code:
+                        raise
+                    ended = exit
+                except errors.Stopped as stopped:
+                    ended = stopped
                 self._leave(world)
             except BaseException as error:
                 cause = self._conclude(error)
                 if cause is error:
                     raise
                 raise cause from error
+        self._send_result(world, ended)
+        if ended is not None:
+            raise ended
 
     def _open(self, closing: ExitStack, *, open_group: bool) -> World:
         """Pin the device and open the process group."""
@@ -183,6 +193,8 @@ class Rank:
             store.set("ddp_manual/roster", json.dumps(placed.roster))
         self.reporter.progress.phase = RUNNING  # a script may leave it at that
         path = Path(run.run_dir) if run.run_dir else None
+        if path is not None and place.rank == 0:
+            self._loss_record = LossRecord(path, self.reporter.progress)
         world = World(
             spec=self.spec,
             device=pinned,
@@ -198,12 +210,11 @@ class Rank:
             held=self.held if placed.holds else None,
             state_from=placed.state_from,
             losses=asdict(placed.losses),
-            loss_record=LossRecord(path, self.reporter.progress) if path is not None and place.rank == 0 else None,
             steps=self.steps,
             _store=store,
             _roster=placed.roster,
             _reporter=self.reporter,
-            _closing=closing,
+            until_left=closing,
             **vars(place),
         )
         if open_group:
@@ -216,7 +227,9 @@ class Rank:
     def _leave(self, world: World) -> None:
         """Close the process group, together with the other ranks if they have finished too."""
         self.reporter.progress.phase = LEAVING
-        world.leave()
+        if self._loss_record is not None:
+            self._loss_record.write()
+        world.stop_heeding_signals()
         self.reporter.send_beat()  # the number of collectives it has begun is final
         self.reporter.send(from_worker.Finished())
         self.reporter.wait(from_agent.Close)
@@ -229,15 +242,11 @@ class Rank:
             with suppress(TimeoutError):
                 self.reporter.wait(from_agent.Over, LEAVE_WITHIN)
 
-    def send_result(self, world: World, stopped: errors.Stopped | None) -> None:
-        """Tell the agent what this rank's work has come to, after it has left.
-
-        Args:
-            stopped: set if a signal has stopped all ranks after the same training step, which is no failure.
-        """
-        goes_on = self.held is None  # with its agent gone
-        self.reporter.over = goes_on
-        words = LastWords.of(stopped) if stopped is not None else None
+    def _send_result(self, world: World, ended: SystemExit | errors.Stopped | None) -> None:
+        """Tell the agent what this rank's work has come to, after it has left, and whether a signal has stopped all."""
+        stopped = world.stopped() if ended is None and world.result is None else ended
+        words = LastWords.of(stopped) if isinstance(stopped, errors.Stopped) else None
+        goes_on = self.reporter.over = self.held is None  # with its agent gone
         self.reporter.send(from_worker.Result(world.result, words, goes_on))
 
     def wait_to_go(self) -> None:
@@ -258,12 +267,9 @@ class Rank:
             return
         self.reporter.unwinding = True
         self.reporter.send_beat()
-        words, by_torch = self._in_words(error), was_raised_by_torch(error)
-        how = (is_broken_collective(error), by_torch, isinstance(error, SystemExit))
+        words = LastWords.of(as_ours(self.spec.rank, error, whole=self.spec.full_traceback))
+        how = (is_broken_collective(error), was_raised_by_torch(error), isinstance(error, SystemExit))
         self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
-
-    def _in_words(self, error: BaseException) -> LastWords:
-        return LastWords.of(as_ours(self.spec.rank, error, whole=self.spec.full_traceback))
 
     def _conclude(self, error: BaseException) -> BaseException:
         """Tell the agent that ``error`` ends this rank; return that, or where the agent says it the failure behind it.
@@ -309,7 +315,7 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> errors.D
         )
     if (of_collective := collective_error(error, rank)) is not None:
         return of_collective
-    opened_twice = isinstance(error, ValueError) and "default process group twice" in str(error)
+    opened_twice = isinstance(error, ValueError) and "default process group twice" in text_of(error)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     failed = errors.TrainingFailed(
         f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",

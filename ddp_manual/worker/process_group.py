@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,12 +54,6 @@ def check_none_open() -> None:
             next="leave init_process_group out, since join opens the group\n"
             "or end one join before the next begins; after a join that failed, start a new process",
         )
-
-
-def host_store(address: str | None) -> tuple[TCPStore | None, tuple[str, int] | None]:
-    """Host torch's store at this address, and return it and where it is; without an address, neither."""
-    store = open_store(address) if address else None
-    return store, (address, store.port) if address and store is not None else None
 
 
 def open_store(address: str, port: int | None = None) -> TCPStore:
@@ -162,12 +156,11 @@ def close_process_group(device: torch.device) -> bool:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         except BaseException as error:
             failed.append(error)
 
-    if not dist.is_initialized():
-        return True
     closing = threading.Thread(target=close, name="ddp_manual closing", daemon=True)
     closing.start()
     closing.join(CLOSE_WITHIN)
@@ -235,45 +228,37 @@ def set_timeout(timeout: timedelta) -> None:
     (getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)
 
 
-def collectives_begun() -> dict[str, int]:
-    """Return process group -> how many collectives this rank has begun in it; any thread may ask.
+class OpenGroups(NamedTuple):
+    """The process groups that this rank belongs to, by their names."""
 
-    torch numbers the collectives, and its own reports name the one that a rank is missing from. Neither the numbers
-    nor the list of process groups has a public name.
-    """
+    begun: dict[str, int]
+    """How many collectives this rank has begun in each: torch's own reports name the one that a rank is missing from by
+    this number."""
+    timeouts: dict[str, float]
+    """The seconds after which torch ends a collective, where a backend says so."""
+    return_at_once: bool
+    """Whether this rank has begun collectives of NCCL. On a host with GPUs a script may use gloo, also where torch has
+    opened its group with both."""
+
+
+def open_groups() -> OpenGroups:
+    """Return what torch knows of its process groups, which has no public names; any thread may ask."""
     begun: dict[str, int] = {}
-    for name, number, _ in _begun_by_backends():
-        begun[name] = begun.get(name, 0) + number
-    return begun
-
-
-def collectives_return_at_once() -> bool:
-    """Return whether this rank has begun collectives of NCCL. On a host with GPUs a script may use gloo, also where
-    torch has opened its group with both."""
-    return any(number and backend.startswith("nccl") for _, number, backend in _begun_by_backends())
-
-
-def _begun_by_backends() -> Iterator[tuple[str, int, str]]:
-    """Yield process group, the collectives that this rank has begun in it, and the backend's name; for each backend."""
+    timeouts: dict[str, float] = {}
+    return_at_once = False
     for group, name in list(distributed_c10d._world.pg_names.items()):
         # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
         with suppress(AttributeError, RuntimeError):
             # One may serve several devices; of a group with several, torch would give only the number of one.
             for backend in {group._get_backend(device) for device in group._device_types}:
                 with suppress(RuntimeError):  # a backend without numbers
-                    number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
-                    yield str(name), int(number), backend.name()
-
-
-def timeouts_of_groups() -> dict[str, float]:
-    """Return process group -> the seconds after which torch ends a collective in it, where a backend says so; any
-    thread may ask."""
-    found: dict[str, float] = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
-        with suppress(AttributeError, RuntimeError, ValueError):
-            timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
-            found[str(name)] = min(timeouts).total_seconds()
-    return found
+                    number = int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
+                    begun[str(name)] = begun.get(str(name), 0) + number
+                    return_at_once |= number > 0 and backend.name().startswith("nccl")
+                with suppress(AttributeError, RuntimeError, ValueError):
+                    seconds = backend.options._timeout.total_seconds()
+                    timeouts[str(name)] = min(seconds, timeouts.get(str(name), seconds))
+    return OpenGroups(begun, timeouts, return_at_once)
 
 
 _RECORDERS = (("_dump_nccl_trace_json",), ("_dump_fr_trace_json", "nccl2"), ("_dump_fr_trace_json", "nccl"))
@@ -317,14 +302,9 @@ def gpus_without_cuda() -> list[str]:
     return [f"GPU {index} of {machine.host_name()}" for index in range(count)]
 
 
-def innermost_frame(thread: int) -> FrameType | None:
-    """Return the frame a thread is in, by ``threading.get_ident()``: documented, but with a private name."""
-    return sys._current_frames().get(thread)
-
-
-def innermost_frames() -> list[FrameType]:
-    """Return the frame that each thread is in."""
-    return [*sys._current_frames().values()]
+def innermost_frames() -> dict[int, FrameType]:
+    """Return the frame that each thread is in, by ``threading.get_ident()``: documented, but with a private name."""
+    return sys._current_frames()
 
 
 def calling_frame() -> FrameType | None:
@@ -347,11 +327,12 @@ def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
     return {member.value: wanted[name] for name, member in names.__members__.items() if name in wanted} if names else {}
 
 
-def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``opened`` with each process group and its name: those that are open, and each that will be.
+@contextmanager
+def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``opened`` in the body with each process group and its name: those that are open, and each that will be.
 
-    torch's own registry has all of them, whichever function has opened them; it is replaced until the function that is
-    returned is called. ``closed`` is called with each that torch forgets in the meantime.
+    torch's own registry has all of them, whichever function has opened them, and is replaced. ``closed`` is called with
+    each that torch forgets in the meantime.
     """
 
     class Registry(dict[Any, Any]):
@@ -372,16 +353,15 @@ def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[A
         opened(group, str(name))
     distributed_c10d._pg_names = Registry(distributed_c10d._pg_names)
 
-    def undo() -> None:
-        distributed_c10d._pg_names = dict(distributed_c10d._pg_names)
-
-    return undo
+    yield
+    distributed_c10d._pg_names = dict(distributed_c10d._pg_names)
 
 
-def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Callable[[], None]:
-    """Call ``called(group, what is wanted, inputs, outputs, root, frame)`` before each collective that Python begins,
-    until the function that is returned is called: for torch before 2.14, which has no hooks, with the methods of a
-    process group, whose names are those of the hooks.
+@contextmanager
+def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Iterator[None]:
+    """Call ``called(group, what is wanted, inputs, outputs, root, frame)`` in the body before each collective that
+    Python begins: for torch before 2.14, which has no hooks, with the methods of a process group, whose names are those
+    of the hooks.
 
     What DDP itself calls is left out. Within its ``join()``, with ``find_unused_parameters=True``, a rank that has
     joined calls ``allreduce`` from Python, and the others from C++.
@@ -406,11 +386,9 @@ def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Ca
     for method, original in originals.items():
         setattr(group_class, method, hide_from_dynamo(wrap(method, original)))
 
-    def undo() -> None:
-        for method, original in originals.items():
-            setattr(group_class, method, original)
-
-    return undo
+    yield
+    for method, original in originals.items():
+        setattr(group_class, method, original)
 
 
 def _flat(tensors: Any) -> list[torch.Tensor]:

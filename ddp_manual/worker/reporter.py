@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -32,12 +32,9 @@ from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 from ddp_manual.worker.process_group import (
-    collectives_begun,
-    collectives_return_at_once,
     collectives_unfinished,
-    innermost_frame,
     innermost_frames,
-    timeouts_of_groups,
+    open_groups,
 )
 from ddp_manual.worker.stopping import Stops
 
@@ -127,17 +124,18 @@ class Reporter:
 
     def send_beat(self) -> None:
         """Send a heartbeat to the agent; it says what this rank is doing if that has changed since the last one."""
-        begun, where = collectives_begun(), whereabouts(self.thread)
+        groups, where = open_groups(), whereabouts(self.thread)
         # Not while the rank begins others: some are unfinished at any time then, and torch's recorder is in use.
-        unfinished = collectives_unfinished() if self._sent_beat and begun == self._sent_beat.collectives else None
-        return_at_once = collectives_return_at_once()
+        unfinished = (
+            collectives_unfinished() if self._sent_beat and groups.begun == self._sent_beat.collectives else None
+        )
         beat = self.progress.beat(
-            collectives=begun,
-            timeouts=timeouts_of_groups(),
+            collectives=groups.begun,
+            timeouts=groups.timeouts,
             unfinished=unfinished or 0,
-            return_at_once=return_at_once,
+            return_at_once=groups.return_at_once,
             # With gloo such a method waits for this rank's own GPU, or for nobody.
-            inside=where.inside or (where.syncs and return_at_once if unfinished is None else unfinished > 0),
+            inside=where.inside or (where.syncs and groups.return_at_once if unfinished is None else unfinished > 0),
             place=where.place,
             debugging=where.debugging,
         )
@@ -178,43 +176,30 @@ class Reporter:
         self._channel.close()
 
     def _run(self) -> None:
-        while True:
-            try:
-                self._speak()
-                return
-            except (OSError, ValueError):  # the program may have closed descriptors that are not its own
-                try:
-                    self._channel.getpeername()
-                except OSError:
-                    return
-                time.sleep(LOOK_EVERY)
-
-    def _speak(self) -> None:
         next_beat = 0.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            while True:
-                if selector.select(LOOK_WHILE_SAVING if self._ending else LOOK_EVERY) and not self._read():
+        spoken_to = select.poll()  # which has no descriptor that the program could close
+        spoken_to.register(self._channel, select.POLLIN)
+        while True:
+            if spoken_to.poll(1000 * (LOOK_WHILE_SAVING if self._ending else LOOK_EVERY)):
+                try:
+                    data = self._channel.recv(1 << 16)
+                except ConnectionError:
+                    data = b""
+                except OSError:  # the program has closed descriptors that are not its own
+                    return
+                for message in self._reader.feed(data):
+                    self._take(message)
+                if not data:
                     break
-                if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
-                    self._ending = False
-                    self.send(from_worker.MayEnd())
-                now = time.monotonic()
-                if now >= next_beat:
-                    next_beat = now + LOOK_EVERY
-                    self.send_beat()
+            if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
+                self._ending = False
+                self.send(from_worker.MayEnd())
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + LOOK_EVERY
+                self.send_beat()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _read(self) -> bool:
-        """Take the agent's messages; return False if the agent is gone."""
-        try:
-            data = self._channel.recv(1 << 16)
-        except OSError:
-            return False
-        for message in self._reader.feed(data):
-            self._take(message)
-        return bool(data)
 
     def _take(self, message: from_agent.FromAgent) -> None:
         self._said[type(message)] = message
@@ -249,7 +234,7 @@ class Whereabouts(NamedTuple):
 
 def whereabouts(thread: int) -> Whereabouts:
     """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends."""
-    innermost = innermost_frame(thread)
+    innermost = innermost_frames().get(thread)
     if innermost is None:
         return Whereabouts()
     frames = [frame for frame, _ in traceback.walk_stack(innermost)]
@@ -265,20 +250,21 @@ def whereabouts(thread: int) -> Whereabouts:
 def _own_line(frames: Sequence[FrameType]) -> str:
     """Return the line of the innermost frame that is not a library's, otherwise of the outermost frame; "" if that is
     where the program is started."""
-    own = next((frame for frame in frames if not _is_library(frame)), frames[-1])
+    own = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), frames[-1])
     starts_it = own.f_code.co_filename.startswith(("<frozen ", *_OWN))
-    return "" if starts_it else _line(own, own.f_lineno)
+    return "" if starts_it else f"{_file(own)}:{own.f_lineno} in {own.f_code.co_name}"
 
 
 def raised_at(error: BaseException) -> str:
     """Return the line of the user's program that raised it, as in ``whereabouts``."""
-    own = [_line(*called) for called in traceback.walk_tb(error.__traceback__) if not _is_library(called[0])]
-    return own[-1] if own else ""
+    called = reversed(traceback.extract_tb(error.__traceback__))
+    own = next((one for one in called if not is_library(one.filename)), None)
+    return f"{os.path.basename(own.filename)}:{own.lineno} in {own.name}" if own is not None else ""
 
 
 def writes_a_file() -> bool:
     """Return whether a thread of the program is in ``torch.save``, or in safetensors' ``save_file``."""
-    frames = (frame for innermost in innermost_frames() for frame, _ in traceback.walk_stack(innermost))
+    frames = (frame for innermost in innermost_frames().values() for frame, _ in traceback.walk_stack(innermost))
     return any(frame.f_code.co_name in _SAVE and frame.f_code.co_filename.endswith(_SAVING) for frame in frames)
 
 
@@ -286,26 +272,21 @@ def own_traceback(error: BaseException, *, whole: bool = False) -> str:
     """Return the traceback of an exception, and of what it was raised from, with the frames of the user's program and
     the innermost one; without such frames, or the ``whole`` one, all of it."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
-    left_out, pending = 0, [(shown, error)]
+    left_out, pending = 0, [shown]
     while pending:
-        one, raised = pending.pop()
-        of_raised = ((one.__cause__, raised.__cause__), (one.__context__, raised.__context__))
-        pending += [(other, of) for other, of in of_raised if other is not None and of is not None]
-        is_own = [not _is_library(frame) for frame, _ in traceback.walk_tb(raised.__traceback__)]
-        own = [frame for frame, kept in zip(one.stack[:-1], is_own, strict=False) if kept]
+        one = pending.pop()
+        pending += filter(None, (one.__cause__, one.__context__))
+        is_own = [not is_library(frame.filename) for frame in one.stack]
         if any(is_own) and not whole:
-            left_out += len(one.stack) - len(own) - 1
-            one.stack = traceback.StackSummary.from_list([*own, one.stack[-1]])
+            kept = [*itertools.compress(one.stack[:-1], is_own), one.stack[-1]]
+            left_out += len(one.stack) - len(kept)
+            one.stack = traceback.StackSummary.from_list(kept)
     text = "".join(shown.format()).rstrip()
     return f"{text}\n({counted(left_out, 'frame')} of libraries left out: --full_traceback)" if left_out else text
 
 
 def _file(frame: FrameType) -> str:
     return os.path.basename(frame.f_code.co_filename)
-
-
-def _line(frame: FrameType, number: int) -> str:
-    return f"{_file(frame)}:{number} in {frame.f_code.co_name}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -327,21 +308,23 @@ def _calls(code: CodeType) -> dict[int, str]:
     return calls
 
 
-def _is_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    if frame.f_globals.get("__name__") == "__main__" and not file.startswith(_OWN):
-        return False  # also a module of a library, which python -m or its command runs
-    return is_library(file)
+def is_library(file: str) -> bool:
+    """Return whether a file is a library's, Python's or this package's own, and not the user's program, which may also
+    be a module of a library that python -m or its command runs."""
+    is_main = file == getattr(sys.modules.get("__main__"), "__file__", None)
+    return file.startswith(_OWN) or (not is_main and _is_installed(file))
 
 
 @functools.lru_cache(maxsize=4096)
-def is_library(file: str) -> bool:
-    """Return whether a file is a library's, Python's or this package's own, and not the user's program."""
-    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, *_OWN, _PYTHON))
+def _is_installed(file: str) -> bool:
+    return any(part in file for part in _INSTALLED) or file.startswith(("<frozen ", _TORCH, _PYTHON))
 
 
-def flush_briefly() -> None:
-    """Write what is still in buffers, but do not wait for a reader that is gone."""
+def end_process(status: int) -> NoReturn:
+    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good.
+
+    What is still in buffers is written, but a reader that is gone is not waited for.
+    """
 
     def flush() -> None:
         logging.shutdown()
@@ -351,10 +334,5 @@ def flush_briefly() -> None:
     flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_WITHIN)
-
-
-def end_process(status: int) -> NoReturn:
-    """End the process from any thread, without the interpreter's teardown: the main thread may be blocked for good."""
-    flush_briefly()
     orphans.end_daemons()
     os._exit(status)

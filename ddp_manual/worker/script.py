@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_manual import from_agent, from_worker, signals
-from ddp_manual.environment import machine, rank_variables, settings
-from ddp_manual.errors import Stopped, TrainingFailed
+from ddp_manual.environment import rank_variables, settings
+from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import RUNNING, LastWords
+from ddp_manual.messages import RUNNING
 from ddp_manual.program import MODULE, Program
 from ddp_manual.worker import device, holding, join, process_group
 from ddp_manual.worker.collectives import record_collectives
@@ -61,13 +61,14 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     os.set_inheritable(channel, False)  # its end says that the program has become another one
     reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()))
     start = reporter.wait(from_agent.Start)
-    program, rank = start.program, Rank(reporter, start, HeldMemory(held))
+    program, memory = start.program, HeldMemory(held)
+    rank = Rank(reporter, start, memory)
     assert program is not None
     try:
-        rank.get_ready(_prepare(rank, start.path, program) if program.prepare else None)
-        told = rank.take_place()
+        told = rank.meet(_prepare(rank, start.path, program) if program.prepare else None)
         rank_variables.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
-        holding.begin(rank.held, told.placed, reporter.send, reporter.progress)
+        if told.placed.holds:
+            holding.here = holding.Holding(memory, told.placed, reporter.send, reporter.progress)
         torch.set_num_threads(settings.cpu_threads(told.placed.place.local_world_size))
         reporter.progress.phase = RUNNING
         reporter.send_beat()
@@ -76,27 +77,22 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
-        join.begin(rank)
+        join.here = rank
         signals.handle_as_any_program(ignored)
         reporter.send(from_worker.ProgramBegins())
     except BaseException as error:
         rank.tell(error)
         threading.Event().wait()  # the agent ends this process
-    if program.ends_at_once:
-        _run_and_end(rank, program)
-    else:
-        run(rank, program, sys.path[0] if program.prepare else os.getcwd())
-
-
-def _run_and_end(rank: Rank, program: Program) -> NoReturn:
-    """Run a program that has nothing to do at its end, and end without a teardown, which may hang."""
     try:
-        run(rank, program, sys.path[0])
+        run(rank, program)
     except SystemExit as exit:
-        end_process(exit.code if isinstance(exit.code, int) else 1)
-    signals.leave_signals_to_the_agent()
-    rank.wait_to_go()
-    end_process(0)
+        if program.ends_at_once:
+            end_process(exit.code if isinstance(exit.code, int) else 1)
+        raise
+    if program.ends_at_once:  # without a teardown, which may hang
+        signals.leave_signals_to_the_agent()
+        rank.wait_to_go()
+        end_process(0)
 
 
 def _prepare(rank: Rank, path: str, program: Program) -> Options:
@@ -109,18 +105,15 @@ def _prepare(rank: Rank, path: str, program: Program) -> Options:
     return found
 
 
-def run(rank: Rank, program: Program, path: str) -> None:
+def run(rank: Rank, program: Program) -> None:
     """Run the program, and tell the agent how it has ended.
-
-    Args:
-        path: where a module finds others.
 
     Raises:
         SystemExit: with the program's exit code, if that is not 0.
     """
     try:
         if program.kind == MODULE:
-            run_module(program, path)
+            run_module(program)
         else:
             run_script(program)
     except SystemExit as exit:
@@ -138,11 +131,7 @@ def run(rank: Rank, program: Program, path: str) -> None:
 
 def _fail(rank: Rank, error: BaseException) -> NoReturn:
     """Tell the agent, which prints the error once this process has ended."""
-    try:
-        rank.tell(error)
-    except Exception:  # the exception cannot be put into words
-        traceback.print_exc()
-        rank.reporter.send(from_worker.Failed(LastWords.of(unreadable(rank.spec.rank, error))))
+    rank.tell(error)
     atexit.unregister(_leave)
     if isinstance(error, SystemExit):
         raise error
@@ -156,14 +145,6 @@ def _leave_to_the_agent(pid: int, *exception: Any) -> None:
         traceback.print_exception(*exception)
 
 
-def unreadable(rank: int, error: BaseException) -> TrainingFailed:
-    return TrainingFailed(
-        f"rank {rank} on {machine.host_name()}: {type(error).__name__}, which cannot be put into words",
-        why="its __str__ has raised another exception",
-        next="look at the traceback above, fix the code, then start all ranks again",
-    )
-
-
 def _leave(rank: Rank, pid: int) -> None:
     """Say at exit, after the program's threads and its own handlers, that its work is done; and keep torch's store as
     long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
@@ -171,9 +152,10 @@ def _leave(rank: Rank, pid: int) -> None:
         rank.wait_to_go()
 
 
-def run_module(program: Program, path: str) -> None:
+def run_module(program: Program) -> None:
     """Run it as ``python -m`` does."""
-    sys.path[0] = path
+    if not program.prepare:  # which has found its modules
+        sys.path[0] = os.getcwd()
     spec = importlib.util.find_spec(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{program.name}.__main__")

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,25 +68,24 @@ class World(Place):
     """The rank from whose state to go on; None: no state is held."""
     result: Any = None
     """What this rank's work has come to, for the body to set: JSON. Rank 0's is that of ``ddp-manual train``."""
-    loss_record: LossRecord | None = None
-    """Where the loss goes that a script says; None: nowhere."""
     steps: Sequence[Step] = ()
     """The steps of joining since all ranks were here, with the time that each took."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """Of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
-    _store: Store | None = field(default=None, repr=False)
+    _store: Store = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
     _reporter: Reporter = field(repr=False)
-    _closing: ExitStack = field(repr=False)
-    _block: AbstractContextManager[World] | None = field(default=None, repr=False)
+    until_left: ExitStack = field(repr=False)
+    """What ends after this rank has left, or has failed and told the others, so that no rank waits for it."""
+    _block: ExitStack = field(default_factory=ExitStack, repr=False)
+    """What ends when this rank leaves; empty once it has."""
     _exit: SystemExit | None = field(default=None, repr=False)
     """With which the script has ended itself, if its exit code is not 0."""
-    """What ends when this rank leaves; None once it has."""
     _takes_stops: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
-    def begin(self, block: AbstractContextManager[World]) -> None:
+    def begin(self, block: ExitStack) -> None:
         """Be one of the ranks until ``with`` or ``close`` ends ``block``, or the interpreter ends."""
         self._block = block
         atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
@@ -102,9 +101,8 @@ class World(Place):
         return self
 
     def __exit__(self, *raised: Any) -> bool | None:
-        block, self._block = self._block, None
         atexit.unregister(self._leave_at_exit)
-        return block.__exit__(*raised) if block is not None else None
+        return self._block.__exit__(*raised)
 
     def close(self) -> None:
         """Leave in order, together with the other ranks, as at the end of a ``with`` block; the second time do nothing.
@@ -136,17 +134,6 @@ class World(Place):
                 next=f"call {call} inside: with ddp_manual.join() as world:, or before world.close()",
             )
 
-    def after_leaving(self, action: Callable[[], None]) -> None:
-        """Call ``action`` after this rank has left, or has failed and told the others, so that no rank waits for it.
-
-        Actions are called in reverse order.
-        """
-        self._closing.callback(action)
-
-    def until_left(self, context: AbstractContextManager[object]) -> None:
-        """Stay in a context until this rank has left."""
-        self._closing.enter_context(context)
-
     def take_folder(self, named: str, *, own: str, chosen: bool) -> None:
         """Make the folder that rank 0 has named the ``run_dir``; this rank writes there only if it is its ``own``.
 
@@ -159,7 +146,7 @@ class World(Place):
 
     def roster(self) -> list[Mapping[str, Any]]:
         """Describe all ranks: ``rank``, ``host``, ``pid``, ``device``, ``address``, ``since``, ``versions``, UUID."""
-        if self._store is None or self.rank == 0:
+        if self.rank == 0:
             return list(self._roster)
         found: list[Mapping[str, Any]] = decode(self._store.get("ddp_manual/roster").decode())
         return found
@@ -187,7 +174,7 @@ class World(Place):
             DdpManualError: ``action`` raised it, on this rank or on the first rank of the host.
             DataMissing: the first rank took longer than ``timeout``.
         """
-        if self._store is None or self.local_world_size == 1:
+        if self.local_world_size == 1:
             action()
             return
         # The same on every rank of the host. The number tells a job from an earlier one of the same name.
@@ -227,7 +214,7 @@ class World(Place):
             DdpManualError: the run ends meanwhile.
         """
         if not self._takes_stops:
-            self.until_left(self.take_stops())
+            self.until_left.enter_context(self.take_stops())
         return self._reporter.stops.after_a_step()
 
     @property
@@ -238,8 +225,7 @@ class World(Place):
 
     def stopped(self) -> Stopped | None:
         """Return how this rank has been stopped, after ``stop_after_this_step`` was True; otherwise None."""
-        stop = self._reporter.stops.stopped
-        if stop is None:
+        if (stop := self.stop) is None:
             return None
         named = in_words(as_ranges(stop.ranks))
         return Stopped(stop.number, f"on {named} after the same step as all ranks", next="start all ranks again")
@@ -280,13 +266,7 @@ class World(Place):
                 self._takes_stops = False
                 tell(from_worker.TakesSignals())
 
-    def leave(self) -> None:
-        """Note that the body has ended."""
-        if self.loss_record is not None:
-            self.loss_record.write()
-        if self._takes_stops:
-            self.stop_heeding_signals()
-
     def stop_heeding_signals(self) -> None:
         """Answer a signal that comes from now on with: this rank is done, and is leaving."""
-        self._reporter.send(from_worker.TakesNoStops())
+        if self._takes_stops:
+            self._reporter.send(from_worker.TakesNoStops())

@@ -183,7 +183,7 @@ def test_the_time_out_of_the_first_all_reduce_is_that_of_its_wait_and_not_of_the
     of_groups: list[Mapping[str, float]] = []
 
     def all_reduce(total: torch.Tensor, *, async_op: bool) -> object:
-        of_groups.append(process_group.timeouts_of_groups())
+        of_groups.append(process_group.open_groups().timeouts)
         return never_done
 
     monkeypatch.setattr(process_group, "FIRST_COLLECTIVE_TIMEOUT", first)

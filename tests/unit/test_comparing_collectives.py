@@ -209,7 +209,6 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
     recorder.start()
     try:
         record = recorder._groups[dist.group.WORLD]
-        assert record is not None
         for call in calls:
             call(record)
         read = Records()

@@ -27,7 +27,7 @@ from ddp_manual.wire import (
     decode,
     encode,
     encode_local,
-    read_local,
+    local_reader_of,
 )
 
 WITHIN = 10.0
@@ -241,11 +241,11 @@ def test_text_from_the_network_arrives_with_control_characters_escaped_and_newli
     seal = Seal(b"token")
     signed = seal.close(Hello, "1", said)
     assert seal.open(signed, "1", decode) == claimed(signed) == shown
-    assert list(LineReader(read_local).feed(encode_local(said))) == [said]
+    assert list(LineReader(local_reader_of(dict[str, Any])).feed(encode_local(said))) == [said]
 
 
 def test_a_text_that_is_not_unicode_is_escaped_by_its_sender_and_kept_within_a_rank() -> None:
     said = {"why": "a stray byte: \udcff", "lr": (0.1, "from donn\udce9es/config.json")}
     shown = {"why": "a stray byte: \\udcff", "lr": [0.1, "from donn\\udce9es/config.json"]}
     assert decode(as_json(said).decode()) == shown
-    assert list(LineReader(read_local).feed(encode_local(said))) == [{**said, "lr": [*said["lr"]]}]
+    assert list(LineReader(local_reader_of(dict[str, Any])).feed(encode_local(said))) == [{**said, "lr": [*said["lr"]]}]

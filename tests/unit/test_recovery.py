@@ -126,12 +126,12 @@ def test_a_state_for_which_there_is_no_memory_is_an_error_before_the_kernel_ends
 def begin() -> Iterator[Callable[..., None]]:
     """Begin to hold a script's state; the end of the test ends that."""
 
-    def begin(memory: HeldMemory | None, rank: int = 0, source: int | None = None, told: Any = None) -> None:
+    def begin(memory: HeldMemory, rank: int = 0, source: int | None = None, told: Any = None) -> None:
         place = replace(placed(rank), state_from=source)
-        holding.begin(memory, place, lambda message: None, told or Progress())
+        holding.here = holding.Holding(memory, place, lambda message: None, told or Progress())
 
     yield begin
-    begin(None)
+    holding.here = None
 
 
 def test_each_rank_gets_its_own_random_numbers_back_and_a_newcomer_keeps_those_it_began_with(

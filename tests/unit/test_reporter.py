@@ -12,6 +12,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.messages import LastWords
 from ddp_manual.wire import LineReader, encode_local
 from ddp_manual.worker import reporter as reporter_module
+from ddp_manual.worker.process_group import OpenGroups
 from ddp_manual.worker.reporter import Reporter, Whereabouts
 
 
@@ -43,10 +44,9 @@ def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
     monkeypatch: pytest.MonkeyPatch, unfinished: int | None, syncs: bool, nccl: bool, inside: bool
 ) -> None:
     """What torch says of NCCL is a fake, for want of a GPU. Where torch says nothing, the line of the thread counts."""
-    monkeypatch.setattr(reporter_module, "collectives_begun", lambda: {"0": 7})
+    monkeypatch.setattr(reporter_module, "open_groups", lambda: OpenGroups({"0": 7}, {}, nccl))
     monkeypatch.setattr(reporter_module, "collectives_unfinished", lambda: unfinished)
     monkeypatch.setattr(reporter_module, "whereabouts", lambda thread: Whereabouts(syncs=syncs))
-    monkeypatch.setattr(reporter_module, "collectives_return_at_once", lambda: nccl)
     channel, agents = socket.socketpair()
     agents.settimeout(10)
     reporter = Reporter(channel, from_worker.Born(1))

@@ -77,7 +77,7 @@ def test_a_program_that_has_left_gets_its_signals_again() -> None:
     with alone() as world:
         said = world._reporter.said  # type: ignore[attr-defined]
         world.stop_after_this_step()
-        world.leave()
+        world.stop_heeding_signals()
         assert said == [from_worker.TakesStops(), from_worker.TakesNoStops()]
     assert said[2:] == [from_worker.TakesSignals()]
 

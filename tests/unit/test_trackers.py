@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +116,7 @@ def test_what_is_left_to_do_after_a_world_of_one_is_done_even_if_it_fails(tmp_pa
     done: list[int] = []
     with suppress(ZeroDivisionError), join(world_size=1, rank=0, device="cpu", run_dir=str(tmp_path)) as world:
         for number in range(2):
-            world.after_leaving(partial(done.append, number))
+            world.until_left.callback(done.append, number)
         assert done == [] and 1 / 0
     assert done == [1, 0]
     torch.distributed.destroy_process_group()  # a join that fails leaves it open: its process is to end

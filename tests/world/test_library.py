@@ -119,12 +119,12 @@ def test_with_nccl_the_tensors_of_the_cpu_go_over_gloo_and_are_counted_too(start
     script = """if True:
         import torch, torch.distributed as dist, torch.testing._internal.distributed.fake_pg
         from ddp_manual.worker.device import for_all_devices
-        from ddp_manual.worker.process_group import collectives_begun
+        from ddp_manual.worker.process_group import open_groups
         both = for_all_devices("nccl")
         dist.init_process_group(both.replace("nccl", "fake"), store=dist.HashStore(), rank=0, world_size=1)
         for _ in range(3):
             dist.all_reduce(torch.ones(1))
-        print(both, for_all_devices("gloo"), list(collectives_begun().values()))
+        print(both, for_all_devices("gloo"), list(open_groups().begun.values()))
     """
     process = start(sys.executable, "-c", script)
     assert process.wait() == 0, process.err
@@ -187,7 +187,8 @@ ASYNCHRONOUS = """
     class Result:
         pass
 
-    reporter.collectives_return_at_once = lambda: True
+    open_groups = reporter.open_groups
+    reporter.open_groups = lambda: open_groups()._replace(return_at_once=True)
 
     with ddp_manual.join(stall_timeout=2) as world:
         for step in range(10_000):
