@@ -29,7 +29,6 @@ from ddp_manual.training.ddp import gather_messages
 from ddp_manual.waiting import Waiting
 from ddp_manual.wire import decode
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.world_spec import WorldSpec
 
 # The backend of a run without a process group.

@@ -53,8 +53,8 @@ FAULTS = (
     Planted("a stopped worker counts for ever", "now - known.stopped_since > seconds", "False"),
     Planted(
         "a stall is never found",
-        "        if not waiting:\n            return None\n",
-        "        return None\n",
+        "    if not waiting:\n        return None\n",
+        "    return None\n",
     ),
     Planted("who left counts as finished", "if known.finished]", "if known.finished or known.left]"),
     Planted("a goodbye is not noted", "        peer.left = True\n        if", "        if"),
