@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
+from ddp_manual.join_steps import Step
 from ddp_manual.messages import JOINING, Beat, LastWords, Message, Ready
 from ddp_manual.messages.contents import LARGEST
-from ddp_manual.steps import Step
 from ddp_manual.wire import Read, local_reader_of, printable
 
 # Characters of a line of the program.

@@ -22,7 +22,8 @@ import psutil
 
 from ddp_manual.agent.network_interface import family, interface_addresses, own_address
 from ddp_manual.agent.probe import VALIDATE, look_at, probe
-from ddp_manual.environment import launcher, machine, settings
+from ddp_manual.deadline import POLL_EVERY, Waiting
+from ddp_manual.environment import machine, settings, started_by
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
@@ -37,7 +38,6 @@ from ddp_manual.protocol.missing_ranks import situation
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.search import is_loopback
 from ddp_manual.terminal import at
-from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_spec import WorldSpec
 
@@ -55,7 +55,7 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
     Raises:
         LoopbackMaster: all addresses are loopback, and a launcher's variables tell of several hosts.
     """
-    several_hosts = launcher.several_hosts(spec.world_size)
+    several_hosts = started_by.several_hosts(spec.world_size)
     if several_hosts is None or not all(map(is_loopback, addresses)):
         return
     mine = own_address()

@@ -19,8 +19,8 @@ from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, rank_command, typed_again
 from ddp_manual.environment import command_line, settings, torchrun
 from ddp_manual.errors import DdpManualError
-from ddp_manual.on_loss import LEAVE
-from ddp_manual.options import as_flags
+from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.config import TrainConfig

@@ -18,6 +18,7 @@ from typing import Any
 
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.network_interface import own_addresses
+from ddp_manual.deadline import Waiting
 from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import FromRank, FromStranger, Heartbeat, RankInfo, RunInfo, RunSoFar, read_from_stranger
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
@@ -27,7 +28,6 @@ from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.signals import process_stat, stopped_by
 from ddp_manual.terminal import as_ranges, in_words
-from ddp_manual.waiting import Waiting
 
 TICK = 0.1
 # Connections that are accepted before ranks have their turn, and how many may wait for that: as many as the kernel

@@ -27,8 +27,10 @@ from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import status_command
+from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.environment import machine, settings
 from ddp_manual.errors import DdpManualError, TokenMismatch
+from ddp_manual.join_steps import Step, Steps
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
@@ -36,9 +38,7 @@ from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed, other_version
-from ddp_manual.steps import Step, Steps
 from ddp_manual.terminal import at, counted
-from ddp_manual.waiting import POLL_EVERY, Waiting
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_spec import WorldSpec
 from ddp_manual.wrapping import whole

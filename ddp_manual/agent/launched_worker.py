@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from ddp_manual import orphans
+from ddp_manual import left_behind
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
 from ddp_manual.environment import command_line, rank_variables
 from ddp_manual.errors import DdpManualError, not_installed
@@ -135,7 +135,7 @@ class Forker(Starter):
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = self._new_python([theirs.fileno()], self._words)
-        orphans.is_own(self._process)
+        left_behind.is_own(self._process)
 
     def start_again(self) -> None:
         """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""

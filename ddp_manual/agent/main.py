@@ -21,7 +21,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddp_manual import from_agent, from_worker, messages, orphans, run_folder, signals
+from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signals
 from ddp_manual.agent import ending
 from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.ending import Ending, how_it_ended, leave_failure
@@ -36,11 +36,11 @@ from ddp_manual.errors import (
     Stopped,
 )
 from ddp_manual.held_memory import HeldMemory
+from ddp_manual.join_steps import Steps
 from ddp_manual.messages import LastWords, Moment, RankInfo, RunInfo
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
-from ddp_manual.steps import Steps
 from ddp_manual.world_spec import WorldSpec
 
 TICK = 0.1
@@ -366,7 +366,7 @@ class Agent:
     def _tick(self) -> None:
         if not isinstance(self.protocol.state, states.Ended):
             asyncio.get_running_loop().call_later(TICK, self._tick)
-            orphans.reap()
+            left_behind.reap()
             self._ending.guarded(self.protocol.tick)(time.monotonic())
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ddp_manual.agent.network_interface import own_address
+from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.environment import machine
 from ddp_manual.errors import MasterUnresolvable
 from ddp_manual.protocol.search import is_loopback
-from ddp_manual.waiting import POLL_EVERY, Waiting
 
 MASTER_ADDR = "master_addr"
 # Seconds until a name that has no address is looked up once more.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_manual.environment import command_line
 from ddp_manual.environment.kubernetes import OWN_NAME
-from ddp_manual.options import as_flags
+from ddp_manual.option_fields import as_flags
 from ddp_manual.program import without_secrets
 from ddp_manual.world_spec import WorldSpec
 

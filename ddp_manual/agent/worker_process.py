@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
-from ddp_manual import from_agent, from_worker, orphans, signals
+from ddp_manual import from_agent, from_worker, left_behind, signals
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.readable_stack import readable_stack
@@ -89,9 +89,9 @@ class Worker:
         """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
         self._channel, self._faults, self._process = channel, faults, process
         self._connection: Connection[from_worker.FromWorker] | None = None
-        self.children = orphans.Children()
+        self.children = left_behind.Children()
         if process is not None:
-            orphans.is_own(process)
+            left_behind.is_own(process)
         self._command = b""
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, orphans, terminal, unread
-from ddp_manual.cli.options import (
+from ddp_manual import errors, left_behind, terminal, unread
+from ddp_manual.cli.option_decorators import (
     GroupedCommand,
     check_before_script,
     given,
@@ -21,7 +21,7 @@ from ddp_manual.cli.options import (
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
-from ddp_manual.environment import launcher, machine, settings
+from ddp_manual.environment import machine, settings, started_by
 from ddp_manual.launch import host_list
 from ddp_manual.program import Program
 from ddp_manual.training.config import TrainConfig
@@ -130,7 +130,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
             return launched.run()
     ranks = machine.ranks_per_host(str(place["nproc"]))
     on = Hosts([ranks] * place.get("nnodes", 1), place.get("node_rank", 0))
-    orphans.adopt()
+    left_behind.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return this_host.launch_here(job, on)
 
@@ -140,12 +140,12 @@ def _place(flags: dict[str, Any], *, by_ssh: bool) -> tuple[dict[str, Any], dict
     has started this process for a whole node; and where each comes from."""
     typed = {name: flags[name] for name in ("nproc", "nnodes", "node_rank") if flags[name] is not None}
     typed |= given(WorldSpec, flags)
-    node = launcher.of_node(settings.variables()) if "nnodes" not in typed and not by_ssh else {}
-    place, sources = launcher.with_flags(node, typed)
+    node = started_by.of_node(settings.variables()) if "nnodes" not in typed and not by_ssh else {}
+    place, sources = started_by.with_flags(node, typed)
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if "master_addr" not in typed:
-            launcher.check_rank_0_is_found(settings.variables())
+            started_by.check_rank_0_is_found(settings.variables())
     all_ranks, nnodes = flags["num_processes"], place.get("nnodes", 1)
     if "nproc" not in place and all_ranks is not None and all_ranks % nnodes == 0:  # as accelerate counts
         place["nproc"] = str(all_ranks // nnodes)

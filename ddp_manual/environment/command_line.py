@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddp_manual import orphans, signals
+from ddp_manual import left_behind, signals
 
 if TYPE_CHECKING:
     import click
@@ -95,7 +95,7 @@ def start_python(
     flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
     command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
     # torch's C++ log is quiet, since our own log lines are clearer; what a worker starts is known by the mark.
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, orphans.MARK: str(os.getpid())}
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, left_behind.MARK: str(os.getpid())}
     with signals.block_in_children():
         return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=environment, **options)
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_manual import gpus
-from ddp_manual.environment.settings import chosen_gpus
 from ddp_manual.errors import BadOption
 
 
@@ -85,6 +84,11 @@ def ranks_per_host(text: str) -> int:
         why=f"{host_name()} shows no GPU" if text == "gpu" else "it is neither 1 or more, nor gpu, cpu or auto",
         next="say how many ranks to start on this machine, such as --nproc 2",
     )
+
+
+def chosen_gpus() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def likely_backend(device: str, backend: str) -> str:

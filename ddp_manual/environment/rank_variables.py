@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_manual.environment import settings
-from ddp_manual.environment.launcher import TORCHRUN
+from ddp_manual.environment.started_by import TORCHRUN
 
 if TYPE_CHECKING:
     from ddp_manual.messages import Placed

@@ -110,11 +110,6 @@ def cpu_threads(local_world_size: int) -> int:
     return count("OMP_NUM_THREADS") or max(1, machine.usable_cores() // local_world_size)
 
 
-def chosen_gpus() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES; None if it is not set."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
 def colour_allowed() -> bool:
     """Return False if the user asks for plain text (https://no-color.org) or the terminal shows no colour."""
     return not os.environ.get("NO_COLOR") and not terminal_is_dumb()

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import ddp_manual
-from ddp_manual import orphans, signals
+from ddp_manual import left_behind, signals
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.environment import machine, rank_variables
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
@@ -43,7 +43,7 @@ from ddp_manual.launch.session_messages import (
 )
 from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.messages import LastWords
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 
@@ -67,7 +67,7 @@ def serve() -> int:
         code = os.waitstatus_to_exitcode(ended[1])
         return code if code >= 0 else 128 - code
     signals.die_with_parent(own)
-    orphans.adopt()
+    left_behind.adopt()
     with ThreadPoolExecutor(1, "ddp_manual output") as writer:
         asyncio.run(_Served(writer).run())
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_manual.environment import command_line, settings
 from ddp_manual.errors import BadOption
-from ddp_manual.options import number_below
+from ddp_manual.option_fields import number_below
 from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.training.config import TrainConfig

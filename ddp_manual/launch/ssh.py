@@ -35,8 +35,8 @@ from ddp_manual.launch.session_messages import (
     RankFailed,
 )
 from ddp_manual.launch.ssh_session import NotReady, Remote, Session
-from ddp_manual.on_loss import LEAVE
-from ddp_manual.options import as_flags
+from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.option_fields import as_flags
 from ddp_manual.program import without_secrets
 from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.terminal import in_words, say, width_of

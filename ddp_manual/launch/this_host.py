@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import orphans, signals, terminal
+from ddp_manual import left_behind, signals, terminal
 from ddp_manual.agent import by_hand
 from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.main import Agent
@@ -29,7 +29,7 @@ from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.messages import from_last_checkpoint
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.program import without_secrets
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import RankOutput
@@ -154,7 +154,7 @@ class Ranks:
             try:
                 lives = zip(self.agents, outputs, strict=True)
                 await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
-                await orphans.Children().end()  # those in sessions of their own may be any rank's
+                await left_behind.Children().end()  # those in sessions of their own may be any rank's
             finally:  # before the logs are closed
                 await asyncio.wrap_future(self._writer.submit(lambda: None))
         self._has_trained |= any(agent.protocol.has_trained for agent in self.agents)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, field
 
 from ddp_manual.errors import DdpManualError, from_dict
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.wire import LONGEST_NAME
 from ddp_manual.wrapping import whole
 

@@ -26,7 +26,7 @@ from ddp_manual.messages import (
     Verdict,
     more_seconds,
 )
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import states, verdicts
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after

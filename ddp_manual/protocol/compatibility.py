@@ -15,7 +15,7 @@ from ddp_manual.errors import (
     WorldSizeMismatch,
 )
 from ddp_manual.messages import Option, Place, RankInfo, Ready, RunInfo
-from ddp_manual.options import differing_options, side_by_side
+from ddp_manual.option_fields import differing_options, side_by_side
 from ddp_manual.protocol.collective_variables import differing_variables
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, shown
 from ddp_manual.terminal import counted

@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, traceback_of
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
-from ddp_manual.on_loss import LEAVE, SHRINK, WAIT
+from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer

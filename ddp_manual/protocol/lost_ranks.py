@@ -16,7 +16,7 @@ from typing import Any
 from ddp_manual import messages
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
 from ddp_manual.messages import Beat, LastWords, RankInfo, Verdict, more_seconds
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.collectives import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health

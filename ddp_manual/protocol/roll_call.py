@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ddp_manual.errors import DdpManualError, RankTaken, WorldSizeMismatch
 from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
 from ddp_manual.protocol.places import assign_places

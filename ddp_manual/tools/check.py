@@ -18,10 +18,10 @@ from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, rank_command
 from ddp_manual.environment import machine, settings
 from ddp_manual.errors import MasterUnresolvable, from_dict
-from ddp_manual.on_loss import LEAVE
-from ddp_manual.options import as_flags
+from ddp_manual.join_steps import Step
+from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
-from ddp_manual.steps import Step
 from ddp_manual.terminal import byte_size, columns
 from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec

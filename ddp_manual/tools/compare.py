@@ -12,7 +12,7 @@ import msgspec
 
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import named_from_outside
-from ddp_manual.options import option_fields
+from ddp_manual.option_fields import option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns
 from ddp_manual.training.config import TrainConfig

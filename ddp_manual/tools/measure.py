@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_manual
-from ddp_manual.steps import Steps
+from ddp_manual.join_steps import Steps
 from ddp_manual.wire import all_escaped
 
 # Up to this many ranks all pairs are measured; with more ranks, only rank 0 with each other rank.

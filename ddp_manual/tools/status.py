@@ -14,13 +14,13 @@ import msgspec
 from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.own_rank_0s import hint
 from ddp_manual.agent.probe import find_rank_0, look_at
+from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.messages import Verdict
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.verdicts import error_for
 from ddp_manual.terminal import at, columns, duration, say, stdout_width
-from ddp_manual.waiting import Waiting
 from ddp_manual.world_spec import WorldSpec
 from ddp_manual.wrapping import wrapped
 

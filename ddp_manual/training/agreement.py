@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_manual.errors import ConfigMismatch, DataDiffers
-from ddp_manual.options import differing_options, side_by_side
+from ddp_manual.option_fields import differing_options, side_by_side
 from ddp_manual.training import ddp
 from ddp_manual.training.data import PARTS, Split, digest_of
 from ddp_manual.wire import all_escaped

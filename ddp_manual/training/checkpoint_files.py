@@ -23,7 +23,7 @@ from typing import Any
 from ddp_manual import run_folder
 from ddp_manual.environment import torchrun
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
-from ddp_manual.options import as_flags
+from ddp_manual.option_fields import as_flags
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.config import TrainConfig
 

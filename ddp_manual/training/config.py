@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption
-from ddp_manual.options import Options, option, option_fields
+from ddp_manual.option_fields import Options, option, option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import own_code
 from ddp_manual.training.own_code import OWN_FACTORY

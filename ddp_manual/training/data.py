@@ -30,8 +30,8 @@ from ddp_manual import run_folder
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.terminal import counted
-from ddp_manual.training.augment import Normalise
 from ddp_manual.training.config import is_folder
+from ddp_manual.training.transforms import Normalise
 
 logger = logging.getLogger(__name__)
 

@@ -13,19 +13,19 @@ from ddp_manual import run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint, checkpoint_files, ddp, held_state, models, own_code, results
+from ddp_manual.training import checkpoint_files, checkpoint_state, ddp, held_state, models, own_code, run_files
 from ddp_manual.training.agreement import agree_on_options, compare_data
-from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
-from ddp_manual.training.loop import Trainer
 from ddp_manual.training.metrics import agree_on_save
 from ddp_manual.training.own_code import is_own_factory
-from ddp_manual.training.results import RunFiles
+from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.trackers import Trackers
+from ddp_manual.training.trainer import Trainer
+from ddp_manual.training.transforms import unit_scale
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
@@ -102,7 +102,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     level = logging.INFO if on_rank_0 else logging.DEBUG  # what all ranks would say alike, rank 0 says
     if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
         config = config.resumed()  # where no rank holds a state
-    folder = checkpoint.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
+    folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signals.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
@@ -133,9 +133,9 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         if world.held is not None and world.state_from is not None:
             resumed = trainer.go_on(held_state.share(world.held, world.state_from, world.device))
         else:
-            resumed = checkpoint.resume(paths, trainer)
+            resumed = checkpoint_state.resume(paths, trainer)
         was_complete = trainer.ended
-        summary = results.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
+        summary = run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
         if files is not None:
             if config.resume is not None or world.generation:
                 files.rewind(trainer.position, trainer.history, network, complete=was_complete)
@@ -144,7 +144,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             saves = resumed and (at_an_end or not world.generation)
             if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
                 trainer.save()
-            settings = results.settings(world, paths, trainer)
+            settings = run_files.settings(world, paths, trainer)
             if summary is None or not paths.config.exists():
                 files.start(settings, data.train)
             if summary is None:  # otherwise an earlier process has followed the run to its end
@@ -152,7 +152,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
 
         if was_complete:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
-            missing = summary is None or not results.predictions_are_there(paths.predictions, classes)
+            missing = summary is None or not run_files.predictions_are_there(paths.predictions, classes)
             if ddp.rank_0_decides(missing, world.device):
                 _write_predictions(trainer, trainer.predict())
         else:
@@ -189,7 +189,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
 
         # Finish.
         if summary is None:
-            summary = results.summary(world, paths, trainer)
+            summary = run_files.summary(world, paths, trainer)
             with trainer.saving():
                 if files is not None:
                     files.finish(summary)

@@ -14,7 +14,7 @@ import torch.distributed
 
 from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
-from ddp_manual.steps import Step
+from ddp_manual.join_steps import Step
 from ddp_manual.terminal import counted
 from ddp_manual.world_spec import WorldSpec
 

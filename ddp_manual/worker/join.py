@@ -24,7 +24,7 @@ from ddp_manual.environment import command_line, settings, torchrun
 from ddp_manual.errors import BadOption
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
-from ddp_manual.on_loss import LEAVE
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.training import own_code
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open

@@ -24,8 +24,8 @@ from torch.distributed import TCPStore
 from ddp_manual import errors, from_agent, from_worker
 from ddp_manual.environment import machine, rank_variables
 from ddp_manual.held_memory import HeldMemory
+from ddp_manual.join_steps import Steps
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
-from ddp_manual.steps import Steps
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
 from ddp_manual.worker import process_group

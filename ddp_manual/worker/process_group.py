@@ -289,7 +289,7 @@ def collectives_unfinished() -> int | None:
 def gpus_without_cuda() -> list[str]:
     """Return the UUIDs of the GPUs that this process may use, by index, without beginning to use CUDA: a program that
     does so itself may fork before."""
-    if mig := gpus.mig_device(settings.chosen_gpus()):  # torch would begin CUDA to count these
+    if mig := gpus.mig_device(machine.chosen_gpus()):  # torch would begin CUDA to count these
         return [mig]
     if not (count := torch.cuda.device_count()):
         return []

@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from ddp_manual import from_agent, from_worker, orphans, terminal
+from ddp_manual import from_agent, from_worker, left_behind, terminal
 from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
@@ -334,5 +334,5 @@ def end_process(status: int) -> NoReturn:
     flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_WITHIN)
-    orphans.end_daemons()
+    left_behind.end_daemons()
     os._exit(status)

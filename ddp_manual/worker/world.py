@@ -18,15 +18,15 @@ import torch
 from torch.distributed import Store
 
 from ddp_manual import from_worker, signals, terminal
+from ddp_manual.deadline import Waiting
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, Stopped, escaped, from_dict
 from ddp_manual.from_agent import StopAfter
 from ddp_manual.held_memory import HeldMemory
+from ddp_manual.join_steps import Step
 from ddp_manual.messages import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
-from ddp_manual.steps import Step
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
-from ddp_manual.waiting import Waiting
 from ddp_manual.wire import decode
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.world_spec import WorldSpec

@@ -18,7 +18,7 @@ from unittest import mock
 from ddp_manual import signals, terminal
 from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
 from ddp_manual.agent.connection import Connection
-from ddp_manual.environment import command_line, launcher, machine, settings, torchrun
+from ddp_manual.environment import command_line, machine, settings, started_by, torchrun
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import reachability as rounds
@@ -169,7 +169,7 @@ def patched(run: Run) -> Iterator[None]:
             },
         ),
         (settings, {"token": lambda file: token(detail("", ""))}),
-        (launcher, {"several_hosts": lambda world_size: None}),
+        (started_by, {"several_hosts": lambda world_size: None}),
         (command_line, {"typed_command": lambda: (["ddp-manual"], ["train"])}),
         (torchrun, {"store_at": lambda address, port: False, "restart_count": lambda: 0}),
         (

@@ -26,14 +26,14 @@ from ddp_manual.agent.own_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.probe import Probe
 from ddp_manual.agent.probe import probe as probe_at
 from ddp_manual.agent.task import Task
+from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine
 from ddp_manual.errors import (
     MasterUnresolvable,
 )
+from ddp_manual.join_steps import Steps
 from ddp_manual.messages import Greeting
 from ddp_manual.protocol.search import Answer, Search, Seen
-from ddp_manual.steps import Steps
-from ddp_manual.waiting import Waiting
 from ddp_manual.wire import encode
 from ddp_manual.world_spec import WorldSpec
 

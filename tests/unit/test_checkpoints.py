@@ -21,8 +21,8 @@ from ddp_manual.agent.by_hand import training_task
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, DiskFull
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
-from ddp_manual.training import checkpoint, checkpoint_files, models
-from ddp_manual.training.checkpoint import History
+from ddp_manual.training import checkpoint_files, checkpoint_state, models
+from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
@@ -46,7 +46,7 @@ def taken(network: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) 
     position = Position(epoch=2, taken=7, step=33)
     state = {"position": position, "history": HISTORY, "options": options, "world_size": 2}
     trainer: Any = SimpleNamespace(network=network, optimizer=optimizer, **state)
-    return checkpoint.pack(trainer)
+    return checkpoint_state.pack(trainer)
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +73,15 @@ def test_a_flipped_byte_anywhere_is_never_loaded(content: bytes, tmp_path: Path,
 
 def test_what_is_restored_is_what_was_saved_and_a_state_of_another_optimizer_does_not_fit() -> None:
     path, content = Path("step.pt"), taken(*trained(), seed=5)
-    saved, (network, optimizer) = checkpoint.unpack(path, content), trained(seed=1)
+    saved, (network, optimizer) = checkpoint_state.unpack(path, content), trained(seed=1)
     assert (saved.position, saved.history) == (Position(epoch=2, taken=7, step=33), HISTORY)
     assert (saved.options, saved.world_size) == ({"seed": 5}, 2)
     random.seed(1)
-    checkpoint.restore(path, saved, network, optimizer)
+    checkpoint_state.restore(path, saved, network, optimizer)
     assert taken(network, optimizer, seed=5) == content
     momentum = {0: {"momentum_buffer": torch.zeros(3)}}
     with pytest.raises(CheckpointCorrupt, match=r"step\.pt is not the checkpoint that was written(.|\n)*another shape"):
-        checkpoint.restore(path, replace(saved, optimizer=momentum), network, optimizer)
+        checkpoint_state.restore(path, replace(saved, optimizer=momentum), network, optimizer)
 
 
 def test_pruning_keeps_the_newest_and_the_best_and_removes_no_other_file(tmp_path: Path) -> None:
@@ -215,16 +215,16 @@ def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_comple
     paths, config = RunPaths(tmp_path), TrainConfig(run_dir=str(tmp_path), resume="auto")
     ours, another = (json.dumps(TrainConfig(**options).values()) for options in ({}, {"seed": 1}))
     paths.config.write_text(ours)
-    assert checkpoint.find_resumed(config, paths) is None
+    assert checkpoint_state.find_resumed(config, paths) is None
     for written in (another, "[]", '{"option_of_another_version": 1}'):
         paths.config.write_text(written)
         with pytest.raises(BadOption, match="holds another run") as caught:
-            checkpoint.find_resumed(config, paths)
+            checkpoint_state.find_resumed(config, paths)
         assert caught.value.next.startswith("choose another --run_dir")
     paths.config.write_text(ours)
     paths.summary.write_text("{}")
     with pytest.raises(BadOption, match="holds a complete run"):
-        checkpoint.find_resumed(config, paths)
+        checkpoint_state.find_resumed(config, paths)
 
 
 def test_metrics_after_a_step_and_a_line_that_was_cut_off_are_removed(tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ BLACK = Split(torch.zeros(8, 1, 28, 28, dtype=torch.uint8), torch.zeros(8, dtype
 def resume(path: Path, then: dict[str, Any], now: dict[str, Any], train: Split = BLACK) -> None:
     """Compare the options of a run that goes on with these images with those of a checkpoint of one with black ones."""
     began, config = (TrainConfig(**{"epochs": 9, **options}) for options in (then, now))
-    options = checkpoint.options_of(began, BLACK, BLACK)
+    options = checkpoint_state.options_of(began, BLACK, BLACK)
     saved: Any = SimpleNamespace(options=options, position=Position(epoch=2, taken=7))
-    checkpoint._check_options(path, saved, config, checkpoint.options_of(config, train, BLACK))
+    checkpoint_state._check_options(path, saved, config, checkpoint_state.options_of(config, train, BLACK))
 
 
 def test_a_checkpoint_of_other_images_or_options_is_a_mismatch(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_a_checkpoint_of_other_images_or_options_is_a_mismatch(tmp_path: Path) -
 
 
 def test_a_checkpoint_whose_parameters_do_not_fit_the_network_is_a_mismatch_that_names_them(content: bytes) -> None:
-    saved = checkpoint.unpack(Path("step.pt"), content)
+    saved = checkpoint_state.unpack(Path("step.pt"), content)
     network = models.build("convnet", device=torch.device("cpu"), seed=0, shape=(1, 32, 32), classes=10)
     with pytest.raises(CheckpointMismatch) as caught:
-        checkpoint.check_parameters(Path("step.pt"), saved, network)
+        checkpoint_state.check_parameters(Path("step.pt"), saved, network)
     assert caught.value.why == "fc.weight: (10, 1568) in the checkpoint / (10, 2048) here"

@@ -17,11 +17,11 @@ import torch
 from ddp_manual.errors import BadOption
 from ddp_manual.terminal import ProgressLines
 from ddp_manual.training import data, models
-from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data, Split
 from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, in_host_memory
-from ddp_manual.training.loop import Trainer
+from ddp_manual.training.trainer import Trainer
+from ddp_manual.training.transforms import unit_scale
 from tests.alone import alone
 from tests.conftest import Start, source
 

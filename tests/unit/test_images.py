@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from ddp_manual.training.augment import Augmentation
 from ddp_manual.training.data import Split
+from ddp_manual.training.transforms import Augmentation
 from tests.conftest import source
 
 

@@ -16,17 +16,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux give
 STARTS = """
 import asyncio, os, subprocess, sys
 import psutil
-from ddp_manual import orphans
+from ddp_manual import left_behind
 from tests.conftest import has_ended, wait_until
 
 started = []
 
 def worker(command):
     script = command + "; echo ready; exec sleep 100"
-    marked = {**os.environ, orphans.MARK: str(os.getpid())}
+    marked = {**os.environ, left_behind.MARK: str(os.getpid())}
     how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": marked}
     process = subprocess.Popen(["sh", "-c", script], **how)
-    orphans.is_own(process)
+    left_behind.is_own(process)
     pids = [int(line) for line in iter(process.stdout.readline, "ready\\n")]
     started.extend([process.pid, *pids])
     return process, pids
@@ -59,12 +59,12 @@ def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes
         """
         before = subprocess.Popen(["sleep", "100"])
         started.append(before.pid)
-        orphans.adopt()
+        left_behind.adopt()
         command = "sleep 100 & echo $!; setsid sleep 100 & echo $!"
         (one, its), (other, others) = worker(command), worker(command)
         orphan = "(sleep 100 & echo $!)"
         third, left = worker(orphan)
-        children = orphans.Children()
+        children = left_behind.Children()
         children.look(one.pid)
         one.kill(), one.wait()
         asyncio.run(children.end(one.pid))
@@ -72,7 +72,7 @@ def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes
         assert live([before.pid, other.pid, third.pid, *others, *left])
         for process in (other, third):
             process.kill(), process.wait()
-        asyncio.run(orphans.Children().end())
+        asyncio.run(left_behind.Children().end())
         assert gone([*others, *left]) and live([before.pid])
         """
     )
@@ -81,16 +81,16 @@ def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes
 def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -> None:
     runs(
         """
-        orphans.adopt()
+        left_behind.adopt()
         process, (orphan,) = worker("(sh -c 'echo $$; exec sleep 100' & sleep 0.2)")
         child = subprocess.Popen(["sh", "-c", "exit 7"])
-        orphans.is_own(child)
+        left_behind.is_own(child)
         wait_until(lambda: has_ended(child.pid))
         os.kill(orphan, 9)
         wait_until(lambda: has_ended(orphan))
-        orphans.reap()
+        left_behind.reap()
         assert child.wait() == 7
-        orphans.reap()
+        left_behind.reap()
         assert gone([orphan]) and process.poll() is None
         """
     )
@@ -105,7 +105,7 @@ def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_woul
         for process in processes:
             process.start()
             started.append(process.pid)
-        orphans.end_daemons()
+        left_behind.end_daemons()
         processes[0].join(10)
         assert [process.exitcode for process in processes] == [-15, None]
         """
@@ -116,12 +116,12 @@ def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
     runs(
         """
         from ddp_manual import signals
-        orphans.adopt()
+        left_behind.adopt()
         witness = signals.Witness(own_session=False)
         process, pids = worker("setsid sleep 100 & echo $!")
         process.kill()
         process.wait()
-        asyncio.run(orphans.Children().end())
+        asyncio.run(left_behind.Children().end())
         wait_until(lambda: gone(pids))
         assert live([witness.pid])
         witness.close()

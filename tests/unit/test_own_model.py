@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ddp_manual import TrainConfig, terminal
 from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.training import data, models, own_code
-from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Split
-from ddp_manual.training.loop import Trainer
+from ddp_manual.training.trainer import Trainer
+from ddp_manual.training.transforms import unit_scale
 from tests.alone import alone
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
-from ddp_manual.cli.options import given
+from ddp_manual.cli.option_decorators import given
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"

@@ -19,7 +19,7 @@ from ddp_manual.from_worker import Progress
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Place, Placed, RankInfo, Verdict
-from ddp_manual.on_loss import WAIT
+from ddp_manual.on_rank_loss import WAIT
 from ddp_manual.protocol.recovery import MOST_WITHOUT_A_STEP, Recovery
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training import held_state

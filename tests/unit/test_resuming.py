@@ -17,12 +17,12 @@ from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import result_text
 from ddp_manual.training import checkpoint_files, metrics
-from ddp_manual.training.checkpoint import History
+from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
-from ddp_manual.training.loop import Trainer
-from ddp_manual.training.results import RunFiles
+from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.trackers import Trackers
+from ddp_manual.training.trainer import Trainer
 from tests.alone import alone
 
 STEPS_PER_EPOCH = 4

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 from ddp_manual import terminal
+from ddp_manual.deadline import Waiting
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
-from ddp_manual.waiting import Waiting
 from ddp_manual.wrapping import whole
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
@@ -40,7 +40,7 @@ def on_screen() -> Iterator[Screen]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("ddp_manual.waiting.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ddp_manual.deadline.time.monotonic", lambda: now[0])
     return now
 
 

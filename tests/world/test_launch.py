@@ -51,7 +51,7 @@ def fails_once(folder: Path) -> dict[str, str]:
         "from pathlib import Path\n"
         f"raised = Path({str(folder / 'raised')!r})\n"
         "if any(word.endswith('worker') for word in sys.orig_argv):\n"
-        "    from ddp_manual.training.loop import Trainer\n"
+        "    from ddp_manual.training.trainer import Trainer\n"
         "    steps, train_step = [], Trainer._train_step\n"
         "    def failing(*arguments):\n"
         "        steps.append(arguments)\n"

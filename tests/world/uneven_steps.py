@@ -11,9 +11,9 @@ import ddp_manual
 from ddp_manual import TrainConfig
 from ddp_manual.terminal import ProgressLines
 from ddp_manual.training import data, models
-from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.data import Data, Split
-from ddp_manual.training.loop import Trainer
+from ddp_manual.training.trainer import Trainer
+from ddp_manual.training.transforms import unit_scale
 
 
 class LastLine(ProgressLines):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_manual.errors import BadOption, CheckpointMismatch
-from ddp_manual.options import as_flags, option_fields
+from ddp_manual.option_fields import as_flags, option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint_files, ddp, own_code
@@ -32,7 +32,7 @@ from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.metrics import Window
 
 if TYPE_CHECKING:
-    from ddp_manual.training.loop import Trainer
+    from ddp_manual.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

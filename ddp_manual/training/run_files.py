@@ -21,7 +21,7 @@ from ddp_manual import run_folder, terminal
 from ddp_manual.errors import DdpManualError, DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import checkpoint_files, own_code, pictures
-from ddp_manual.training.checkpoint import History, on_cpu, pack
+from ddp_manual.training.checkpoint_state import History, on_cpu, pack
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation, Predictions
@@ -29,7 +29,7 @@ from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
-    from ddp_manual.training.loop import Trainer
+    from ddp_manual.training.trainer import Trainer
     from ddp_manual.worker.world import World
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import click
 
 from ddp_manual import errors
 from ddp_manual.environment.command_line import option_in
-from ddp_manual.options import help_text, option_fields, spelling, value_types
+from ddp_manual.option_fields import help_text, option_fields, spelling, value_types
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.world_spec import WorldSpec

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.training import checkpoint, data, ddp
-from ddp_manual.training.augment import Augmentation
-from ddp_manual.training.checkpoint import History
+from ddp_manual.training import checkpoint_state, data, ddp
+from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
@@ -34,7 +33,8 @@ from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate, peak_lr
 from ddp_manual.training.metrics import Meter, Metrics, Window, diverged
 from ddp_manual.training.replicas import check_replicas
-from ddp_manual.training.results import RunFiles
+from ddp_manual.training.run_files import RunFiles
+from ddp_manual.training.transforms import Augmentation
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
@@ -96,7 +96,7 @@ class Trainer:
             checkpoint_every=config.checkpoint_every,
             checkpoint_steps=config.checkpoint_steps,
         )
-        self.options = checkpoint.options_of(config, data_sets.train, data_sets.test)
+        self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
         self._world, self._progress = world, world.progress
@@ -121,7 +121,7 @@ class Trainer:
         self.settle_buckets()
         version, words, gauss = measured["random"]
         generator = version, words.tolist(), gauss
-        checkpoint.restore_state(state["model"], state["optimizer"], generator, self.network, self.optimizer)
+        checkpoint_state.restore_state(state["model"], state["optimizer"], generator, self.network, self.optimizer)
         self.resume(Position(**measured["position"]), msgspec.convert(measured["history"], History))
         self.hold(self.position, at_once=True)  # the rank that has held it may be lost before the next step
         return True
