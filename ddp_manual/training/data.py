@@ -277,12 +277,12 @@ def _map(path: Path) -> Split:
         if "unable to mmap" in str(error):
             raise MemoryError(str(error)) from None
         raise Damaged(textwrap.shorten(str(error), 200)) from None
-    if (split.digest, classes) != (digest_of(split.images, split.labels), _digest_of_classes(split)):
+    if (split.digest, classes) != (digest_of(split.images, split.labels), digest_of_classes(split)):
         raise Damaged("its images, labels or classes are not those that were written")
     return split
 
 
-def _digest_of_classes(split: Split) -> str:
+def digest_of_classes(split: Split) -> str:
     return hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16).hexdigest()
 
 
@@ -295,7 +295,7 @@ def _write(path: Path, split: Split) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save({**content, "digest_of_classes": _digest_of_classes(split)}, file)
+            torch.save({**content, "digest_of_classes": digest_of_classes(split)}, file)
         try:
             os.link(temporary, path)
         except FileExistsError:

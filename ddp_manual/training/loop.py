@@ -6,14 +6,13 @@ signals ask for, at a sync point every second or so.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 import time
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -115,15 +114,14 @@ class Trainer:
         self.meter = Meter(self.device, history.window, history.train_seconds)
         self._seconds_before = history.train_seconds
 
-    def go_on(self, held: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+    def go_on(self, held: Mapping[str, Any]) -> bool:
         """Go on from a state that ``hold`` has held, on this rank or another one; all ranks call it. Returns True."""
-        state, measured = held
+        generator = json.loads(held["random"]["python"])
+        saved = msgspec.convert({**held, "random": {"python": generator}}, checkpoint.Saved)
         self.settle_buckets()
-        version, words, gauss = measured["random"]
-        generator = version, words.tolist(), gauss
-        checkpoint.restore_state(state["model"], state["optimizer"], generator, self.network, self.optimizer)
-        self.resume(Position(**measured["position"]), msgspec.convert(measured["history"], History))
-        self.hold(self.position, at_once=True)  # the rank that has held it may be lost before the next step
+        checkpoint.restore_state(saved, self.network, self.optimizer)
+        self.resume(saved.position, saved.history)
+        self.hold(at_once=True)  # the rank that has held it may be lost before the next step
         return True
 
     @property
@@ -132,21 +130,20 @@ class Trainer:
         evaluations = tuple(self.evaluations)
         return History(evaluations=evaluations, window=self.meter.window, train_seconds=self.meter.seconds)
 
-    def hold(self, position: Position, *, at_once: bool = False) -> None:
-        """Hold the state at ``position``, so that it outlives this process, if it is the turn of its step, or the end
-        of an epoch, or ``at_once``.
+    def hold(self, *, at_once: bool = False) -> None:
+        """Hold the state, so that it outlives this process, if it is the turn of its step, or the end of an epoch, or
+        ``at_once``.
 
         What the ranks have measured since the last sync point is not held: each has summed its own.
         """
+        position = self.position
         at_once = at_once or not position.taken or self.epoch_plan.epoch_ended(position)
         if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
-        state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
-        version, words, gauss = random.getstate()
-        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
-        measured = {"position": vars(position), "history": asdict(self.history), "random": generator}
-        if not self._holder.hold(position.step, (state, measured)):
+        # Of 625 numbers one text, since each number would be described by itself.
+        generator = json.dumps(random.getstate())
+        if not self._holder.hold(position.step, {**checkpoint.state_of(self), "random": {"python": generator}}):
             self._holder = None
             return
         seconds = time.perf_counter() - began
@@ -202,7 +199,8 @@ class Trainer:
             self._seed(seen)
             # DDP takes the mean over the ranks, whose shares of the samples may differ.
             loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
-            self.hold(position)
+            self.position = position
+            self.hold()
             if counted:
                 meter.add(position.step, loss, scores, labels)
             logs, saves = plan.logs(position), plan.saves(position)
@@ -221,7 +219,6 @@ class Trainer:
             sync_at = position.step + steps_until_sync(meter.seconds_per_step)
             if self._holder is not None:
                 self._holder.choose(meter.slowest_hold, meter.seconds_per_step)
-            self.position = position
             self._progress.step_seconds = meter.own_work.mean
             metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr)
             lines.say(self._in_words(metrics), passes=not logs)
@@ -232,7 +229,7 @@ class Trainer:
                 return save
             if saves:
                 self.save()
-                ddp.wait_for_all_ranks(self.device)  # until rank 0 has saved
+                self._world.gather(None)  # until rank 0 has saved
                 meter.begin(position.step)
             if stops:
                 return False
@@ -318,7 +315,7 @@ class Trainer:
             )
         self.position = after
         self.evaluations.append(result)
-        self.hold(after)
+        self.hold()
         logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f%s",
@@ -343,7 +340,7 @@ class Trainer:
             TrainingFailed: training has diverged; on every rank. DiskFull: the file could not be written; on rank 0.
         """
         self._check_parameters()
-        self.hold(self.position, at_once=True)  # a state before a checkpoint would not be gone on from
+        self.hold(at_once=True)  # a state before a checkpoint would not be gone on from
         with self.saving() as files:
             if files is not None:
                 files.save_checkpoint(self)

@@ -13,7 +13,7 @@ from ddp_manual import run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint, checkpoint_files, ddp, held_state, models, own_code, results
+from ddp_manual.training import checkpoint, checkpoint_files, held_state, models, own_code, results
 from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.augment import unit_scale
 from ddp_manual.training.config import TrainConfig
@@ -22,7 +22,6 @@ from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.loop import Trainer
-from ddp_manual.training.metrics import agree_on_save
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.results import RunFiles
 from ddp_manual.training.trackers import Trackers
@@ -153,7 +152,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         if was_complete:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             missing = summary is None or not results.predictions_are_there(paths.predictions, classes)
-            if ddp.rank_0_decides(missing, world.device):
+            if world.gather(missing)[0]:
                 _write_predictions(trainer, trainer.predict())
         else:
             # Train, evaluate, save.
@@ -177,7 +176,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                     if not plan.epoch_ended(trainer.position):
                         raise _stopped(world, trainer, paths, how_to_resume)
                     predictions = trainer.evaluate()
-                    save |= agree_on_save(world.save_is_asked(), world.device)
+                    save |= any(world.gather(world.save_is_asked()))
                     # Write the checkpoint first: every other file can be rebuilt from it.
                     if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
                         trainer.save()
@@ -186,7 +185,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                             files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
                     _write_predictions(trainer, predictions)
                     if trainer.is_stopped and not trainer.ended:
-                        ddp.wait_for_all_ranks(world.device)  # until rank 0 has saved
+                        world.gather(None)  # until rank 0 has saved
                         raise _stopped(world, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
 

@@ -64,12 +64,6 @@ def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[
     return sums, [rest[start : start + len(own)] for start in range(0, len(rest), len(own))]
 
 
-def agree_on_save(asked: bool, device: torch.device) -> bool:
-    """Return on all ranks whether a checkpoint is asked for on any of them; a collective."""
-    own = torch.tensor([asked], dtype=torch.float64, device=device)
-    return any(saves for (saves,) in sum_and_gather(own.new_zeros(0), own)[1])
-
-
 class Meter:
     """Sums loss, correct predictions and samples on the device, and notes the first step whose loss is not finite.
 
