@@ -56,12 +56,14 @@ class Split:
         labels: int64 [N], each an index into ``classes``.
         classes: their names; what would break the line of a table or is not UTF-8 becomes an escape.
         digest: see ``digest_of``; empty if it has not been computed.
+        target: the device to which batches of images that stay in host memory go; None: they are where the images are.
     """
 
     images: Tensor
     labels: Tensor
     classes: tuple[str, ...]
     digest: str = ""
+    target: torch.device | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple("".join(map(_printable, name)) for name in self.classes))
@@ -84,15 +86,29 @@ class Split:
     @property
     def device(self) -> torch.device:
         """Where its batches are."""
-        return self.labels.device
+        return self.target or self.labels.device
 
     def batch(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return images, labels and numbers of ``samples``, which are numbers on the device of the images; all three
-        are on ``device`` then."""
-        return self.images[samples], self.labels[samples], samples
+        are on ``device`` then.
+
+        A copy to a GPU may go on while the next batch is gathered: torch uses pinned memory again only when it is done.
+        """
+        if self.target is None:
+            return self.images[samples], self.labels[samples], samples
+        pin = self.target.type == "cuda"
+        pinned = [
+            torch.empty((len(samples), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pin)
+            for tensor in (self.images, self.labels, samples)
+        ]
+        torch.index_select(self.images, 0, samples, out=pinned[0])
+        torch.index_select(self.labels, 0, samples, out=pinned[1])
+        pinned[2].copy_(samples)
+        images, labels, numbers = (tensor.to(self.target, non_blocking=True) for tensor in pinned)
+        return images, labels, numbers
 
     def to(self, device: torch.device) -> Split:
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device), target=None)
 
 
 def _printable(letter: str) -> str:
@@ -291,11 +307,12 @@ def _write(path: Path, split: Split) -> None:
 
     That host's file was read from the same files, and stays if it is whole, since ranks may have mapped it.
     """
-    content = {**vars(split), "images": split.images.contiguous(), "digest": digest_of(split.images, split.labels)}
+    digests = {"digest": digest_of(split.images, split.labels), "digest_of_classes": digest_of_classes(split)}
+    content = {"images": split.images.contiguous(), "labels": split.labels, "classes": split.classes, **digests}
     temporary = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save({**content, "digest_of_classes": digest_of_classes(split)}, file)
+            torch.save(content, file)
         try:
             os.link(temporary, path)
         except FileExistsError:

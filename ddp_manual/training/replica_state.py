@@ -183,10 +183,6 @@ def digest(values: Sequence[Value]) -> int:
     return int(struct.unpack("<q", hashed.digest())[0])
 
 
-def digest_of_text(text: str) -> int:
-    return int(struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())[0])
-
-
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     """Return the values as a vector, without a copy if they fill a piece of memory, and the order of the dimensions
     there; None for the usual one. Convolutions often have their channels last."""

@@ -104,7 +104,7 @@ class _Comparison:
     def run(self, tolerance: float | None) -> None:
         """Compare; raise what ``check_replicas`` says."""
         state = self.state
-        structure = replica_state.digest_of_text(json.dumps(state.structure()))
+        structure = replica_state.digest([Value("", number=json.dumps(state.structure()))])
         values = 0 if state.refused else replica_state.digest(state.values)
         on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in state.values)
         # The bits of a float64 that is not negative are in its order.
