@@ -11,8 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -224,7 +223,10 @@ class Trainer:
             lines.say(self._in_words(metrics), passes=not logs)
             if logs:
                 meter.window = Window()
-                self._report(metrics)
+                self._training_loss = metrics.loss
+                self._progress.samples_per_second = metrics.samples_per_second / self.world_size
+                if self.files is not None:
+                    self.files.add_metrics(metrics)
             if plan.epoch_ended(position):
                 return save
             if saves:
@@ -264,12 +266,6 @@ class Trainer:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
-
-    def _report(self, metrics: Metrics) -> None:
-        self._progress.samples_per_second = metrics.samples_per_second / self.world_size
-        self._training_loss = metrics.loss
-        if self.files is not None:
-            self.files.add_metrics(metrics)
 
     def _in_words(self, metrics: Metrics) -> str:
         return (
@@ -341,16 +337,14 @@ class Trainer:
         """
         self._check_parameters()
         self.hold(at_once=True)  # a state before a checkpoint would not be gone on from
-        with self.saving() as files:
-            if files is not None:
-                files.save_checkpoint(self)
+        self.write(lambda files: files.save_checkpoint(self))
         self._progress.phase = "training"
 
-    @contextmanager
-    def saving(self) -> Iterator[RunFiles | None]:
-        """Write files in the body: if the run ends meanwhile, rank 0 finishes them first."""
-        with self._world.saving() if self.files is not None else nullcontext():
-            yield self.files
+    def write(self, write: Callable[[RunFiles], None]) -> None:
+        """Write files, on rank 0: if the run ends meanwhile, it finishes them first."""
+        if self.files is not None:
+            with self._world.saving():
+                write(self.files)
 
     def _check_parameters(self) -> None:
         """Raise TrainingFailed if training has diverged; the same on all ranks.

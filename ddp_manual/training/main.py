@@ -180,9 +180,9 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                     # Write the checkpoint first: every other file can be rebuilt from it.
                     if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
                         trainer.save()
-                    with trainer.saving():
-                        if files is not None:
-                            files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
+                    trainer.write(
+                        lambda files: files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
+                    )
                     _write_predictions(trainer, predictions)
                     if trainer.is_stopped and not trainer.ended:
                         world.gather(None)  # until rank 0 has saved
@@ -192,9 +192,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         # Finish.
         if summary is None:
             summary = results.summary(world, paths, trainer)
-            with trainer.saving():
-                if files is not None:
-                    files.finish(summary)
+            trainer.write(lambda files: files.finish(summary))
     return summary
 
 
@@ -222,9 +220,8 @@ def _load(world: World, config: TrainConfig) -> Data:
 
 
 def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> None:
-    if trainer.files is not None and predictions is not None:
-        with trainer.saving():
-            trainer.files.write_predictions(trainer.position, predictions)
+    if predictions is not None:
+        trainer.write(lambda files: files.write_predictions(trainer.position, predictions))
 
 
 def _stopped(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,12 @@ class OwnData(Source):
     def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None, seed: int) -> None:
         super().__init__(name, data_dir, classes)
         self._seed = seed
-        self._parts: dict[str, Split] = {}
 
     def read(self, part: str) -> Split:
-        if not self._parts:
-            self._parts = self._call()
         return self._parts[part]
 
-    def _call(self) -> dict[str, Split]:
+    @cached_property
+    def _parts(self) -> dict[str, Split]:
         own_code.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
         random.seed(self._seed)
         torch.manual_seed(self._seed)
