@@ -29,7 +29,7 @@ from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
-from ddp_manual.training.learning_rate import LearningRate, peak_lr
+from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.metrics import Meter, Metrics, Window, diverged
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.results import RunFiles
@@ -68,7 +68,7 @@ class Trainer:
         self.model = network if config.no_ddp else ddp.wrap_in_ddp(network, self.device)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
-            lr=peak_lr(config, self.world_size),
+            lr=config.lr,  # each step sets its own
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
@@ -80,20 +80,8 @@ class Trainer:
         self.batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
         """Samples per rank and step."""
         data.check_batch_fits(samples, self.batch_size, self.world_size)
-        self.learning_rate = LearningRate(
-            peak=peak_lr(config, self.world_size),
-            warmup=config.warmup_epochs * samples,
-            total=config.epochs * samples,
-            shape=config.lr_schedule,
-        )
-        self.epoch_plan = EpochPlan(
-            samples=samples,
-            batch=self.world_size * self.batch_size,
-            epochs=config.epochs,
-            log_every=config.log_every,
-            checkpoint_every=config.checkpoint_every,
-            checkpoint_steps=config.checkpoint_steps,
-        )
+        self.learning_rate = LearningRate(config, self.world_size, samples)
+        self.epoch_plan = EpochPlan(config, samples, self.world_size * self.batch_size)
         self.options = checkpoint.options_of(config, data_sets.train, data_sets.test)
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples

@@ -197,7 +197,7 @@ class _Comparison:
             f"{self._differ(odd, found, reference)} in {value.name}{self.when}: {up_to}{most} of "
             f"{counted(size, 'value')}, "
             + (f"largest difference {largest:.3g}" if math.isfinite(largest) else "some not finite on one side only"),
-            [*lines, f"{value.name} is {replica_state.kind_of(tensor)}, compared {compared}"],
+            [*lines, f"{value.name} is {value.kind}, compared {compared}"],
         )
 
     def _limit(self, tensor: Tensor, reference: int, allowed: float) -> float:
