@@ -180,9 +180,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                     # Write the checkpoint first: every other file can be rebuilt from it.
                     if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
                         trainer.save()
-                    trainer.write(
-                        lambda files: files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
-                    )
+                    trainer.write(lambda files: files.add_evaluation(trainer))
                     _write_predictions(trainer, predictions)
                     if trainer.is_stopped and not trainer.ended:
                         world.gather(None)  # until rank 0 has saved
