@@ -31,7 +31,7 @@ from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.terminal import counted
 from ddp_manual.training.augment import Normalise
-from ddp_manual.training.config import is_folder
+from ddp_manual.training.config import TrainConfig, is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +127,7 @@ class Data:
 class Source(ABC):
     """A data set as ``--dataset`` names it: brings its images to this machine, and reads them once into a cache.
 
-    Args:
-        name: the value of ``--dataset``.
-        folder: where its files are; the cache is beside them.
-        classes: names to show instead of the data set's own.
+    Its files are in ``folder``, and the cache is beside them.
     """
 
     mean: tuple[float, ...] | None = None
@@ -139,8 +136,8 @@ class Source(ABC):
     verb = "read"
     """What ``prepare`` does, for the line of a rank that waits for it."""
 
-    def __init__(self, name: str, folder: Path, classes: tuple[str, ...] | None) -> None:
-        self.name, self.folder, self._classes = name, folder, classes
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.name, self.folder = config, config.dataset, Path(config.data_dir)
         self._in_memory: dict[str, Split] = {}
 
     def check(self) -> None:  # noqa: B027  # most data sets have nothing to check
@@ -185,15 +182,16 @@ class Source(ABC):
         if split is None:
             cache = self.cache(part)
             split = (cache.load() if cache else None) or self.read(part)
-        if self._classes is None:
+        names = self.config.class_names
+        if names is None:
             return split
-        if len(self._classes) != len(split.classes):
+        if len(names) != len(split.classes):
             raise BadOption(
-                f"--classes gives {counted(len(self._classes), 'name')}, {self.name} has {len(split.classes)} classes",
+                f"--classes gives {counted(len(names), 'name')}, {self.name} has {len(split.classes)} classes",
                 why=f"they are {', '.join(split.classes)}",
                 next="give one name for each class, in this order, with commas between them",
             )
-        return replace(split, classes=self._classes)
+        return replace(split, classes=names)
 
     def normalise(self, train: Split) -> Normalise:
         """Return what maps the pixels of ``train`` to mean 0 and variance 1."""

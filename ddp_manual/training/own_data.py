@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -34,16 +33,11 @@ class OwnData(Source):
     Its ``classes`` name the labels, which are numbers otherwise. The factory may leave out ``data_dir``, a
     pathlib.Path. The first rank of a host calls it before the others of that host do, since it may download.
 
-    Args:
-        seed: for random, numpy and torch before the factory is called, so that every rank and every start of a run gets
-            the same data.
+    random, numpy and torch are seeded before the factory is called, so that every rank and every start of a run gets
+    the same data.
     """
 
     verb = "load"
-
-    def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None, seed: int) -> None:
-        super().__init__(name, data_dir, classes)
-        self._seed = seed
 
     def read(self, part: str) -> Split:
         return self._parts[part]
@@ -51,9 +45,9 @@ class OwnData(Source):
     @cached_property
     def _parts(self) -> dict[str, Split]:
         own_code.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
-        random.seed(self._seed)
-        torch.manual_seed(self._seed)
-        numpy.random.seed(self._seed % 2**32)  # it takes no larger seed
+        random.seed(self.config.seed)
+        torch.manual_seed(self.config.seed)
+        numpy.random.seed(self.config.seed % 2**32)  # it takes no larger seed
         made = own_code.call("dataset", self.name, data_dir=self.folder)
         if not isinstance(made, Sequence) or len(made) != len(PARTS) or _is_array(made[0]):
             size = f" of {len(made)}" if isinstance(made, Sequence) else ""
