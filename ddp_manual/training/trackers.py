@@ -101,7 +101,7 @@ class Trackers:
         del flat["run"]
         options = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
         self._trackers = [KINDS[name]() for name in self._names]
-        step = options["goes_on_after_step"]
+        step = settings["run"]["goes_on_after_step"]
         self._each(lambda tracker: tracker.open(run_name(options), options, paths, step))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
