@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ddp_manual.errors import ConfigMismatch, DataDiffers
 from ddp_manual.option_fields import differing_options, side_by_side
-from ddp_manual.training import ddp
-from ddp_manual.training.data import PARTS, Split, digest_of
+from ddp_manual.training.data import PARTS, Split, digest_of, digest_of_classes
 from ddp_manual.wire import all_escaped
 
 if TYPE_CHECKING:
@@ -69,22 +63,22 @@ def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) 
     Raises:
         DataDiffers: on every rank, naming the hosts whose data are not rank 0's.
     """
-    mine = torch.tensor([fingerprint(train), fingerprint(test)], device=world.device)
-    ranks = ddp.to_host(torch.stack(ddp.all_gather(mine))).tolist()
+    mine = [fingerprint(train), fingerprint(test)]
+    ranks = all_escaped(world.gather(mine))
     odd = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
     if not odd:
-        return _hexadecimal(ranks[0][0][1:3]), _hexadecimal(ranks[0][1][1:3])
+        return mine[0][1], mine[1][1]
     hosts = [line["host"] for line in world.roster()]
     # No rank leaves before all know why: a rank that is still asking would give a peer's leaving as the cause.
-    ddp.all_gather(mine)
+    world.gather(None)
     lines = []
     for index, part in enumerate(PARTS):
         differing = [rank for rank in odd if ranks[rank][index] != ranks[0][index]]
         for rank in [0, *differing] if differing else []:
-            count, *digests = ranks[rank][index]
-            images, names = _hexadecimal(digests[:2])[:12], _hexadecimal(digests[2:])[:12]
+            count, images, names = ranks[rank][index]
             lines.append(
-                f"{part}: rank {rank} ({hosts[rank]}) has {count} samples, digest {images}, class names {names}"
+                f"{part}: rank {rank} ({hosts[rank]}) has {count} samples, digest {images[:12]}, "
+                f"class names {names[:12]}"
             )
     raise DataDiffers(
         f"the data on {', '.join(dict.fromkeys(hosts[rank] for rank in odd))} are not those of rank 0 on {hosts[0]}: "
@@ -94,12 +88,6 @@ def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) 
     )
 
 
-def fingerprint(split: Split) -> tuple[int, int, int, int, int]:
+def fingerprint(split: Split) -> list[Any]:
     """Return the number of samples, and digests (BLAKE2b, 128 bits) of images with labels and of the class names."""
-    digest = bytes.fromhex(split.digest or digest_of(split.images, split.labels))
-    names = hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16)
-    return (len(split), *struct.unpack("<4q", digest + names.digest()))
-
-
-def _hexadecimal(numbers: Sequence[int]) -> str:
-    return struct.pack("<2q", *numbers).hex()
+    return [len(split), split.digest or digest_of(split.images, split.labels), digest_of_classes(split)]

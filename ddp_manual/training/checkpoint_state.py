@@ -76,19 +76,23 @@ class Saved:
     random: dict[str, Any]
 
 
-def pack(trainer: Trainer) -> bytes:
-    """Return the state as it is now; on rank 0, whose buffers count. All else is the same on all ranks."""
-    content = io.BytesIO()
-    state = {
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what ``Saved`` has of a run as it is now. The tensors are those that it trains."""
+    return {
         "position": asdict(trainer.position),
         "history": asdict(trainer.history),
         "options": trainer.options,
         "world_size": trainer.world_size,
-        "model": on_cpu(trainer.network.state_dict()),
-        "optimizer": on_cpu(trainer.optimizer.state_dict()["state"]),
+        "model": trainer.network.state_dict(),
+        "optimizer": trainer.optimizer.state_dict()["state"],
         "random": {"python": random.getstate()},
     }
-    torch.save(state, content)
+
+
+def pack(trainer: Trainer) -> bytes:
+    """Return the state as it is now; on rank 0, whose buffers count. All else is the same on all ranks."""
+    content = io.BytesIO()
+    torch.save(on_cpu(state_of(trainer)), content)
     return content.getvalue()
 
 
@@ -124,21 +128,15 @@ def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim
     """
     with _corrupt_if_it_fails(path):
         _check_shapes(saved.optimizer, optimizer)
-        restore_state(saved.model, saved.optimizer, saved.random["python"], network, optimizer)
+        restore_state(saved, network, optimizer)
 
 
-def restore_state(
-    model: Mapping[str, Tensor],
-    state: Mapping[int, Any],
-    generator: Any,
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def restore_state(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put back what a network and an optimizer were, and the state of Python's generator."""
-    network.load_state_dict(dict(model))
+    network.load_state_dict(saved.model)
     groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
-    version, words, gauss = generator
+    optimizer.load_state_dict({"state": saved.optimizer, "param_groups": groups})
+    version, words, gauss = saved.random["python"]
     random.setstate((version, tuple(words), gauss))
 
 
@@ -149,19 +147,6 @@ def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) ->
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameters[number].shape:
                 raise ValueError(f"{name} of parameter {number} has another shape than the parameter")
-
-
-def share_bytes(content: bytes | None, device: torch.device) -> bytes | None:
-    """Return rank 0's ``content`` on every rank; a collective. The others pass None, as does rank 0 if it has none."""
-    size = torch.tensor([-1 if content is None else len(content)], device=device)
-    ddp.broadcast(size)
-    if size < 0:
-        return None
-    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if content is not None:  # bytearray: torch wants memory that it could write to
-        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    ddp.broadcast(buffer)
-    return buffer.cpu().numpy().tobytes()
 
 
 def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
@@ -208,10 +193,12 @@ def resume(paths: RunPaths, trainer: Trainer) -> bool:
     path = found[0].path if found else Path("rank 0's checkpoint")
     if found:
         _check_options(path, unpack(path, found[1]), trainer.config, trainer.options)
-    content = share_bytes(found[1] if found else None, trainer.device)
+    # bytearray: torch wants memory that it could write to
+    own = torch.frombuffer(bytearray(found[1]), dtype=torch.uint8) if found else None
+    content = ddp.share_bytes(own, trainer.device)
     if content is None:
         return False
-    saved = unpack(path, content)
+    saved = unpack(path, content.numpy().tobytes())
     check_parameters(path, saved, trainer.network)
     trainer.settle_buckets()
     restore(path, saved, trainer.network, trainer.optimizer)

@@ -30,7 +30,7 @@ from ddp_manual import run_folder
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.terminal import counted
-from ddp_manual.training.config import is_folder
+from ddp_manual.training.config import TrainConfig, is_folder
 from ddp_manual.training.transforms import Normalise
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,14 @@ class Split:
         labels: int64 [N], each an index into ``classes``.
         classes: their names; what would break the line of a table or is not UTF-8 becomes an escape.
         digest: see ``digest_of``; empty if it has not been computed.
+        target: the device to which batches of images that stay in host memory go; None: they are where the images are.
     """
 
     images: Tensor
     labels: Tensor
     classes: tuple[str, ...]
     digest: str = ""
+    target: torch.device | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple("".join(map(_printable, name)) for name in self.classes))
@@ -84,15 +86,29 @@ class Split:
     @property
     def device(self) -> torch.device:
         """Where its batches are."""
-        return self.labels.device
+        return self.target or self.labels.device
 
     def batch(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return images, labels and numbers of ``samples``, which are numbers on the device of the images; all three
-        are on ``device`` then."""
-        return self.images[samples], self.labels[samples], samples
+        are on ``device`` then.
+
+        A copy to a GPU may go on while the next batch is gathered: torch uses pinned memory again only when it is done.
+        """
+        if self.target is None:
+            return self.images[samples], self.labels[samples], samples
+        pin = self.target.type == "cuda"
+        pinned = [
+            torch.empty((len(samples), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pin)
+            for tensor in (self.images, self.labels, samples)
+        ]
+        torch.index_select(self.images, 0, samples, out=pinned[0])
+        torch.index_select(self.labels, 0, samples, out=pinned[1])
+        pinned[2].copy_(samples)
+        images, labels, numbers = (tensor.to(self.target, non_blocking=True) for tensor in pinned)
+        return images, labels, numbers
 
     def to(self, device: torch.device) -> Split:
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device), target=None)
 
 
 def _printable(letter: str) -> str:
@@ -111,10 +127,7 @@ class Data:
 class Source(ABC):
     """A data set as ``--dataset`` names it: brings its images to this machine, and reads them once into a cache.
 
-    Args:
-        name: the value of ``--dataset``.
-        folder: where its files are; the cache is beside them.
-        classes: names to show instead of the data set's own.
+    Its files are in ``folder``, and the cache is beside them.
     """
 
     mean: tuple[float, ...] | None = None
@@ -123,8 +136,8 @@ class Source(ABC):
     verb = "read"
     """What ``prepare`` does, for the line of a rank that waits for it."""
 
-    def __init__(self, name: str, folder: Path, classes: tuple[str, ...] | None) -> None:
-        self.name, self.folder, self._classes = name, folder, classes
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.name, self.folder = config, config.dataset, Path(config.data_dir)
         self._in_memory: dict[str, Split] = {}
 
     def check(self) -> None:  # noqa: B027  # most data sets have nothing to check
@@ -169,15 +182,16 @@ class Source(ABC):
         if split is None:
             cache = self.cache(part)
             split = (cache.load() if cache else None) or self.read(part)
-        if self._classes is None:
+        names = self.config.class_names
+        if names is None:
             return split
-        if len(self._classes) != len(split.classes):
+        if len(names) != len(split.classes):
             raise BadOption(
-                f"--classes gives {counted(len(self._classes), 'name')}, {self.name} has {len(split.classes)} classes",
+                f"--classes gives {counted(len(names), 'name')}, {self.name} has {len(split.classes)} classes",
                 why=f"they are {', '.join(split.classes)}",
                 next="give one name for each class, in this order, with commas between them",
             )
-        return replace(split, classes=self._classes)
+        return replace(split, classes=names)
 
     def normalise(self, train: Split) -> Normalise:
         """Return what maps the pixels of ``train`` to mean 0 and variance 1."""
@@ -277,12 +291,12 @@ def _map(path: Path) -> Split:
         if "unable to mmap" in str(error):
             raise MemoryError(str(error)) from None
         raise Damaged(textwrap.shorten(str(error), 200)) from None
-    if (split.digest, classes) != (digest_of(split.images, split.labels), _digest_of_classes(split)):
+    if (split.digest, classes) != (digest_of(split.images, split.labels), digest_of_classes(split)):
         raise Damaged("its images, labels or classes are not those that were written")
     return split
 
 
-def _digest_of_classes(split: Split) -> str:
+def digest_of_classes(split: Split) -> str:
     return hashlib.blake2b(json.dumps(split.classes).encode(), digest_size=16).hexdigest()
 
 
@@ -291,11 +305,12 @@ def _write(path: Path, split: Split) -> None:
 
     That host's file was read from the same files, and stays if it is whole, since ranks may have mapped it.
     """
-    content = {**vars(split), "images": split.images.contiguous(), "digest": digest_of(split.images, split.labels)}
+    digests = {"digest": digest_of(split.images, split.labels), "digest_of_classes": digest_of_classes(split)}
+    content = {"images": split.images.contiguous(), "labels": split.labels, "classes": split.classes, **digests}
     temporary = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save({**content, "digest_of_classes": _digest_of_classes(split)}, file)
+            torch.save(content, file)
         try:
             os.link(temporary, path)
         except FileExistsError:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import psutil
 import torch
-from torch import Tensor
 
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
@@ -24,37 +23,6 @@ logger = logging.getLogger(__name__)
 # The part of a GPU's free memory that the images may take: the network and what it computes need the rest. A batch that
 # comes from host memory costs little, 3 MB for 1,000 images of 32x32.
 IMAGES_MAY_TAKE = 0.5
-
-
-@dataclass(frozen=True, eq=False)
-class SplitInHostMemory(Split):
-    """A part of a data set in host memory, whose batches go to another device.
-
-    Args:
-        target: that device.
-    """
-
-    target: torch.device = field(kw_only=True)
-
-    @property
-    def device(self) -> torch.device:
-        return self.target
-
-    def batch(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        images, labels = (self._sent(tensor, samples) for tensor in (self.images, self.labels))
-        return images, labels, self._sent(samples, None)
-
-    def _sent(self, tensor: Tensor, samples: Tensor | None) -> Tensor:
-        """Send ``tensor[samples]`` to the device. The copy may go on while the next batch is gathered: torch uses the
-        pinned memory again only when it is done."""
-        count = len(tensor if samples is None else samples)
-        pin = self.target.type == "cuda"
-        buffer = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pin)
-        if samples is None:
-            buffer.copy_(tensor)
-        else:
-            torch.index_select(tensor, 0, samples, out=buffer)
-        return buffer.to(self.target, non_blocking=True)
 
 
 def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
@@ -75,11 +43,7 @@ def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
         "the network",
         *(size >> 20, device, free >> 20),
     )
-    return in_host_memory(splits, device)
-
-
-def in_host_memory(splits: Sequence[Split], target: torch.device) -> list[Split]:
-    return [SplitInHostMemory(**vars(split), target=target) for split in splits]
+    return [replace(split, target=device) for split in splits]
 
 
 def size_of(split: Split) -> int:

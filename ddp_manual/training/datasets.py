@@ -57,14 +57,11 @@ DRAWN_SEEDS = {"train": 1, "test": 2}
 
 def source_of(config: TrainConfig) -> Source:
     """Return the data set that ``--dataset`` names, with ``--classes`` as its classes."""
-    dataset, data_dir, classes = config.dataset, Path(config.data_dir), config.class_names
-    if is_folder(dataset):
-        return ImageFolder(dataset, Path(dataset.removeprefix(FOLDER_PREFIX)), classes, config.image_size)
-    if dataset in DOWNLOADED:
-        return Downloaded(dataset, data_dir, classes)
-    if dataset == "synthetic":
-        return Synthetic(dataset, data_dir, classes)
-    return OwnData(dataset, data_dir, classes, config.seed)
+    if is_folder(config.dataset):
+        return ImageFolder(config)
+    if config.dataset in DOWNLOADED:
+        return Downloaded(config)
+    return Synthetic(config) if config.dataset == "synthetic" else OwnData(config)
 
 
 class Synthetic(Source):
@@ -88,11 +85,11 @@ class Synthetic(Source):
 class Downloaded(Source):
     """MNIST and its relatives, or CIFAR-10, in the files and folders that torchvision keeps them in."""
 
-    def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None) -> None:
-        super().__init__(name, data_dir, classes)
-        self._torchvision, below, self.mean, self.std, self._own_classes = DOWNLOADED[name]
-        self._raw = data_dir / below
-        self._names = CIFAR_FILES if name == "cifar10" else (*IDX_FILES["train"], *IDX_FILES["test"])
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self._torchvision, below, self.mean, self.std, self._own_classes = DOWNLOADED[self.name]
+        self._raw = self.folder / below
+        self._names = CIFAR_FILES if self.name == "cifar10" else (*IDX_FILES["train"], *IDX_FILES["test"])
         self.verb = "read" if all(map(self._found, self._names)) else "download"
 
     def fetch(self) -> None:
@@ -159,14 +156,13 @@ class ImageFolder(Source):
     The class folders of ``train``, sorted by name, are the classes. Images are grey if those of both parts all are, and
     otherwise in colour. Files of other kinds, hidden files and those in hidden folders are passed over.
 
-    Args:
-        image_size: resize to this many pixels along the shorter side, and cut out the square in the middle. None: all
-            images must have the same size already.
+    With ``--image_size`` images are resized to so many pixels along the shorter side, and the square in the middle is
+    cut out; otherwise all must have the same size already.
     """
 
-    def __init__(self, name: str, folder: Path, classes: tuple[str, ...] | None, image_size: int | None) -> None:
-        super().__init__(name, folder, classes)
-        self._size = image_size
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self.folder, self._size = Path(self.name.removeprefix(FOLDER_PREFIX)), config.image_size
 
     def check(self) -> None:
         for part in PARTS:

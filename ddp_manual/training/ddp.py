@@ -85,12 +85,12 @@ def broadcast(tensor: Tensor, source: int = 0) -> None:
         dist.broadcast(tensor, src=source)
 
 
-def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Return every rank's ``tensor``, in rank order; all have the same shape."""
+def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's ``tensor``, in rank order; all have the same shape. ``group`` None: the default group."""
     if not dist.is_initialized():
         return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(gathered, tensor)
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
     return gathered
 
 
@@ -113,14 +113,22 @@ def gather_messages(message: Any, device: torch.device, group: dist.ProcessGroup
     """
     # A bytearray, since torch warns about memory that cannot be written to.
     own = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
-    padded = own.new_zeros(max(int(length) for length in lengths))
+    lengths = torch.cat(all_gather(torch.tensor([len(own)], device=device), group)).tolist()
+    padded = own.new_zeros(max(lengths))
     padded[: len(own)] = own
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded, group=group)
-    pairs = zip(received, lengths, strict=True)
-    return [json.loads(buffer[: int(length)].cpu().numpy().tobytes()) for buffer, length in pairs]
+    received = zip(all_gather(padded, group), lengths, strict=True)
+    return [json.loads(buffer[:length].cpu().numpy().tobytes()) for buffer, length in received]
+
+
+def share_bytes(content: Tensor | None, device: torch.device, source: int = 0) -> Tensor | None:
+    """Return what rank ``source`` passes, a uint8 vector, on the CPU of every rank; None if it passes None."""
+    size = torch.tensor([-1 if content is None else len(content)], device=device)
+    broadcast(size, source)
+    if size < 0:
+        return None
+    shared = torch.empty(int(size), dtype=torch.uint8, device=device) if content is None else content.to(device)
+    broadcast(shared, source)
+    return shared.cpu()
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -129,17 +137,3 @@ def to_host(tensor: Tensor) -> Tensor:
     With NCCL a rank waits for the others here, not in the call of a collective. The reporter knows ``cpu()``.
     """
     return tensor.cpu()
-
-
-def wait_for_all_ranks(device: torch.device) -> None:
-    """Return once every rank has called this."""
-    arrived = torch.zeros(1, device=device)
-    all_reduce(arrived)
-    to_host(arrived)
-
-
-def rank_0_decides(decision: bool, device: torch.device) -> bool:
-    """Return rank 0's ``decision`` on every rank."""
-    answer = torch.tensor([decision], dtype=torch.uint8, device=device)
-    broadcast(answer)
-    return bool(to_host(answer).item())

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_manual.training.config import TrainConfig
 
 # Seconds between two sync points, roughly: how long a signal may wait until the ranks agree on what to do.
 SYNC_EVERY = 1.0
@@ -27,22 +31,18 @@ class Position:
         return Position(epoch=self.epoch + 1, step=self.step)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EpochPlan:
     """The steps of a whole run.
 
     Args:
         samples: in an epoch.
         batch: samples of a step, over all ranks; the last step of an epoch takes what is left.
-        log_every, checkpoint_steps: in steps; checkpoint_every: in epochs. 0 means never.
     """
 
+    config: TrainConfig
     samples: int
     batch: int
-    epochs: int
-    log_every: int
-    checkpoint_every: int
-    checkpoint_steps: int
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,11 +50,11 @@ class EpochPlan:
 
     def steps(self, position: Position) -> int:
         """Count the steps of the whole run, if it continues from ``position`` with this batch."""
-        left = math.ceil((self.samples - position.taken) / self.batch) if position.epoch < self.epochs else 0
-        return position.step + left + max(0, self.epochs - position.epoch - 1) * self.steps_per_epoch
+        left = math.ceil((self.samples - position.taken) / self.batch) if not self.ended(position) else 0
+        return position.step + left + max(0, self.config.epochs - position.epoch - 1) * self.steps_per_epoch
 
     def ended(self, position: Position) -> bool:
-        return position.epoch >= self.epochs
+        return position.epoch >= self.config.epochs
 
     def epoch_ended(self, position: Position) -> bool:
         return position.taken >= self.samples
@@ -69,17 +69,19 @@ class EpochPlan:
 
     def logs(self, position: Position) -> bool:
         """Tell whether a line of metrics is due."""
-        return position.step % self.log_every == 0 or self.epoch_ended(position)
+        return position.step % self.config.log_every == 0 or self.epoch_ended(position)
 
     def saves(self, position: Position) -> bool:
         """Tell whether a checkpoint is due by the number of steps."""
-        return self.checkpoint_steps > 0 and position.step % self.checkpoint_steps == 0
+        every = self.config.checkpoint_steps
+        return every > 0 and position.step % every == 0
 
     def saves_epoch(self, position: Position) -> bool:
         """Tell whether a checkpoint is due at ``position``, the end of an epoch."""
         if self.saves(position):
             return True
-        return self.checkpoint_every > 0 and (position.epoch % self.checkpoint_every == 0 or self.ended(position))
+        every = self.config.checkpoint_every
+        return every > 0 and (position.epoch % every == 0 or self.ended(position))
 
 
 def steps_until_sync(seconds_per_step: float) -> int:

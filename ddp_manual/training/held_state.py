@@ -214,9 +214,6 @@ def _build(described: Any, tensors: Tensor) -> Any:
 
 def share(memory: HeldMemory, source: int, device: torch.device) -> Any:
     """Return the state that rank ``source`` of this world holds, on every rank; a collective."""
-    own = read(memory).to(device) if ddp.rank() == source else None
-    size = torch.tensor([0 if own is None else len(own)], device=device)
-    ddp.broadcast(size, source)
-    content = torch.empty(int(size), dtype=torch.uint8, device=device) if own is None else own
-    ddp.broadcast(content, source)
-    return rebuild(content.cpu())
+    content = ddp.share_bytes(read(memory) if ddp.rank() == source else None, device, source)
+    assert content is not None
+    return rebuild(content)

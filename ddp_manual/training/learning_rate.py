@@ -14,40 +14,38 @@ if TYPE_CHECKING:
     from ddp_manual.training.config import TrainConfig
 
 
-def peak_lr(config: TrainConfig, world_size: int) -> float:
-    """Return the learning rate at the end of the warm-up: ``--lr`` scaled by the world size.
-
-    Linear scaling keeps the update per sample constant as the global batch grows: Goyal et al., "Accurate, Large
-    Minibatch SGD", https://arxiv.org/abs/1706.02677. A fixed global batch needs no scaling.
-    """
-    if config.global_batch_size is not None or config.lr_scaling == "none":
-        return config.lr
-    return config.lr * (world_size if config.lr_scaling == "linear" else math.sqrt(world_size))
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LearningRate:
     """The learning rate by the number of samples seen.
 
     Args:
-        peak: reached at the end of the warm-up.
-        warmup: samples until the peak.
-        total: samples of the whole run.
-        shape: of the decay after the peak: ``linear``, ``cosine`` or ``constant``.
+        samples: in an epoch.
     """
 
-    peak: float
-    warmup: float
-    total: int
-    shape: str
+    config: TrainConfig
+    world_size: int
+    samples: int
+
+    @property
+    def peak(self) -> float:
+        """The rate at the end of the warm-up: ``--lr`` scaled by the world size.
+
+        Linear scaling keeps the update per sample constant as the global batch grows: Goyal et al., "Accurate, Large
+        Minibatch SGD", https://arxiv.org/abs/1706.02677. A fixed global batch needs no scaling.
+        """
+        config = self.config
+        if config.global_batch_size is not None or config.lr_scaling == "none":
+            return config.lr
+        return config.lr * (self.world_size if config.lr_scaling == "linear" else math.sqrt(self.world_size))
 
     def lr(self, seen: int, taking: int) -> float:
         """Return the rate of a step that takes ``taking`` samples after ``seen`` others, over all ranks and epochs."""
-        if seen < self.warmup:
-            return self.peak * min(1.0, (seen + taking) / self.warmup)
-        if self.shape == "constant":
+        warmup, total = self.config.warmup_epochs * self.samples, self.config.epochs * self.samples
+        if seen < warmup:
+            return self.peak * min(1.0, (seen + taking) / warmup)
+        if self.config.lr_schedule == "constant":
             return self.peak
-        progress = (seen - self.warmup) / max(1.0, self.total - self.warmup)
-        if self.shape == "cosine":
+        progress = (seen - warmup) / max(1.0, total - warmup)
+        if self.config.lr_schedule == "cosine":
             return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (1 - progress)

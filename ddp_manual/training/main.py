@@ -13,14 +13,13 @@ from ddp_manual import run_folder, signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint_files, checkpoint_state, ddp, held_state, models, own_code, run_files
+from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_code, run_files
 from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
-from ddp_manual.training.metrics import agree_on_save
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.trackers import Trackers
@@ -153,7 +152,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         if was_complete:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             missing = summary is None or not run_files.predictions_are_there(paths.predictions, classes)
-            if ddp.rank_0_decides(missing, world.device):
+            if world.gather(missing)[0]:
                 _write_predictions(trainer, trainer.predict())
         else:
             # Train, evaluate, save.
@@ -174,25 +173,21 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                     if not plan.epoch_ended(trainer.position):
                         raise _stopped(world, trainer, paths, how_to_resume)
                     predictions = trainer.evaluate()
-                    save |= agree_on_save(world.save_is_asked(), world.device)
+                    save |= any(world.gather(world.save_is_asked()))
                     # Write the checkpoint first: every other file can be rebuilt from it.
                     if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
                         trainer.save()
-                    with trainer.saving():
-                        if files is not None:
-                            files.add_evaluation(trainer.position, trainer.evaluations[-1], network)
+                    trainer.write(lambda files: files.add_evaluation(trainer))
                     _write_predictions(trainer, predictions)
                     if trainer.is_stopped and not trainer.ended:
-                        ddp.wait_for_all_ranks(world.device)  # until rank 0 has saved
+                        world.gather(None)  # until rank 0 has saved
                         raise _stopped(world, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
 
         # Finish.
         if summary is None:
             summary = run_files.summary(world, paths, trainer)
-            with trainer.saving():
-                if files is not None:
-                    files.finish(summary)
+            trainer.write(lambda files: files.finish(summary))
     return summary
 
 
@@ -220,9 +215,8 @@ def _load(world: World, config: TrainConfig) -> Data:
 
 
 def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> None:
-    if trainer.files is not None and predictions is not None:
-        with trainer.saving():
-            trainer.files.write_predictions(trainer.position, predictions)
+    if predictions is not None:
+        trainer.write(lambda files: files.write_predictions(trainer.position, predictions))
 
 
 def _stopped(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:

@@ -45,31 +45,6 @@ class Window:
     seconds: float = 0.0
 
 
-def sum_and_gather(totals: Tensor, own: Tensor) -> tuple[list[float], list[list[float]]]:
-    """Sum ``totals`` over the ranks, and gather ``own`` of each rank, with one collective and one copy to the host.
-
-    Args:
-        totals, own: float64 vectors on the process group's device.
-
-    Returns:
-        The sums, and each rank's numbers, which are exact: only zeros are added to them.
-    """
-    first = len(totals) + ddp.rank() * len(own)
-    shared = totals.new_zeros(len(totals) + ddp.world_size() * len(own))
-    shared[: len(totals)] = totals
-    shared[first : first + len(own)] = own
-    ddp.all_reduce(shared)
-    numbers = ddp.to_host(shared).tolist()
-    sums, rest = numbers[: len(totals)], numbers[len(totals) :]
-    return sums, [rest[start : start + len(own)] for start in range(0, len(rest), len(own))]
-
-
-def agree_on_save(asked: bool, device: torch.device) -> bool:
-    """Return on all ranks whether a checkpoint is asked for on any of them; a collective."""
-    own = torch.tensor([asked], dtype=torch.float64, device=device)
-    return any(saves for (saves,) in sum_and_gather(own.new_zeros(0), own)[1])
-
-
 class Meter:
     """Sums loss, correct predictions and samples on the device, and notes the first step whose loss is not finite.
 
@@ -125,9 +100,14 @@ class Meter:
         ddp.to_host(self._totals)
         seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
-        numbers = [save, seconds_per_step, self.hold_seconds]
-        own = torch.cat([torch.tensor(numbers, dtype=torch.float64, device=bad_step.device), bad_step[None]])
-        (loss, correct, count), ranks = sum_and_gather(self._totals, own)
+        own = [bad_step.new_tensor([save, seconds_per_step, self.hold_seconds]), bad_step[None]]
+        # The sums, then a row of each rank's own numbers, which are exact: the others add zeros to them.
+        shared = self._totals.new_zeros(3 + 4 * ddp.world_size())
+        shared[:3] = self._totals
+        shared[3:].view(-1, 4)[ddp.rank()] = torch.cat(own)
+        ddp.all_reduce(shared)
+        numbers = ddp.to_host(shared)
+        (loss, correct, count), ranks = numbers[:3].tolist(), numbers[3:].view(-1, 4).tolist()
         now = time.perf_counter()
         seconds = now - self._synced
         self._synced, self._synced_step = now, step

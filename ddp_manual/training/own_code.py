@@ -73,16 +73,11 @@ def check_name(option: str, value: object) -> None:
 def check_module(option: str, value: str) -> None:
     """Raise BadOption if there is no such module, as far as that can be known without importing one."""
     name = value.partition(":")[0]
-    if name.endswith(".py") or not _is_there(name.partition(".")[0]):
+    top = name.partition(".")[0]
+    is_there = sys.modules.get(top) is not None or PathFinder.find_spec(top, [os.getcwd()]) is not None
+    # By any finder of ``sys.meta_path``: an editable install adds its own.
+    if name.endswith(".py") or not (is_there or importlib.util.find_spec(top)):
         raise _no_module(option, value)
-
-
-def _is_there(top: str) -> bool:
-    """Return whether a module that is in no package can be found, by any finder of ``sys.meta_path``: an editable
-    install adds its own."""
-    if sys.modules.get(top) is not None or PathFinder.find_spec(top, [os.getcwd()]) is not None:
-        return True
-    return importlib.util.find_spec(top) is not None
 
 
 def _no_module(option: str, value: str) -> BadOption:

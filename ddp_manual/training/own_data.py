@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -33,28 +33,21 @@ class OwnData(Source):
     Its ``classes`` name the labels, which are numbers otherwise. The factory may leave out ``data_dir``, a
     pathlib.Path. The first rank of a host calls it before the others of that host do, since it may download.
 
-    Args:
-        seed: for random, numpy and torch before the factory is called, so that every rank and every start of a run gets
-            the same data.
+    random, numpy and torch are seeded before the factory is called, so that every rank and every start of a run gets
+    the same data.
     """
 
     verb = "load"
 
-    def __init__(self, name: str, data_dir: Path, classes: tuple[str, ...] | None, seed: int) -> None:
-        super().__init__(name, data_dir, classes)
-        self._seed = seed
-        self._parts: dict[str, Split] = {}
-
     def read(self, part: str) -> Split:
-        if not self._parts:
-            self._parts = self._call()
         return self._parts[part]
 
-    def _call(self) -> dict[str, Split]:
+    @cached_property
+    def _parts(self) -> dict[str, Split]:
         own_code.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
-        random.seed(self._seed)
-        torch.manual_seed(self._seed)
-        numpy.random.seed(self._seed % 2**32)  # it takes no larger seed
+        random.seed(self.config.seed)
+        torch.manual_seed(self.config.seed)
+        numpy.random.seed(self.config.seed % 2**32)  # it takes no larger seed
         made = own_code.call("dataset", self.name, data_dir=self.folder)
         if not isinstance(made, Sequence) or len(made) != len(PARTS) or _is_array(made[0]):
             size = f" of {len(made)}" if isinstance(made, Sequence) else ""

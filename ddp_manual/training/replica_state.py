@@ -40,7 +40,9 @@ class Value:
     @property
     def kind(self) -> str:
         """``float32[3, 4]``, or "number"."""
-        return "number" if self.tensor is None else kind_of(self.tensor)
+        if self.tensor is None:
+            return "number"
+        return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
 
 
 @dataclass
@@ -76,10 +78,6 @@ class State:
     def structure(self) -> dict[str, str]:
         """Return name -> kind of each value, in order."""
         return {value.name: value.kind for value in self.values}
-
-
-def kind_of(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> State:
@@ -181,10 +179,6 @@ def digest(values: Sequence[Value]) -> int:
     for words in on_device.values():
         hashed.update(struct.pack("<q", _sum_up(words)))
     return int(struct.unpack("<q", hashed.digest())[0])
-
-
-def digest_of_text(text: str) -> int:
-    return int(struct.unpack("<q", hashlib.blake2b(text.encode(), digest_size=8).digest())[0])
 
 
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:

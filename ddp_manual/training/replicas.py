@@ -104,7 +104,7 @@ class _Comparison:
     def run(self, tolerance: float | None) -> None:
         """Compare; raise what ``check_replicas`` says."""
         state = self.state
-        structure = replica_state.digest_of_text(json.dumps(state.structure()))
+        structure = replica_state.digest([Value("", number=json.dumps(state.structure()))])
         values = 0 if state.refused else replica_state.digest(state.values)
         on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in state.values)
         # The bits of a float64 that is not negative are in its order.
@@ -125,7 +125,7 @@ class _Comparison:
     def _find_difference(self, tolerance: float | None, *, on_gpu: bool) -> None:
         """Compare value by value, in order; return if all that differs are bits of values that count as equal."""
         own = torch.tensor([replica_state.digest([value]) for value in self.state.values], device=self.device)
-        ranks = torch.stack(self._all_gather(own)).cpu()
+        ranks = torch.stack(ddp.all_gather(own, self.group)).cpu()
         differing = (ranks != ranks[0]).any(dim=0).nonzero().flatten().tolist()
         for index in differing:
             value = self.state.values[index]
@@ -173,7 +173,7 @@ class _Comparison:
             count += int(other.sum())
             largest = max(largest, float(distance[other].nan_to_num(math.inf).max()))
         own = torch.tensor([count, largest, *first], dtype=torch.float64, device=self.device)
-        found = torch.stack(self._all_gather(own)).tolist()
+        found = torch.stack(ddp.all_gather(own, self.group)).tolist()
         if not (odd := [rank for rank, (count, *_) in enumerate(found) if count]):
             return
         size = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -197,7 +197,7 @@ class _Comparison:
             f"{self._differ(odd, found, reference)} in {value.name}{self.when}: {up_to}{most} of "
             f"{counted(size, 'value')}, "
             + (f"largest difference {largest:.3g}" if math.isfinite(largest) else "some not finite on one side only"),
-            [*lines, f"{value.name} is {replica_state.kind_of(tensor)}, compared {compared}"],
+            [*lines, f"{value.name} is {value.kind}, compared {compared}"],
         )
 
     def _limit(self, tensor: Tensor, reference: int, allowed: float) -> float:
@@ -226,7 +226,7 @@ class _Comparison:
     def _raise_other_structure(self, own: int) -> None:
         """Raise ReplicasDiffer about ranks with other names, shapes or dtypes. The first rank of each kind sends its
         list."""
-        kinds = torch.cat(self._all_gather(torch.tensor([own], device=self.device))).tolist()
+        kinds = torch.cat(ddp.all_gather(torch.tensor([own], device=self.device), self.group)).tolist()
         leaders = {kind: kinds.index(kind) for kind in kinds}
         leads = leaders[own] == self.own
         lists = ddp.gather_messages(self.state.structure() if leads else None, self.device, self.group)
@@ -265,12 +265,7 @@ class _Comparison:
         By then this rank knows it too, so that nothing is lost if even this one breaks.
         """
         with suppress(RuntimeError):
-            ddp.to_host(torch.cat(self._all_gather(torch.zeros(1, device=self.device))))
-
-    def _all_gather(self, own: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(own) for _ in self.ranks]
-        dist.all_gather(gathered, own, group=self.group)
-        return gathered
+            ddp.to_host(torch.cat(ddp.all_gather(torch.zeros(1, device=self.device), self.group)))
 
     def _named(self, ranks: Sequence[int]) -> str:
         return in_words(as_ranges([self.ranks[rank] for rank in ranks]))

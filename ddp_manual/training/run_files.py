@@ -24,7 +24,7 @@ from ddp_manual.training import checkpoint_files, own_code, pictures
 from ddp_manual.training.checkpoint_state import History, on_cpu, pack
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.evaluate import Evaluation, Predictions
+from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.metrics import Metrics
 from ddp_manual.training.trackers import Trackers
 
@@ -57,8 +57,6 @@ class RunFiles:
         self._paths = paths
         self._keep = keep
         self._trackers = trackers
-        self._accuracies: list[float] = []
-        self._resumes_after: int | None = None
         self._disk_was_full = False
 
     def start(self, settings: Mapping[str, Any], train: Split) -> None:
@@ -69,12 +67,11 @@ class RunFiles:
 
     def follow(self, settings: Mapping[str, Any]) -> None:
         """Open the trackers."""
-        self._trackers.open(settings, self._paths, self._resumes_after)
+        self._trackers.open(settings, self._paths)
 
     def rewind(self, position: Position, history: History, network: nn.Module, *, complete: bool) -> None:
         """Make the files what they were at ``position``, from where the run resumes, or where it was ``complete``."""
-        self._resumes_after = position.step
-        self._accuracies = [evaluation.accuracy for evaluation in history.evaluations]
+        accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
         with writing(self._paths.run_dir, "--run_dir"):
             run_folder.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
@@ -82,10 +79,10 @@ class RunFiles:
             if not complete:
                 for written_at_the_end in (self._paths.summary, *self._paths.predictions.all):
                     written_at_the_end.unlink(missing_ok=True)
-            if not at_the_end_of_an_epoch and self._accuracies_on_disk() != self._accuracies:
+            if not at_the_end_of_an_epoch and self._accuracies_on_disk() != accuracies:
                 self._paths.model.unlink(missing_ok=True)  # it is of an epoch that will be trained again
         run_folder.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
-        run_folder.write_json(self._paths.accuracies, self._accuracies)
+        run_folder.write_json(self._paths.accuracies, accuracies)
         if at_the_end_of_an_epoch:
             self._write_model(network)
 
@@ -109,13 +106,13 @@ class RunFiles:
         step = values.pop("step")
         self._trackers.scalars(step, {TRACKED_NAMES.get(name, name): value for name, value in values.items()})
 
-    def add_evaluation(self, position: Position, evaluation: Evaluation, network: nn.Module) -> None:
-        """Write the accuracies, and the model of the epoch that ends at ``position``."""
+    def add_evaluation(self, trainer: Trainer) -> None:
+        """Write the accuracies, and the model of the epoch that has ended."""
         # In this order: a model of more epochs than there are accuracies would pass for that of the epoch before.
-        self._accuracies.append(evaluation.accuracy)
-        run_folder.write_json(self._paths.accuracies, self._accuracies)
-        self._write_model(network)
-        self._trackers.scalars(position.step, {"test/loss": evaluation.loss, "test/accuracy": evaluation.accuracy})
+        run_folder.write_json(self._paths.accuracies, [evaluation.accuracy for evaluation in trainer.evaluations])
+        self._write_model(trainer.network)
+        last = trainer.evaluations[-1]
+        self._trackers.scalars(trainer.position.step, {"test/loss": last.loss, "test/accuracy": last.accuracy})
 
     def _write_model(self, network: nn.Module) -> None:
         content = io.BytesIO()

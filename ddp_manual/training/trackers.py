@@ -60,14 +60,14 @@ class Tracker(ABC):
     """What to do when this tracker has failed."""
 
     @abstractmethod
-    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, step: int) -> None:
         """Begin to record a run, or go on with it; and record its picture of the first images, if it has one.
 
         Args:
             name: of the run.
             options: and what follows from them, as JSON values.
             paths: the tracker writes only below the run's folder.
-            resumes_after: the step of the checkpoint that the run resumes from; None if it begins.
+            step: the last one of the checkpoint that the run resumes from; 0 if it begins.
         """
 
     @abstractmethod
@@ -95,13 +95,14 @@ class Trackers:
         self.summary: Mapping[str, Any] | None = None
         """Of the run, once it is complete."""
 
-    def open(self, settings: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
+    def open(self, settings: Mapping[str, Any], paths: RunPaths) -> None:
         """Open all of them; ``settings`` is the content of ``config.json``."""
         flat = {**settings, **settings["run"]}
         del flat["run"]
         options = {name: escaped(value) if isinstance(value, str) else value for name, value in flat.items()}
         self._trackers = [KINDS[name]() for name in self._names]
-        self._each(lambda tracker: tracker.open(run_name(options), options, paths, resumes_after))
+        step = settings["run"]["goes_on_after_step"]
+        self._each(lambda tracker: tracker.open(run_name(options), options, paths, step))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.scalars(step, values))
@@ -157,10 +158,9 @@ class JsonLines(Tracker):
 
     name = "jsonl"
 
-    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
-        self._file, step = paths.track, resumes_after or 0
-        if resumes_after is not None:
-            run_folder.keep_json_lines(self._file, lambda line: line["step"] <= step)
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, step: int) -> None:
+        self._file = paths.track
+        run_folder.keep_json_lines(self._file, lambda line: line["step"] <= step)
         self._write("started", step, name=name, hyperparameters=dict(options))
         if paths.samples.exists():
             self._write("image", step, name="samples", file=paths.samples.name)
@@ -191,13 +191,12 @@ class TensorBoard(Tracker):
 
     name = "tensorboard"
 
-    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # The steps after the checkpoint will come again: its readers then pass over the first ones.
-        purge = None if resumes_after is None else resumes_after + 1
-        self._writer = SummaryWriter(str(paths.tensorboard), purge_step=purge)
-        step, text = resumes_after or 0, json.dumps({"run": name, **options}, indent=2)
+        self._writer = SummaryWriter(str(paths.tensorboard), purge_step=step + 1)
+        text = json.dumps({"run": name, **options}, indent=2)
         self._writer.add_text("hyperparameters", f"```\n{text}\n```", step)
         if paths.samples.exists():
             self._writer.add_image("samples", np.asarray(Image.open(paths.samples)), step, dataformats="HWC")
@@ -234,7 +233,7 @@ class WeightsAndBiases(Tracker):
     name = "wandb"
     advice = "with WANDB_MODE=offline it needs no server"
 
-    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, resumes_after: int | None) -> None:
+    def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, step: int) -> None:
         import wandb
 
         self._wandb = wandb
@@ -252,7 +251,7 @@ class WeightsAndBiases(Tracker):
                     why_offline = str(error).splitlines()[0]
             # A run that resumes keeps its id, and the name it has there: somebody may have changed that.
             earlier = None
-            if resumes_after and paths.wandb_id.exists():
+            if step and paths.wandb_id.exists():
                 earlier = str(json.loads(paths.wandb_id.read_bytes())["id"])
             self._run = wandb.init(
                 project=settings.project or PROJECT,
@@ -289,7 +288,7 @@ class WeightsAndBiases(Tracker):
         else:
             logger.info("wandb: offline (%s); %s", why, self.advice)
         if paths.samples.exists():
-            self._run.log({"samples": wandb.Image(str(paths.samples))}, step=resumes_after or 0)
+            self._run.log({"samples": wandb.Image(str(paths.samples))}, step=step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -11,9 +11,7 @@ import math
 import random
 import time
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,7 +28,7 @@ from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
-from ddp_manual.training.learning_rate import LearningRate, peak_lr
+from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.metrics import Meter, Metrics, Window, diverged
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.run_files import RunFiles
@@ -70,7 +68,7 @@ class Trainer:
         self.model = network if config.no_ddp else ddp.wrap_in_ddp(network, self.device)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
-            lr=peak_lr(config, self.world_size),
+            lr=config.lr,  # each step sets its own
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
@@ -82,20 +80,8 @@ class Trainer:
         self.batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
         """Samples per rank and step."""
         data.check_batch_fits(samples, self.batch_size, self.world_size)
-        self.learning_rate = LearningRate(
-            peak=peak_lr(config, self.world_size),
-            warmup=config.warmup_epochs * samples,
-            total=config.epochs * samples,
-            shape=config.lr_schedule,
-        )
-        self.epoch_plan = EpochPlan(
-            samples=samples,
-            batch=self.world_size * self.batch_size,
-            epochs=config.epochs,
-            log_every=config.log_every,
-            checkpoint_every=config.checkpoint_every,
-            checkpoint_steps=config.checkpoint_steps,
-        )
+        self.learning_rate = LearningRate(config, self.world_size, samples)
+        self.epoch_plan = EpochPlan(config, samples, self.world_size * self.batch_size)
         self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
         # Batch statistics of no samples are an error, unless they are computed over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
@@ -115,15 +101,15 @@ class Trainer:
         self.meter = Meter(self.device, history.window, history.train_seconds)
         self._seconds_before = history.train_seconds
 
-    def go_on(self, held: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+    def go_on(self, held: Mapping[str, Any]) -> bool:
         """Go on from a state that ``hold`` has held, on this rank or another one; all ranks call it. Returns True."""
-        state, measured = held
-        self.settle_buckets()
-        version, words, gauss = measured["random"]
+        version, words, gauss = held["random"]["python"]
         generator = version, words.tolist(), gauss
-        checkpoint_state.restore_state(state["model"], state["optimizer"], generator, self.network, self.optimizer)
-        self.resume(Position(**measured["position"]), msgspec.convert(measured["history"], History))
-        self.hold(self.position, at_once=True)  # the rank that has held it may be lost before the next step
+        saved = msgspec.convert({**held, "random": {"python": generator}}, checkpoint_state.Saved)
+        self.settle_buckets()
+        checkpoint_state.restore_state(saved, self.network, self.optimizer)
+        self.resume(saved.position, saved.history)
+        self.hold(at_once=True)  # the rank that has held it may be lost before the next step
         return True
 
     @property
@@ -132,21 +118,20 @@ class Trainer:
         evaluations = tuple(self.evaluations)
         return History(evaluations=evaluations, window=self.meter.window, train_seconds=self.meter.seconds)
 
-    def hold(self, position: Position, *, at_once: bool = False) -> None:
-        """Hold the state at ``position``, so that it outlives this process, if it is the turn of its step, or the end
-        of an epoch, or ``at_once``.
+    def hold(self, *, at_once: bool = False) -> None:
+        """Hold the state, so that it outlives this process, if it is the turn of its step, or the end of an epoch, or
+        ``at_once``.
 
         What the ranks have measured since the last sync point is not held: each has summed its own.
         """
+        position = self.position
         at_once = at_once or not position.taken or self.epoch_plan.epoch_ended(position)
         if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
-        state = {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
         version, words, gauss = random.getstate()
         generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
-        measured = {"position": vars(position), "history": asdict(self.history), "random": generator}
-        if not self._holder.hold(position.step, (state, measured)):
+        if not self._holder.hold(position.step, {**checkpoint_state.state_of(self), "random": {"python": generator}}):
             self._holder = None
             return
         seconds = time.perf_counter() - began
@@ -202,7 +187,8 @@ class Trainer:
             self._seed(seen)
             # DDP takes the mean over the ranks, whose shares of the samples may differ.
             loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
-            self.hold(position)
+            self.position = position
+            self.hold()
             if counted:
                 meter.add(position.step, loss, scores, labels)
             logs, saves = plan.logs(position), plan.saves(position)
@@ -221,18 +207,20 @@ class Trainer:
             sync_at = position.step + steps_until_sync(meter.seconds_per_step)
             if self._holder is not None:
                 self._holder.choose(meter.slowest_hold, meter.seconds_per_step)
-            self.position = position
             self._progress.step_seconds = meter.own_work.mean
             metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr)
             lines.say(self._in_words(metrics), passes=not logs)
             if logs:
                 meter.window = Window()
-                self._report(metrics)
+                self._training_loss = metrics.loss
+                self._progress.samples_per_second = metrics.samples_per_second / self.world_size
+                if self.files is not None:
+                    self.files.add_metrics(metrics)
             if plan.epoch_ended(position):
                 return save
             if saves:
                 self.save()
-                ddp.wait_for_all_ranks(self.device)  # until rank 0 has saved
+                self._world.gather(None)  # until rank 0 has saved
                 meter.begin(position.step)
             if stops:
                 return False
@@ -267,12 +255,6 @@ class Trainer:
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
-
-    def _report(self, metrics: Metrics) -> None:
-        self._progress.samples_per_second = metrics.samples_per_second / self.world_size
-        self._training_loss = metrics.loss
-        if self.files is not None:
-            self.files.add_metrics(metrics)
 
     def _in_words(self, metrics: Metrics) -> str:
         return (
@@ -318,7 +300,7 @@ class Trainer:
             )
         self.position = after
         self.evaluations.append(result)
-        self.hold(after)
+        self.hold()
         logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
             "epoch %d/%d: test accuracy %.2f%%, test loss %.4f%s",
@@ -343,17 +325,15 @@ class Trainer:
             TrainingFailed: training has diverged; on every rank. DiskFull: the file could not be written; on rank 0.
         """
         self._check_parameters()
-        self.hold(self.position, at_once=True)  # a state before a checkpoint would not be gone on from
-        with self.saving() as files:
-            if files is not None:
-                files.save_checkpoint(self)
+        self.hold(at_once=True)  # a state before a checkpoint would not be gone on from
+        self.write(lambda files: files.save_checkpoint(self))
         self._progress.phase = "training"
 
-    @contextmanager
-    def saving(self) -> Iterator[RunFiles | None]:
-        """Write files in the body: if the run ends meanwhile, rank 0 finishes them first."""
-        with self._world.saving() if self.files is not None else nullcontext():
-            yield self.files
+    def write(self, write: Callable[[RunFiles], None]) -> None:
+        """Write files, on rank 0: if the run ends meanwhile, it finishes them first."""
+        if self.files is not None:
+            with self._world.saving():
+                write(self.files)
 
     def _check_parameters(self) -> None:
         """Raise TrainingFailed if training has diverged; the same on all ranks.

@@ -19,7 +19,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.config import TrainConfig
-from ddp_manual.training.learning_rate import peak_lr
+from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.world_spec import WorldSpec
 
 
@@ -59,10 +59,13 @@ def test_the_agent_store_is_believed_only_at_its_own_address(monkeypatch: pytest
 
 
 def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed() -> None:
-    assert peak_lr(TrainConfig(lr=0.1), 4) == pytest.approx(0.4)
-    assert peak_lr(TrainConfig(lr=0.1, lr_scaling="sqrt"), 4) == pytest.approx(0.2)
-    assert peak_lr(TrainConfig(lr=0.1, lr_scaling="none"), 4) == pytest.approx(0.1)
-    assert peak_lr(TrainConfig(lr=0.1, global_batch_size=200), 4) == pytest.approx(0.1)
+    for options, peak in (
+        ({}, 0.4),
+        ({"lr_scaling": "sqrt"}, 0.2),
+        ({"lr_scaling": "none"}, 0.1),
+        ({"global_batch_size": 200}, 0.1),
+    ):
+        assert LearningRate(TrainConfig(**{"lr": 0.1, **options}), 4, 100).peak == pytest.approx(peak)
 
 
 def test_the_global_batch_is_divided_over_the_ranks_and_refused_with_one_that_can_be() -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_manual.errors import DataCorrupt, DataDiffers, DataMissing
-from ddp_manual.training import datasets, ddp
+from ddp_manual.training import datasets
 from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split
 from tests.conftest import source
@@ -184,24 +183,20 @@ def test_where_the_folder_of_the_data_cannot_be_written_the_cache_is_in_the_user
 SPLIT = Split(torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2), torch.tensor([0, 1]), ("cat", "dog"))
 
 
-def compare(
-    monkeypatch: pytest.MonkeyPatch, others: Split, hosts: list[str], *, own_factory: bool = False
-) -> tuple[str, str]:
+def compare(others: Split, hosts: list[str], *, own_factory: bool = False) -> tuple[str, str]:
     """As rank 0 of two sees it, whose test part is the same as the other's."""
-
-    def gathered(mine: Tensor) -> list[Tensor]:
-        return [mine, torch.tensor([fingerprint(others), fingerprint(SPLIT)])]
-
-    monkeypatch.setattr(ddp, "all_gather", gathered)
-    world: Any = SimpleNamespace(device=torch.device("cpu"), roster=lambda: [{"host": host} for host in hosts])
+    world: Any = SimpleNamespace(
+        gather=lambda mine: [mine, [fingerprint(others), fingerprint(SPLIT)]],
+        roster=lambda: [{"host": host} for host in hosts],
+    )
     return compare_data(world, SPLIT, SPLIT, own_factory=own_factory)
 
 
-def test_what_to_do_about_other_data_depends_on_what_returned_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_do_about_other_data_depends_on_what_returned_them() -> None:
     other = replace(SPLIT, labels=torch.tensor([1, 0]))
     for own_factory, then in ((False, "copy rank 0's --data_dir"), (True, "have the factory return the same data")):
         with pytest.raises(DataDiffers, match=r"the data on b are not those of rank 0") as caught:
-            compare(monkeypatch, other, ["a", "b"], own_factory=own_factory)
+            compare(other, ["a", "b"], own_factory=own_factory)
         assert then in (caught.value.next or "")
     assert "train: rank 1" in caught.value.why and "test: " not in caught.value.why
 

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,7 +20,7 @@ from ddp_manual.terminal import ProgressLines
 from ddp_manual.training import data, models
 from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data, Split
-from ddp_manual.training.data_memory import SplitInHostMemory, bring_to, check_host_memory, in_host_memory
+from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
 from tests.alone import alone
@@ -50,7 +51,7 @@ def trained(parts: Sequence[Split]) -> tuple[torch.Tensor, float]:
 
 def test_training_from_host_memory_computes_what_training_on_the_device_does() -> None:
     parts = [some_images(61), some_images(23)]
-    on_device, on_host = trained(parts), trained(in_host_memory(parts, CPU))
+    on_device, on_host = trained(parts), trained([replace(part, target=CPU) for part in parts])
     assert torch.equal(on_device[0], on_host[0]) and on_device[1] == on_host[1]
 
 
@@ -65,7 +66,7 @@ def test_images_that_do_not_fit_on_the_gpu_stay_in_host_memory_and_a_line_says_s
     monkeypatch.setattr(Split, "to", refuse)
     with caplog.at_level(logging.INFO):
         found = bring_to(GPU, [some_images(3000), some_images(10)])
-    assert all(isinstance(split, SplitInHostMemory) and split.device == GPU for split in found)
+    assert all(split.device == GPU and split.images.device == CPU for split in found)
     said = f"the images (2 MB) stay in host memory, and go to cuda:0 in pinned batches: it has {free >> 20} MB free"
     assert said in caplog.text
 

@@ -32,7 +32,7 @@ from tests.conftest import REPOSITORY, log_to_root
 
 Opened = Callable[..., Trackers]
 Warnings = Callable[[], list[str]]
-SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd"}}
+SETTINGS = {"model": "mlp", "dataset": "mnist", "run": {"world_size": 2, "run_id": "0123abcd", "goes_on_after_step": 0}}
 
 
 def tracker() -> Any:
@@ -54,7 +54,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Opened:
     def opened(*some: Tracker) -> Trackers:
         monkeypatch.setattr(trackers, "KINDS", {str(number): lambda t=t: t for number, t in enumerate(some)})
         several = Trackers([str(number) for number in range(len(some))])
-        several.open(SETTINGS, RunPaths(tmp_path), None)
+        several.open(SETTINGS, RunPaths(tmp_path))
         return several
 
     return opened
@@ -147,9 +147,9 @@ def test_names_that_are_not_utf_8_reach_a_tracker_with_escapes(tmp_path: Path) -
     name = b"my caf\xe9".decode("utf-8", "surrogateescape")
     config = TrainConfig(dataset=f"folder:/data/{name}/", track="jsonl")
     split = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), (name, "dog"))
-    run = {"world_size": 4, "run_id": "0123abcd", "classes": split.classes}
+    run = {"world_size": 4, "run_id": "0123abcd", "goes_on_after_step": 0, "classes": split.classes}
     several = Trackers(config.trackers)
-    several.open({**config.values(), "run": run}, RunPaths(tmp_path), None)
+    several.open({**config.values(), "run": run}, RunPaths(tmp_path))
     several.predictions(4, Predictions(torch.eye(2), split))
     started, table = map(json.loads, RunPaths(tmp_path).track.read_text().splitlines())
     assert started["name"] == "convnet-my caf\\udce9-4ranks-0123abcd"

@@ -9,6 +9,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import config, data, ddp, metrics, models
+from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
 from tests.conftest import source
@@ -86,7 +87,7 @@ def test_every_name_that_an_option_accepts_exists() -> None:
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
 def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> None:
     """By samples, so that steps of another size come as far."""
-    learning_rate = LearningRate(peak=1.0, warmup=30, total=330, shape=shape)
+    learning_rate = LearningRate(TrainConfig(lr=1.0, warmup_epochs=1, epochs=11, lr_schedule=shape), 1, 30)
     rates = [learning_rate.lr(3 * step, 3) for step in range(110)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
@@ -96,7 +97,7 @@ def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> N
 
 
 def test_positions_add_up_to_the_epoch_and_the_last_step_takes_what_is_left() -> None:
-    plan = EpochPlan(samples=25, batch=10, epochs=2, log_every=100, checkpoint_every=1, checkpoint_steps=2)
+    plan = EpochPlan(TrainConfig(epochs=2, checkpoint_every=1, checkpoint_steps=2), 25, 10)
     position, taken = Position(), []
     while not plan.epoch_ended(position):
         position = plan.after_a_step(position)
@@ -107,10 +108,10 @@ def test_positions_add_up_to_the_epoch_and_the_last_step_takes_what_is_left() ->
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_epochs_and_at_the_end() -> None:
-    plan = EpochPlan(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=2, checkpoint_steps=3)
+    plan = EpochPlan(TrainConfig(epochs=5, checkpoint_every=2, checkpoint_steps=3), 20, 10)
     assert [step for step in range(1, 10) if plan.saves(Position(step=step))] == [3, 6, 9]
     assert [n for n in range(1, 6) if plan.saves_epoch(Position(epoch=n, step=2 * n))] == [2, 3, 4, 5]
-    never = EpochPlan(samples=20, batch=10, epochs=5, log_every=100, checkpoint_every=0, checkpoint_steps=0)
+    never = EpochPlan(TrainConfig(epochs=5, checkpoint_every=0, checkpoint_steps=0), 20, 10)
     assert not any(never.saves_epoch(Position(epoch=n, step=2 * n)) or never.saves(Position(step=n)) for n in range(6))
 
 
