@@ -33,8 +33,6 @@ DEFAULT_OF_CHECK = "check's default"
 SLOW_LOOKUP = 0.5
 # The program of each rank.
 MEASURE = "ddp_manual.tools.measure"
-# Ranks; the matrix of round trips is as wide as it is high.
-WIDEST_MATRIX = 16
 MARKS = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
 
 
@@ -168,7 +166,7 @@ def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
     if not times:
         return lines
     lines.append("round trips in us:")
-    if ranks > WIDEST_MATRIX:  # only those of rank 0 are measured
+    if len(times) < ranks * (ranks - 1) // 2:  # of many ranks only the round trips of rank 0 are measured
         return lines + columns([[f"0 - {other}", time] for (_, other), time in times.items()])
     rows = [
         [str(rank), *(times.get((min(rank, other), max(rank, other)), "-") for other in range(ranks))]
