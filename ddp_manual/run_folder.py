@@ -154,6 +154,11 @@ class RunPaths:
         """Return a folder for one data set and one checkpoint, so that evaluations do not overwrite each other."""
         return self.run_dir / "-".join(filter(None, ("evaluation", in_a_file_name(dataset), checkpoint)))
 
+    @property
+    def begun(self) -> Path | None:
+        """What shows that the folder holds a run; None if it holds none."""
+        return next((path for path in (self.config, self.checkpoints) if path.exists()), None)
+
     def log(self, rank: int) -> Path:
         return self.run_dir / f"log-rank{rank}.txt"
 
@@ -189,14 +194,11 @@ class RunPaths:
     @property
     def holder(self) -> str | None:
         """The process that trains into the folder, see ``holder_of``; None where there is none, or are no locks."""
-        try:
-            with open(self.lock, encoding="utf-8", errors="replace") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return file.read().strip() or "another process"
-        except OSError:
-            pass
+        with suppress(OSError), open(self.lock, encoding="utf-8", errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "another process"
         return None
 
     def set_failures_aside(self, rank: int, world_size: int | None = None) -> None:
@@ -219,7 +221,7 @@ class RunPaths:
                 pass
         self._check_is_free(resuming=resuming)
 
-    def create(self, *, resuming: bool = False) -> RunPaths:
+    def create(self, *, resuming: bool = False) -> None:
         """Make the folder.
 
         Args:
@@ -231,13 +233,11 @@ class RunPaths:
         with writing(self.run_dir, "--run_dir"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
         self._check_is_free(resuming=resuming)
-        return self
 
     def _check_is_free(self, *, resuming: bool) -> None:
         """Raise BadOption if the folder holds another run, or it, or the first above that exists, cannot be written."""
         with writing(self.run_dir, "--run_dir"):
-            there = next((path for path in (self.config, self.checkpoints) if path.exists()), None)
-            if there is not None and not resuming:
+            if (there := self.begun) is not None and not resuming:
                 raise BadOption(
                     f"--run_dir {self.run_dir} already holds a run",
                     why=f"{there} exists; training into it would overwrite its model and metrics",

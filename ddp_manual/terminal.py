@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import logging
 import os
 import re
@@ -21,7 +22,7 @@ from ddp_manual.wrapping import LEAST, wrapped
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
 
-    from rich.progress import Progress, Task
+    from rich.progress import Progress
 
 LOGGER = logging.getLogger("ddp_manual")
 COLOURS = (36, 33, 32, 35, 34, 31)
@@ -32,36 +33,46 @@ Say = Callable[[str], None]
 """Shows a line to the person at this rank's terminal."""
 
 
-class _CurrentStderr(logging.Handler):
-    """Looks up sys.stderr for each line, since a progress bar replaces it while it is drawn."""
+class _Log(logging.Handler):
+    """Shows lines to the person at this terminal, with the rank in front, once ``log_to_stderr`` was called.
+
+    It looks up sys.stderr for each line, since a progress bar replaces it while it is drawn.
+    """
 
     tag = ""
     over_bar = False
-    in_place = ""
+    _shown = ""
     """The line that the next one replaces."""
-    whole = ""
+    _whole = ""
     """What was said in lines that stay, since it has no room in one."""
 
+    def __call__(self, line: str) -> None:
+        LOGGER.info("%s", line)
+
     def emit(self, record: logging.LogRecord) -> None:
-        clear = _clear_line() if self.over_bar or self.in_place else ""
-        self.in_place = ""
+        clear = _clear_line() if self.over_bar or self._shown else ""
+        self._shown = ""
         _print(clear + wrapped(self.tag + self.format(record), width_of(sys.stderr)))
 
-    def show_in_place(self, line: str) -> bool:
-        if not (_clear_line() and _is_in_foreground()):
+    def in_place(self, line: str) -> bool:
+        """Show a line until the next one; return whether this terminal can do that."""
+        if not (self in LOGGER.handlers and _clear_line() and _is_in_foreground()):
             return False
-        if line or self.in_place:
+        if line or self._shown:
             room = (width_of(sys.stderr) or sys.maxsize) - 1  # the cursor stays on the same row
             shown = line and self.tag + line
             if len(shown) > room:
                 text, paren, waited = shown.rpartition(" (")
-                if text != self.whole:
-                    self.whole = text
+                if text != self._whole:
+                    self._whole = text
                     _print(_clear_line() + wrapped(text, room + 1))
                 shown = f"{text[: room - len(waited) - 6]} ...{paren}{waited}"
             _print(_clear_line() + shown, end="")
-        self.in_place = line
+        self._shown = line
         return True
+
+
+log = _Log()
 
 
 def tag(rank: int) -> str:
@@ -74,15 +85,10 @@ def log_to_stderr(rank: int | None, *, over_bar: bool = False) -> None:
     Args:
         over_bar: whether another process may be drawing its progress bar, which each line then replaces.
     """
-    handler = _handler() or _CurrentStderr()
-    LOGGER.addHandler(handler)
+    LOGGER.addHandler(log)
     LOGGER.propagate = False
-    handler.tag, handler.over_bar = "" if rank is None else f"{tag(rank)} ", over_bar
+    log.tag, log.over_bar = "" if rank is None else f"{tag(rank)} ", over_bar
     LOGGER.setLevel(logging.INFO)
-
-
-def _handler() -> _CurrentStderr | None:
-    return next((found for found in LOGGER.handlers if isinstance(found, _CurrentStderr)), None)
 
 
 @contextmanager
@@ -95,21 +101,6 @@ def log_as_found() -> Iterator[None]:
     finally:
         LOGGER.handlers, LOGGER.propagate, LOGGER.disabled = handlers, propagate, disabled
         LOGGER.setLevel(level)
-
-
-class _Log:
-    """Shows lines to the person at this terminal, with the rank in front."""
-
-    def __call__(self, line: str) -> None:
-        LOGGER.info("%s", line)
-
-    def in_place(self, line: str) -> bool:
-        """Show a line until the next one; return whether this terminal can do that."""
-        handler = _handler()
-        return handler is not None and handler.show_in_place(line)
-
-
-log = _Log()
 
 
 def say(line: str) -> None:
@@ -293,26 +284,23 @@ def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLi
         return
     # rich takes 0.05 s to import, so only processes that draw import it.
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
-    from rich.text import Text
-
-    class LastLine(ProgressColumn):
-        """The only column that gives way where the terminal is narrow."""
-
-        def render(self, task: Task) -> Text:
-            return Text(task.description, no_wrap=True, overflow="ellipsis")
-
-    class TimeLeft(TimeRemainingColumn):
-        def render(self, task: Task) -> Text:
-            return super().render(task).append(" left")
 
     console = Console(stderr=True, soft_wrap=True)  # lines above the bar are never cut, so that they can be copied
     bar_width = 40 if console.width > 110 else 10
     # What is left beside the bar, the steps, the time (10) and spaces between them (3), less 3 for ^C: that would
     # otherwise push the bar to the line above, where nothing clears it.
     rest = console.width - bar_width - len(f"{total_steps}/{total_steps}") - 10 - 3 - 3
-    columns = (BarColumn(bar_width), MofNCompleteColumn(), TimeLeft(compact=True), LastLine(Column(max_width=rest)))
+    # The only column that gives way where the terminal is narrow.
+    last_line = Column(max_width=rest, no_wrap=True, overflow="ellipsis")
+    columns = (
+        BarColumn(bar_width),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+        TextColumn("{task.description}", markup=False, table_column=last_line),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         bar.add_task("", total=total_steps, completed=done)
         yield ProgressLines(bar)
@@ -334,18 +322,17 @@ def columns(rows: Sequence[Sequence[str]], *, width: int | None = None, least_fi
         width: where the lines have to fit; without it nothing is left out.
         least_first: headings of the columns that are left out, one after the other, until the lines fit.
     """
-    left_out = iter(least_first)
-    while True:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        heading = next(left_out, None) if width is not None and sum(widths) + 2 * len(widths) > width else None
-        if heading is None:
+
+    def widths() -> list[int]:
+        return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    for heading in least_first:
+        if width is None or sum(widths()) + 2 * len(widths()) <= width:
             break
-        if heading in rows[0]:
-            place = rows[0].index(heading)
-            rows = [[*row[:place], *row[place + 1 :]] for row in rows]
-    return [
-        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+        kept = [other != heading for other in rows[0]]
+        rows = [[*itertools.compress(row, kept)] for row in rows]
+    aligned = widths()
+    return ["  " + "  ".join(map(str.ljust, row, aligned)).rstrip() for row in rows]
 
 
 def at(address: str, port: int) -> str:
@@ -360,13 +347,9 @@ def counted(number: int, noun: str) -> str:
 
 def as_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """[1, 2, 3, 7] -> [(1, 3), (7, 7)]: short even for thousands of missing ranks."""
-    ranges: list[tuple[int, int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1] = ranges[-1][0], rank
-        else:
-            ranges.append((rank, rank))
-    return ranges
+    consecutive = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ranges = [[rank for _, rank in pairs] for _, pairs in consecutive]
+    return [(ranks[0], ranks[-1]) for ranks in ranges]
 
 
 def in_words(ranges: Sequence[Sequence[int]]) -> str:

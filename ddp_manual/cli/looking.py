@@ -90,7 +90,7 @@ def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:
 
     terminal.log_to_stderr(None)
     compared = compare.compare(folders)
-    print_result(json.dumps(compared.as_dict(), indent=2) if as_json else compared.text())
+    print_result(json.dumps(compared, indent=2) if as_json else compare.text(compared))
 
 
 @click.command(cls=GroupedCommand, short_help="Test a trained model again, in one process.")

@@ -113,6 +113,6 @@ def check(as_json: bool, verbose: bool, **flags: Any) -> int:
 
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         report = check.check(WorldSpec.from_environment(**given(WorldSpec, flags)))
-    text = json.dumps(report) if as_json else check.text(report, terminal.stdout_width(), verbose=verbose)
+    text = json.dumps(report) if as_json else check.text(report, verbose=verbose)
     print_result(text)
     return FOUND_A_PROBLEM if report["findings"] else 0

@@ -22,7 +22,7 @@ from ddp_manual.join_steps import Step
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
-from ddp_manual.terminal import byte_size, columns
+from ddp_manual.terminal import byte_size, columns, stdout_width
 from ddp_manual.tools.status import roster
 from ddp_manual.world_spec import WorldSpec
 from ddp_manual.wrapping import labelled, wrapped
@@ -33,8 +33,6 @@ DEFAULT_OF_CHECK = "check's default"
 SLOW_LOOKUP = 0.5
 # The program of each rank.
 MEASURE = "ddp_manual.tools.measure"
-# Ranks; the matrix of round trips is as wide as it is high.
-WIDEST_MATRIX = 16
 MARKS = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
 
 
@@ -102,18 +100,18 @@ def look_up_names(spec: WorldSpec, step: Step) -> None:
         step.warn(f"slow: {step.detail}; the name server in /etc/resolv.conf does not answer")
 
 
-def text(report: Mapping[str, Any], width: int | None = None, *, verbose: bool = False) -> str:
+def text(report: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Format what ``check`` returns: rank 0's whole table, or another rank's own line; the findings last.
 
     Args:
-        width: of the terminal, in columns.
         verbose: whether to show the options that have their defaults too.
     """
+    width = stdout_width()
     steps, findings = report["steps"], report["findings"]
     who, seconds = f"rank {report['rank']} on {report['host']}", f"{report['seconds']:.1f} s"
     lines = []
     if report["rank"] == 0 or findings or verbose:
-        lines = [*_steps(steps, width), *_of_all_ranks(report, width), *_settings(report, verbose=verbose), ""]
+        lines = [*_steps(steps), *_of_all_ranks(report), *_settings(report, verbose=verbose), ""]
     lines += [
         wrapped(f"warning: {step['name']}: {step['detail']}", width) for step in steps if step["outcome"] == "warning"
     ]
@@ -124,15 +122,15 @@ def text(report: Mapping[str, Any], width: int | None = None, *, verbose: bool =
     return "\n".join([*lines, f"{who}: all is well, {len(steps)} steps in {seconds}"])
 
 
-def _of_all_ranks(report: Mapping[str, Any], width: int | None) -> list[str]:
+def _of_all_ranks(report: Mapping[str, Any]) -> list[str]:
     """Return what rank 0 knows of the others, if all are here."""
     lines = []
     for other in report.get("ranks", [])[1:]:
         odd = [step for step in other["steps"] if step["outcome"] != "ok"]
         if odd:
-            lines += [f"rank {other['rank']} on {other['host']}:", *_steps(odd, width)]
+            lines += [f"rank {other['rank']} on {other['host']}:", *_steps(odd)]
     if "roster" in report:
-        lines += ["", *roster(report["roster"], width=width)]
+        lines += ["", *roster(report["roster"])]
     if "measured" in report:
         lines += ["", *_measured(report["measured"], len(report["roster"]))]
     return lines
@@ -150,11 +148,11 @@ def _settings(report: Mapping[str, Any], *, verbose: bool) -> list[str]:
     return lines + (["variables in force:", *columns(variables)] if variables else [])
 
 
-def _steps(steps: Sequence[Mapping[str, Any]], width: int | None) -> list[str]:
+def _steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     named = columns([[MARKS[step["outcome"]], step["name"], f"{step['seconds']:.2f} s"] for step in steps])
     place = max(map(len, named), default=0) + 2
     rows = zip(named, steps, strict=True)
-    return [labelled(line.ljust(place), step["detail"], width).rstrip() for line, step in rows]
+    return [labelled(line.ljust(place), step["detail"], stdout_width()).rstrip() for line, step in rows]
 
 
 def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
@@ -168,7 +166,7 @@ def _measured(measured: Mapping[str, Any], ranks: int) -> list[str]:
     if not times:
         return lines
     lines.append("round trips in us:")
-    if ranks > WIDEST_MATRIX:  # only those of rank 0 are measured
+    if len(times) < ranks * (ranks - 1) // 2:  # of many ranks only the round trips of rank 0 are measured
         return lines + columns([[f"0 - {other}", time] for (_, other), time in times.items()])
     rows = [
         [str(rank), *(times.get((min(rank, other), max(rank, other)), "-") for other in range(ranks))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -51,6 +50,7 @@ class Numbers(msgspec.Struct):
     """What ``summary.json``, and ``config.json`` below ``run``, say, as far as it is needed."""
 
     world_size: int | None = None
+    device: str | None = None
     batch_size_per_rank: int | None = None
     peak_lr: Number | None = None
     goes_on_after_step: int | None = None
@@ -76,19 +76,20 @@ class Failure(msgspec.Struct):
     rank: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun:
-    """What the files of a run say.
+class Config(msgspec.Struct):
+    """What a run adds to its options in ``config.json``; other files of that name have no ``run``."""
 
-    Args:
-        facts: for ``--json``: fractions, seconds, samples per second; None where no file says it. The state is
-            finished, running, stopped, ``failed: <identifier>`` or unfinished (killed, or not begun). ``ended`` is in
-            seconds since 1970, of a killed run when it last wrote; ``why`` is what a run that failed has said.
-        options: those of TrainConfig that all ranks share.
-    """
+    run: Numbers = msgspec.field(default_factory=Numbers)
+
+
+class RecordedRun(NamedTuple):
+    """What the files of a run say."""
 
     facts: Mapping[str, Any]
+    """For ``--json``: fractions, seconds, samples per second; None where no file says it. For the first three see
+    ``End``."""
     options: Mapping[str, Any]
+    """Those of TrainConfig that all ranks share."""
 
     @property
     def rate_per_rank(self) -> float | None:
@@ -116,13 +117,9 @@ def read_run(folder: Path) -> RecordedRun:
                 why=f"it has neither {paths.config.name} nor {paths.metrics.name} nor {paths.summary.name}",
                 next="name folders of runs, such as runs/<start time>-<run_id>",
             )
-        config, summary = _read(paths.config, dict[str, Any]), _read(paths.summary, Numbers)
-        run = _checked(paths.config, config.get("run", {}), Numbers)
-        accuracies, points, end = (
-            _read(paths.accuracies, list[Number], b"[]"),
-            _read_points(paths.metrics),
-            read_end(paths),
-        )
+        options, run = _read(paths.config, dict[str, Any]), _read(paths.config, Config).run
+        summary, accuracies = _read(paths.summary, Numbers), _read(paths.accuracies, list[Number], b"[]")
+        points, end = _read_points(paths.metrics), read_end(paths)
     except OSError as error:
         raise BadOption(
             f"{error.filename or folder} cannot be read", why=str(error.strerror), next="leave this run out"
@@ -132,15 +129,15 @@ def read_run(folder: Path) -> RecordedRun:
     facts = {
         "run_dir": str(folder),
         **end._asdict(),
-        "model": config.get("model"),
-        "dataset": config.get("dataset"),
+        "model": options.get("model"),
+        "dataset": options.get("dataset"),
         "world_size": run.world_size,
-        "device": config.get("run", {}).get("device"),
+        "device": run.device,
         "global_batch_size": batch or None,
         "peak_lr": run.peak_lr,
         "samples_per_second": summary.samples_per_second or _mean_rate(points, run.goes_on_after_step or 0),
         "efficiency": None,  # relative to another run
-        "epochs": config.get("epochs"),
+        "epochs": options.get("epochs"),
         "epochs_done": len(accuracies),
         "steps_done": last.step if last else 0,
         "final_loss": last.loss if last else None,
@@ -150,7 +147,7 @@ def read_run(folder: Path) -> RecordedRun:
         "notes": [f"no {path.name}" for path in (paths.config, paths.metrics) if not path.exists()],
     }
     shared = (field.name for field in option_fields(TrainConfig) if field.metadata["shared"])
-    return RecordedRun(facts=facts, options={name: config[name] for name in shared if name in config})
+    return RecordedRun(facts, {name: options[name] for name in shared if name in options})
 
 
 def _read(path: Path, kind: type[T], otherwise: bytes = b"{}") -> T:
@@ -158,14 +155,6 @@ def _read(path: Path, kind: type[T], otherwise: bytes = b"{}") -> T:
     try:
         return msgspec.json.decode(path.read_bytes() if path.exists() else otherwise, type=kind)
     except (msgspec.MsgspecError, RecursionError):
-        raise _damaged(path) from None
-
-
-def _checked(path: Path, value: Any, kind: type[T]) -> T:
-    """Return a part of what is in a JSON file; raise OSError, which names it, if damaged."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
         raise _damaged(path) from None
 
 
@@ -186,11 +175,14 @@ def _read_points(path: Path) -> list[Point]:
 
 
 class End(NamedTuple):
-    """How a run stands: see ``RecordedRun.facts``."""
+    """How a run stands."""
 
     state: str
+    """finished, running, stopped, ``failed: <identifier>``, or unfinished: killed, or not begun."""
     ended: float | None
+    """Seconds since 1970; of a killed run when it last wrote."""
     why: str | None
+    """What a run that failed has said."""
 
 
 def read_end(paths: RunPaths) -> End:
@@ -219,76 +211,13 @@ def _mean_rate(points: Sequence[Point], began: int) -> float | None:
     return sum(point.samples_per_second * span for point, span in spans) / seconds if seconds else None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two or more runs, in the order they were named, each under a name of its own."""
-
-    runs: Mapping[str, RecordedRun]
-
-    @property
-    def base(self) -> str | None:
-        """The run that efficiency is relative to: of those that have a match one with the fewest ranks, the fastest."""
-        measured = {name: run for name, run in self.runs.items() if run.rate_per_rank}
-        works = [run.work for run in measured.values()]
-        matched = [name for name, run in measured.items() if works.count(run.work) > 1]
-        rates = {name: measured[name].rate_per_rank or 0.0 for name in matched}
-        return min(matched, key=lambda name: (self.runs[name].facts["world_size"], -rates[name]), default=None)
-
-    def efficiency(self, name: str) -> float | None:
-        """Samples per second and rank, as a fraction of the base's; None where the work or the devices differ."""
-        run, base = self.runs[name], self.runs.get(self.base or "")
-        if base is None or base.rate_per_rank is None or run.rate_per_rank is None or run.work != base.work:
-            return None
-        return run.rate_per_rank / base.rate_per_rank
-
-    def differing_options(self) -> dict[str, dict[str, Any]]:
-        """Option -> name of the run -> value, for the options that are not the same in all runs."""
-        found = {}
-        for option in (field.name for field in option_fields(TrainConfig) if field.name not in ALWAYS_SHOWN):
-            values = {name: run.options[option] for name, run in self.runs.items() if option in run.options}
-            if any(value != first for first in [*values.values()][:1] for value in values.values()):
-                found[option] = values
-        return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {
-            "efficiency_relative_to": self.base,
-            "runs": [
-                {"name": name, **run.facts, "efficiency": self.efficiency(name)} for name, run in self.runs.items()
-            ],
-            "differing_options": self.differing_options(),
-        }
-
-    def text(self) -> str:
-        """Format the table, the options that differ, and which files are missing."""
-        runs = self.as_dict()["runs"]
-        for run in runs:
-            run["epochs"] = f"{run['epochs_done']} of {run['epochs']}" if run["epochs"] else None
-        rows = [["", *self.runs]]
-        for label, key, form in ROWS:
-            rows.append([label, *("-" if run[key] is None else form.format(run[key]) for run in runs)])
-        for option, values in self.differing_options().items():
-            shown = ("default" if (value := values.get(name, "-")) is None else str(value) for name in self.runs)
-            rows.append([option, *shown])
-        first_width, *widths = (max(map(len, column)) + 2 for column in zip(*rows, strict=True))
-        runs_per_table = max(1, (WIDEST_TABLE - first_width) // max(widths))
-        lines: list[str] = []
-        for first in range(1, len(rows[0]), runs_per_table):
-            table = columns([[row[0], *row[first : first + runs_per_table]] for row in rows])
-            lines += [""] * bool(lines) + table[: len(ROWS) + 1]
-            if differing := table[len(ROWS) + 1 :]:
-                lines += ["options that differ:", *differing]
-        if self.base is not None:
-            lines += ["", f"efficiency: samples/s per rank, relative to {self.base}"]
-            if any(run["efficiency"] and run["efficiency"] > 1 for run in runs):
-                lines[-1] += "; above 100%: each rank was faster than there, such as on a host that did less besides"
-        notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
-        return "\n".join([*lines, *([""] if notes else []), *notes])
-
-
-def compare(folders: Sequence[Path]) -> Comparison:
+def compare(folders: Sequence[Path]) -> dict[str, Any]:
     """Read the runs in ``folders``; a start that failed is passed over, with a warning, where two runs remain.
+
+    Returns:
+        ``runs``: the name and the facts of each, in the order in which they were named. Its efficiency is its samples
+        per second and rank, as a fraction of that of the run ``efficiency_relative_to``; None where the work or the
+        devices differ. ``differing_options``: option -> name of the run -> value, of those that have it.
 
     Raises:
         BadOption: there are fewer than two different folders, or one is not that of a run.
@@ -306,4 +235,51 @@ def compare(folders: Sequence[Path]) -> Comparison:
         different = [folder for folder in different if folder not in failed]
     short = [folder.resolve().name for folder in different]
     names = short if len(set(short)) == len(short) else list(map(str, different))
-    return Comparison({name: read_run(folder) for name, folder in zip(names, different, strict=True)})
+    runs = {name: read_run(folder) for name, folder in zip(names, different, strict=True)}
+    rates = {name: rate for name, run in runs.items() if (rate := run.rate_per_rank)}
+    works = [runs[name].work for name in rates]
+    matched = [name for name in rates if works.count(runs[name].work) > 1]
+    base = min(matched, key=lambda name: (runs[name].facts["world_size"], -rates[name]), default=None)
+    alike = [] if base is None else [name for name in matched if runs[name].work == runs[base].work]
+    efficiencies = {name: rates[name] / rates[str(base)] for name in alike}
+    return {
+        "efficiency_relative_to": base,
+        "runs": [{"name": name, **run.facts, "efficiency": efficiencies.get(name)} for name, run in runs.items()],
+        "differing_options": _differing_options(runs),
+    }
+
+
+def _differing_options(runs: Mapping[str, RecordedRun]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for option in (field.name for field in option_fields(TrainConfig) if field.name not in ALWAYS_SHOWN):
+        values = {name: run.options[option] for name, run in runs.items() if option in run.options}
+        if any(value != first for first in [*values.values()][:1] for value in values.values()):
+            found[option] = values
+    return found
+
+
+def text(compared: Mapping[str, Any]) -> str:
+    """Format what ``compare`` returns: the table, the options that differ, and which files are missing."""
+    runs, base = compared["runs"], compared["efficiency_relative_to"]
+    epochs = [f"{run['epochs_done']} of {run['epochs']}" if run["epochs"] else None for run in runs]
+    rows = [["", *(run["name"] for run in runs)]]
+    for label, key, form in ROWS:
+        values = epochs if key == "epochs" else [run[key] for run in runs]
+        rows.append([label, *("-" if value is None else form.format(value) for value in values)])
+    for option, of_runs in compared["differing_options"].items():
+        values = [of_runs.get(name, "-") for name in rows[0][1:]]
+        rows.append([option, *("default" if value is None else str(value) for value in values)])
+    first_width, *widths = (max(map(len, column)) + 2 for column in zip(*rows, strict=True))
+    runs_per_table = max(1, (WIDEST_TABLE - first_width) // max(widths))
+    lines: list[str] = []
+    for first in range(1, len(rows[0]), runs_per_table):
+        table = columns([[row[0], *row[first : first + runs_per_table]] for row in rows])
+        lines += [""] * bool(lines) + table[: len(ROWS) + 1]
+        if differing := table[len(ROWS) + 1 :]:
+            lines += ["options that differ:", *differing]
+    if base is not None:
+        lines += ["", f"efficiency: samples/s per rank, relative to {base}"]
+        if any(run["efficiency"] and run["efficiency"] > 1 for run in runs):
+            lines[-1] += "; above 100%: each rank was faster than there, such as on a host that did less besides"
+    notes = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
+    return "\n".join([*lines, *([""] if notes else []), *notes])

@@ -99,8 +99,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
 
 
 def _check_is_no_run(folder: Path) -> None:
-    there = next((path for path in (RunPaths(folder).config, RunPaths(folder).checkpoints) if path.exists()), None)
-    if there is not None:
+    if (there := RunPaths(folder).begun) is not None:
         raise BadOption(
             f"--out_dir {folder} is the folder of a run",
             why=f"{there} exists; the run's own predictions would be replaced",

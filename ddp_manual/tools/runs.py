@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,9 +15,8 @@ from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.tools.compare import End, read_end, read_run
 from ddp_manual.wire import printable
 
-_UNKNOWN_END = End("no failure", None, "no rank has left why it ended: it runs, has finished, or was killed")
 # What no file of a start that failed says.
-UNKNOWN = dict.fromkeys(("model", "dataset", "world_size", "epochs", "test_accuracy"))
+UNKNOWN = {**dict.fromkeys(("model", "dataset", "world_size", "epochs", "test_accuracy")), "epochs_done": 0}
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
@@ -40,8 +40,8 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
             why=f"{error.strerror}: {error.filename or folder}",
             next="name the folder that holds the runs: it is runs, where no --run_dir is given",
         ) from error
-    found = sorted(filter(None, map(_facts, below)), key=lambda run: str(run["run_dir"]))
-    return sorted(found, key=lambda run: float("inf") if run["ended"] is None else run["ended"])
+    found = filter(None, map(_facts, below))
+    return sorted(found, key=lambda run: (math.inf if run["ended"] is None else run["ended"], run["run_dir"]))
 
 
 def _may_be_run(folder: Path) -> bool:
@@ -54,18 +54,19 @@ def _may_be_run(folder: Path) -> bool:
 
 def _facts(folder: Path) -> dict[str, Any] | None:
     """Return what the files of a run say; None if its config.json is another program's."""
-    none = {"run_dir": str(folder), **UNKNOWN, "epochs_done": 0}
+    paths = RunPaths(folder)
     try:
-        paths = RunPaths(folder)
-        if not paths.config.exists():  # a start that failed, or the folder of a script, which may hold anything
-            end = read_end(paths)
-            return {**none, **(_UNKNOWN_END if end.state == "unfinished" else end)._asdict()}
-        run = read_run(folder).facts
-        return None if run["world_size"] is None else dict(run)
+        if paths.config.exists():
+            facts = read_run(folder).facts
+            return None if facts["world_size"] is None else dict(facts)
+        end = read_end(paths)  # of a start that failed, or in the folder of a script, which may hold anything
+        if end.state == "unfinished":
+            end = End("no failure", None, "no rank has left why it ended: it runs, has finished, or was killed")
     except BadOption as error:
-        return {**none, "state": "unreadable", "ended": None, "why": f"{error.what}: {error.why}"}
+        end = End("unreadable", None, f"{error.what}: {error.why}")
     except OSError as error:
-        return {**none, "state": "unreadable", "ended": None, "why": f"{error.filename}: {error.strerror}"}
+        end = End("unreadable", None, f"{error.filename}: {error.strerror}")
+    return {"run_dir": str(folder), **UNKNOWN, **end._asdict()}
 
 
 def text(found: Sequence[Mapping[str, Any]]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -46,30 +47,13 @@ class _Patience(Waiting):
         pass
 
 
-def watch(spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, **asked: bool) -> dict[str, Any]:
-    """Show the run as it is now, and with ``again`` every second until it has ended; returns what was shown last.
-
-    Raises:
-        DdpManualError: see ``look``.
-    """
-
-    async def show_each() -> dict[str, Any]:
-        async for seen in look(spec, again=again, **asked):
-            if not (again and seen["failure"]):  # which is raised at the end; by now ranks have begun to leave
-                show(seen)
-        return seen
-
-    return asyncio.run(show_each())
-
-
-async def look(
-    spec: WorldSpec, *, again: bool, stacks: bool = False, shrink: bool = False
-) -> AsyncIterator[dict[str, Any]]:
-    """Ask rank 0 for the run, and with ``again`` once more every second until the run has ended.
-
-    With ``again`` it waits for rank 0 first, for ``spec.join_timeout`` seconds.
+def watch(
+    spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool = False, shrink: bool = False
+) -> dict[str, Any]:
+    """Ask rank 0 for the run as it is now, and show it; return what rank 0 said last.
 
     Args:
+        again: wait for rank 0, for ``spec.join_timeout`` seconds, and ask every second until the run has ended.
         stacks: ask for the Python stacks of every rank too.
         shrink: have the run go on without the ranks that are missing.
 
@@ -78,6 +62,12 @@ async def look(
         MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: no run answers, and why.
         MasterLost: rank 0 is frozen, stopped, or gone. DdpManualError: the failure that ended a watched run.
     """
+    return asyncio.run(_watch(spec, show, again=again, stacks=stacks, shrink=shrink))
+
+
+async def _watch(
+    spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool, shrink: bool
+) -> dict[str, Any]:
     token = settings.token(spec.token_file)
     waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
     addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
@@ -96,8 +86,9 @@ async def look(
                 why="all ranks are here" if not seen["missing"] else "the ranks have not met yet, so none was lost",
                 next="look at the run without --shrink",
             )
-        yield seen
         while again:
+            if not seen["failure"]:  # which is raised at the end; by now ranks have begun to leave
+                show(seen)
             await asyncio.sleep(LOOK_EVERY)
             try:
                 seen = await look_at(there, where, token, stacks=stacks)
@@ -106,8 +97,9 @@ async def look(
                     raise
                 if (error := _failure(seen, where)) is not None:
                     raise error from None
-                return
-            yield seen
+                return seen
+        show(seen)
+        return seen
     finally:
         there.connection.close()
 
@@ -137,32 +129,29 @@ def last_line(seen: Mapping[str, Any]) -> str:
 
 
 def text(seen: Mapping[str, Any]) -> str:
-    """Format what ``look`` yields: the run, a line for each rank, who is missing, stacks and failure."""
-    run = seen["run"]
+    """Format what ``watch`` shows: the run, a line for each rank, who is missing, stacks and failure."""
+    run, progress, width = seen["run"], seen["progress"] or (), stdout_width()
     since = f"{datetime.fromtimestamp(run['since']):%Y-%m-%d %H:%M:%S}"
     state = "all ranks are here" if seen["complete"] else f"{seen['here']} of {run['world_size']} ranks are here"
     header = f"run {run['run_id']}: rank 0 on {run['host']} (pid {run['pid']}) since {since}; {state}"
-    lines = [wrapped(header, stdout_width())]
+    lines = [wrapped(header, width)]
     if run["run_dir"]:
         lines.append(f"files: {run['run_dir']}")
-    if seen["progress"] and (rate := sum(now["samples_per_second"] for now in seen["progress"])):
+    if rate := sum(now["samples_per_second"] for now in progress):
         lines.append(f"speed: {rate:,.0f} samples/s, of all ranks together")
-    if left := [now["seconds_left"] for now in seen["progress"] or () if now["seconds_left"] is not None]:
+    if left := [now["seconds_left"] for now in progress if now["seconds_left"] is not None]:
         lines.append(f"left: about {duration(max(left))}")
-    lines += ["", *roster(seen["ranks"], seen["progress"] or (), width=stdout_width())]
-    if seen.get("waiting"):
-        lines += ["", wrapped(seen["waiting"], stdout_width())]
-    if seen.get("lost"):
-        lines += ["", wrapped(seen["lost"], stdout_width())]
-    elif seen["missing"]:
+    lines += ["", *roster(seen["ranks"], progress)]
+    lines += [f"\n{wrapped(seen[said], width)}" for said in ("waiting", "lost") if seen.get(said)]
+    if seen["missing"] and not seen.get("lost"):
         lines += _with_command("missing: {}; to start one:", seen["missing"], run["command"])
     if seen.get("left_out"):
         lines += _with_command("going on without: {}; to bring one back:", seen["left_out"], run["command"])
     if notes := [*seen["refused"], *seen["gone"], *seen["warnings"]]:
         lines += ["", *notes]
-    if "stacks" in seen and not seen["progress"]:
+    if "stacks" in seen and not progress:
         lines += ["", "no stacks yet: the ranks have not met"]
-    for line in seen["ranks"] if "stacks" in seen and seen["progress"] else ():
+    for line in seen["ranks"] if "stacks" in seen and progress else ():
         stack = seen["stacks"].get(str(line["rank"]), "gave no answer: it has left, or is stopped or frozen")
         lines += ["", f"rank {line['rank']} on {line['host']} (pid {line['pid']}):"]
         lines += [f"  {part}" for part in stack.splitlines()]
@@ -177,13 +166,8 @@ def _with_command(said: str, ranges: Sequence[tuple[int, int]], command: str) ->
     return ["", said.format(", ".join(ranks[:MOST_ROWS])), f"  {command.replace('{rank}', ranks[0])}"]
 
 
-def roster(
-    ranks: Sequence[Mapping[str, Any]],
-    progress: Sequence[Mapping[str, Any]] | None = None,
-    *,
-    width: int | None = None,
-) -> list[str]:
-    """Format one line for each rank, without the columns that matter least where the lines must fit into a ``width``.
+def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, Any]] | None = None) -> list[str]:
+    """Format one line for each rank, without the columns that matter least where stdout has no room for them.
 
     Args:
         progress: what each rank does; empty before they have met. Without it that is left out.
@@ -209,12 +193,8 @@ def roster(
             row.append("ready" if line["device"] else "loading torch")
         # What a rank says of torch before it has loaded it lacks the CUDA for which it was built.
         rows.append([*row, re.sub(r"\+\w+", "", line["versions"])])
-    rows = _without_empty_columns(rows)
+    said = [any(cell != "-" for cell in column[1:]) for column in zip(*rows, strict=True)]
+    if ranks:  # a column of which no rank has anything to say is left out
+        rows = [[*itertools.compress(row, said)] for row in rows]
     more = [f"  ... and {len(ranks) - MOST_ROWS} more"] if len(ranks) > MOST_ROWS else []
-    return [*columns(rows, width=width, least_first=LEAST_FIRST), *more]
-
-
-def _without_empty_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Leave out the columns of which no rank has anything to say."""
-    kept = [place for place in range(len(rows[0])) if any(row[place] != "-" for row in rows[1:])] if rows[1:] else []
-    return [[row[place] for place in kept] for row in rows] if kept else [list(row) for row in rows]
+    return [*columns(rows, width=stdout_width(), least_first=LEAST_FIRST), *more]

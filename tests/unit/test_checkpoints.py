@@ -193,9 +193,9 @@ def test_resume_auto_needs_a_folder_to_look_in_and_only_a_resumed_run_may_be_the
 
     with pytest.raises(BadOption, match="--resume auto needs a --run_dir"):
         checkpoint_files.check_run_dir(TrainConfig(resume="auto"))
+    (tmp_path / "another").mkdir()
     path, within_another = (
-        checkpoint_files.write(RunPaths(RunPaths(run).create().run_dir).checkpoints, 10, b"ten", {})
-        for run in (tmp_path, tmp_path / "another")
+        checkpoint_files.write(RunPaths(run).checkpoints, 10, b"ten", {}) for run in (tmp_path, tmp_path / "another")
     )
     for resume in (None, tmp_path / "another", within_another):
         with pytest.raises(BadOption, match="already holds a run"):

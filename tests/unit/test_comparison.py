@@ -35,7 +35,7 @@ def leave_run(folder: Path, *, ranks: int = 1, rate: float = 1000.0, finished: b
 
 
 def compared(*runs: Path) -> dict[str, dict[str, Any]]:
-    return {run["name"]: run for run in compare.compare(runs).as_dict()["runs"]}
+    return {run["name"]: run for run in compare.compare(runs)["runs"]}
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -83,7 +83,7 @@ def test_efficiency_is_relative_to_the_fewest_ranks_and_only_for_the_same_work(
     """Images of another size, and another network, are other work."""
     runs = [leave_run(tmp_path / str(number), **options) for number, options in enumerate(left)]
     assert [run["efficiency"] for run in compared(*runs).values()] == efficiencies
-    shown = compare.compare(runs).text()
+    shown = compare.text(compare.compare(runs))
     assert ("efficiency:" in shown) == any(efficiencies)
     assert ("above 100%: each rank was faster than there" in shown) == (1.5 in efficiencies)
 

@@ -39,7 +39,6 @@ from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import Unreadable, decode
-from ddp_manual.wrapping import whole
 from tests.runs import RUN, info, ready
 
 WITHIN = 20.0
@@ -66,14 +65,6 @@ def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
 
 
 # -- who belongs together ---------------------------------------------------------------------------------------------
-
-
-def test_who_expects_another_number_of_ranks_is_told_the_command_of_a_rank_that_is_missing() -> None:
-    roll_call = roll_call_of(info(0, "a"), info(1, "a"))
-    for rank, world_size in ((1, 2), (2, 4), (3, 4)):
-        error = roll_call.admit(info(rank, "b", world_size=world_size), 1.0, 1.0, 0.0)
-        assert isinstance(error, DdpManualError)
-        assert error.next == whole("train --rank 2 --data '{x}'")
 
 
 def test_a_different_torch_is_reported_with_the_command_that_fixes_it_and_can_be_allowed() -> None:

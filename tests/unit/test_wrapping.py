@@ -91,13 +91,6 @@ def test_a_file_has_a_line_about_waiting_every_10_s_and_after_a_minute_every_60_
     assert said[0] == "waiting for rank 1 (waited 1 s of 600 s)"
 
 
-def test_two_lines_about_waiting_that_alternate_are_said_every_10_s_each(clock: list[float]) -> None:
-    said: list[str] = []
-    waiting = Waiting(60, said.append)
-    pass_seconds(clock, 59, lambda: waiting.about(("timed out", "No route to host")[int(clock[0]) % 2]))
-    assert len(said) <= 12
-
-
 def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_programs(tmp_path: Path) -> None:
     path, long = tmp_path / "log", "a line that is a good deal wider than the terminal"
     with on_screen() as screen, path.open("ab") as log, ThreadPoolExecutor(1) as writer:
