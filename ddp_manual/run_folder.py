@@ -132,7 +132,7 @@ class RunPaths:
     samples = _Named("samples.png")
     summary = _Named("summary.json")
     checkpoints = _Named("checkpoints")
-    """A folder; ``training.checkpoints`` names the files in it."""
+    """A folder; ``training/checkpoint_files.py`` names the files in it."""
     track = _Named("track.jsonl")
     tensorboard = _Named("tensorboard")
     """A folder, in which TensorBoard names the files."""

@@ -131,7 +131,9 @@ class Trainer:
         began = time.perf_counter()
         version, words, gauss = random.getstate()
         generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
-        if not self._holder.hold(position.step, {**checkpoint_state.state_of(self), "random": {"python": generator}}):
+        state = {**checkpoint_state.state_of(self), "random": {"python": generator}}
+        state["options"] = {}  # which all ranks know
+        if not self._holder.hold(position.step, state):
             self._holder = None
             return
         seconds = time.perf_counter() - began
