@@ -289,9 +289,9 @@ def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLi
 
     console = Console(stderr=True, soft_wrap=True)  # lines above the bar are never cut, so that they can be copied
     bar_width = 40 if console.width > 110 else 10
-    # What is left beside the bar, the steps, the time (10) and spaces between them (3), less 3 for ^C: that would
-    # otherwise push the bar to the line above, where nothing clears it.
-    rest = console.width - bar_width - len(f"{total_steps}/{total_steps}") - 10 - 3 - 3
+    # What is left beside the bar, the steps, the time (12, with hours) and spaces between them (3), less 3 for ^C: that
+    # would otherwise push the bar to the line above, where nothing clears it.
+    rest = console.width - bar_width - len(f"{total_steps}/{total_steps}") - 12 - 3 - 3
     # The only column that gives way where the terminal is narrow.
     last_line = Column(max_width=rest, no_wrap=True, overflow="ellipsis")
     columns = (

@@ -44,9 +44,11 @@ GATHER = 0.05
 
 def stopped_agent(worker: int) -> str:
     """Say which signal has stopped the agent of a worker on this host, and what lets it go on; "" if none has."""
-    fields = process_stat(worker)
-    signal = stopped_by(int(fields[1])) if fields else ""
-    return f"{signal} has stopped its agent; kill -CONT {fields[1]} lets it go on" if signal else ""
+    agent = next(iter(process_stat(worker)[1:]), "0")
+    if process_stat(int(agent))[:1] != ["T"]:
+        return ""
+    signal = stopped_by(int(agent)) or "Ctrl-Z"  # a shell that has seen its job stop has taken the number away
+    return f"{signal} has stopped its agent; kill -CONT {agent}, or fg in its terminal, lets it go on"
 
 
 class Coordinator:

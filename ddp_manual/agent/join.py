@@ -226,7 +226,9 @@ class Join:
         if self._news is None:
             return
         news, run = self._news, self._run
-        not_logged = [words for words in (*news.gone, *news.refused) if words not in self._logged]
+        of_this_rank = f"rank {self._spec.rank} ("  # which another process was to be
+        said = (words for words in (*news.gone, *news.refused) if not words.startswith(of_this_rank))
+        not_logged = [words for words in said if words not in self._logged]
         missing = bool(news.missing)
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)

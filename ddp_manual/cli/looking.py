@@ -52,7 +52,7 @@ def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any)
     return 0
 
 
-@click.command("checkpoints", short_help="List the checkpoints of a run, and what is damaged.")
+@click.command("checkpoints", cls=GroupedCommand, short_help="List the checkpoints of a run, and what is damaged.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of text.")
 @click.argument("folder", metavar="DIR", type=PATH)
 def list_checkpoints(as_json: bool, folder: Path) -> None:
@@ -66,7 +66,7 @@ def list_checkpoints(as_json: bool, folder: Path) -> None:
     print_result(json.dumps(found, indent=2) if as_json else checkpoints.text(found))
 
 
-@click.command("runs", short_help="List runs: how, when and why each has ended.")
+@click.command("runs", cls=GroupedCommand, short_help="List runs: how, when and why each has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of text.")
 @click.argument("folder", metavar="[DIR]", type=PATH, default=Path("runs"))
 def list_runs(as_json: bool, folder: Path) -> None:
@@ -77,7 +77,7 @@ def list_runs(as_json: bool, folder: Path) -> None:
     print_result(json.dumps(found, indent=2) if as_json else runs.text(found) if found else f"no runs in {folder}")
 
 
-@click.command("compare", short_help="Put runs side by side: speed, accuracy, options.")
+@click.command("compare", cls=GroupedCommand, short_help="Put runs side by side: speed, accuracy, options.")
 @json_option
 @click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=PATH)
 def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:

@@ -45,19 +45,18 @@ class GroupedCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         *others, help = super().get_params(ctx)
         is_long = any(option.name in RARE for option in others)
-        return [*others, help, _help_all] if is_long else [*others, help]
+        return [*others, help, _help_all(hidden=not is_long)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for group in GROUPS:
-            options = [
-                option
-                for option in self.get_params(ctx)
-                if isinstance(option, click.Option) and GROUP_OF.get(option.name or "", "other") == group
-                if ctx.meta.get(SHOWS_ALL) or option.name not in RARE
-            ]
-            if records := [*filter(None, (option.get_help_record(ctx) for option in options))]:
-                with formatter.section(group.capitalize()):
-                    formatter.write_dl(records)
+        sections: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for option in self.get_params(ctx):
+            is_shown = isinstance(option, click.Option) and (ctx.meta.get(SHOWS_ALL) or option.name not in RARE)
+            if is_shown and (record := option.get_help_record(ctx)):
+                sections[GROUP_OF.get(option.name or "", "other")].append(record)
+        used = {group: records for group, records in sections.items() if records}
+        for group, records in used.items():
+            with formatter.section(group.capitalize() if len(used) > 1 else "Options"):
+                formatter.write_dl(records)
 
 
 # In the ``meta`` of a context: whether its help shows the options in RARE too.
@@ -71,14 +70,16 @@ def _show_all(context: click.Context, parameter: click.Parameter, is_asked: bool
         context.exit()
 
 
-_help_all = click.Option(
-    ["--help-all"],
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_all,
-    help="Show all options, also those that most people never need.",
-)
+def _help_all(*, hidden: bool) -> click.Option:
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        hidden=hidden,
+        callback=_show_all,
+        help="Show all options, also those that most people never need.",
+    )
 
 
 # A program chooses its devices itself; launch chooses the place of each rank.

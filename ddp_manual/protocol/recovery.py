@@ -254,7 +254,7 @@ class Recovery:
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
         if not run.resumes:
-            state = "all ranks' programs will start again"
+            state = "all ranks' programs will start again, those that call hold() with what they hold"
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
         seats = missing or sorted(self.lost.keys() & set(left_out))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from ddp_manual.agent.coordinator import stopped_agent
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel shows pending signals on Linux")
@@ -55,3 +58,19 @@ def test_a_program_of_our_process_group_has_got_what_was_sent_last_and_one_with_
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not_known_any_more() -> None:
+    agent = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    worker = int(agent.stdout.readline())
+    try:
+        assert stopped_agent(worker) == ""
+        agent.send_signal(signal.SIGSTOP)
+        os.waitpid(agent.pid, os.WUNTRACED)  # as a shell does for a job, which takes the number away
+        go_on = f"kill -CONT {agent.pid}, or fg in its terminal, lets it go on"
+        assert stopped_agent(worker) == f"Ctrl-Z has stopped its agent; {go_on}"
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        agent.kill()
+        agent.communicate()
