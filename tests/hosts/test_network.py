@@ -86,7 +86,8 @@ def test_a_path_that_loses_large_packets_is_told_from_a_closed_port(hosts: Hosts
         assert "open all TCP ports" not in error
     three[1].open_all()
     three[1].nft("add rule inet filter output meta length > 1400 drop")
-    rank_0, rank_1 = start_ranks(three[:2], "--join_timeout", 12)
+    # Rank 1, which may begin later, is to leave first.
+    rank_0, rank_1 = (host.start_rank(rank, 2, "--join_timeout", 24 - 12 * rank) for rank, host in enumerate(three[:2]))
     rank_1.wait_for("and what this rank sends does not arrive: large packets are lost")
     assert codes(rank_0, rank_1) == [10, 11]
     assert "next: compare the MTU of the interfaces of both hosts" in last_error(rank_1.err)
