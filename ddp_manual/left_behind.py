@@ -105,13 +105,20 @@ class Children:
 
     def _orphans(self, session: int | None) -> list[psutil.Process]:
         """Return the orphans of this worker that run, with what is below them."""
-        adopted = [process for process in _below(os.getpid(), recursive=False) if process.pid not in _own()]
-        orphans = [
-            process
-            for process in adopted
-            if process in self._known or (session in (None, _session(process.pid)) and _is_marked(process.pid))
-        ]
-        return [process for orphan in orphans for process in (orphan, *_below(orphan.pid)) if _runs(process)]
+        import psutil
+
+        own, found = _own(), dict[int, psutil.Process]()
+        for process in _below(os.getpid()):  # one look at all processes: each comes after its parent
+            with suppress(psutil.NoSuchProcess):
+                parent = process.ppid()
+                is_adopted = parent == os.getpid() and process.pid not in own
+                is_wanted = parent in found or (is_adopted and self._has(process, session))
+                if is_wanted and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    found[process.pid] = process
+        return [*found.values()]
+
+    def _has(self, process: psutil.Process, session: int | None) -> bool:
+        return process in self._known or (session in (None, _session(process.pid)) and _is_marked(process.pid))
 
 
 def end_daemons() -> None:
@@ -142,18 +149,10 @@ def _session(pid: int) -> int:
     return 0
 
 
-def _below(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
-    """Return the processes below this one."""
+def _below(pid: int) -> list[psutil.Process]:
+    """Return the processes below this one, each after its parent."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=recursive)
+        return psutil.Process(pid).children(recursive=True)
     return []
-
-
-def _runs(process: psutil.Process) -> bool:
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
