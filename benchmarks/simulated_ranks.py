@@ -45,7 +45,7 @@ from ddp_manual.messages import (
 )
 from ddp_manual.protocol.heartbeats import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.wire import encode, reader_of
 
 LOOPBACK = "127.0.0.1"

@@ -33,13 +33,22 @@ def oom_counter(pid: int | str) -> Path | None:
     return None
 
 
-def oom_kills(file: Path | None) -> int | None:
-    """Return what such a file counts; None if nobody knows."""
-    with suppress(OSError, ValueError):
-        if file is not None:
-            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
-            return int(found[1]) if found else None
-    return None
+class OomKills:
+    """How often memory has run out in the cgroup of a process since this was made."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = oom_counter(pid)
+        self._before = self._count()
+
+    def any(self) -> bool:
+        """Return whether the kernel's OOM killer has struck there; False if nobody knows."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        with suppress(OSError):
+            found = self._file and re.search(r"^oom_kill (\d+)$", self._file.read_text(), re.MULTILINE)
+            return int(found[1]) if found else 0
+        return 0
 
 
 def memory_left() -> int:

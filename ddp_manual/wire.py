@@ -71,7 +71,15 @@ decode = reader_of(Any)
 
 def local_reader_of(type: Any) -> Read[Any]:
     """Return what reads JSON of this type from ``encode_local``: also texts that are not Unicode, and NaN."""
-    return lambda text: msgspec.convert(json.loads(text), type)
+    decoder = msgspec.json.Decoder(type)
+
+    def read(text: str) -> Any:
+        try:
+            return decoder.decode(text)
+        except msgspec.DecodeError:  # what msgspec does not take for JSON, or no such message
+            return msgspec.convert(json.loads(text), type)
+
+    return read
 
 
 class LineReader(Generic[T]):

@@ -13,7 +13,7 @@ from ddp_manual.from_agent import StopAfter
 from ddp_manual.from_worker import FromWorker, Progress
 from ddp_manual.worker.stopping import Stops
 from ddp_manual.worker.world import World
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 
 class Silent:

@@ -400,8 +400,8 @@ def real_data(name: str) -> Path:
 
 def source(dataset: str, data_dir: Path = Path("unused"), **options: Any) -> Source:
     """The data set that ``--dataset`` names, in ``--data_dir``."""
-    from ddp_manual.training.config import TrainConfig
     from ddp_manual.training.datasets import source_of
+    from ddp_manual.training.options import TrainConfig
 
     return source_of(TrainConfig(dataset=dataset, data_dir=str(data_dir), **options))
 

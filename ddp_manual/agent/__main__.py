@@ -19,7 +19,7 @@ from ddp_manual.agent.worker_process import AttachedWorker
 from ddp_manual.from_worker import Attach
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.wire import LineReader, local_reader_of
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 
 @unread.never_block()

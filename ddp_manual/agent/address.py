@@ -39,7 +39,7 @@ from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.search import is_loopback
 from ddp_manual.terminal import at
 from ddp_manual.wire import LONGEST_LINE, decode
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 # Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
 CONNECTIONS_PER_RANK = 2

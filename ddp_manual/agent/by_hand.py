@@ -23,8 +23,8 @@ from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
 from ddp_manual.training import checkpoint_files
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import WorldSpec
 
 PrintError = Callable[[DdpManualError], None]
 TRAINING = Program(

@@ -40,7 +40,7 @@ from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed, other_version
 from ddp_manual.terminal import at, counted
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import whole
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.

@@ -24,7 +24,7 @@ from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.readable_stack import readable_stack
 from ddp_manual.errors import DdpManualError
-from ddp_manual.memory_cgroup import oom_counter, oom_kills
+from ddp_manual.memory_cgroup import OomKills
 from ddp_manual.messages import Beat, LastWords
 from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.wire import LONGEST_ANSWER, encode_local
@@ -99,12 +99,7 @@ class Worker:
         self._fault_text = ""
         self._is_blocked = False
         self._spoke_at = time.monotonic()
-        self._look_at_memory()
-
-    def _look_at_memory(self) -> None:
-        """Remember how often its memory cgroup has run out of memory so far."""
-        self._oom_file = oom_counter(self.pid)
-        self._oom_kills = oom_kills(self._oom_file)
+        self._oom_kills = OomKills(self.pid)
 
     async def attach(self, take: Callable[[from_worker.FromWorker], None], gone: Callable[[], None]) -> None:
         """Connect: from now on call ``take`` with each message, and ``gone`` when the process has ended."""
@@ -122,7 +117,7 @@ class Worker:
         match message:
             case from_worker.Born():
                 self.pid = message.pid
-                self._look_at_memory()
+                self._oom_kills = OomKills(self.pid)
             case from_worker.Loaded():  # it waits for its place
                 self._command = self._command_line()
             case from_worker.RecordsMemory():
@@ -228,8 +223,7 @@ class Worker:
     @property
     def ran_out_of_memory(self) -> bool:
         """Whether the kernel's OOM killer has struck in its memory cgroup since it was started."""
-        now = oom_kills(self._oom_file)
-        return self.status == -signal.SIGKILL and now is not None and now > (self._oom_kills or 0)
+        return self.status == -signal.SIGKILL and self._oom_kills.any()
 
     @property
     def crash_stack(self) -> str:

@@ -24,8 +24,8 @@ from ddp_manual.cli.stdout import print_result
 from ddp_manual.environment import machine, settings, started_by
 from ddp_manual.launch import host_list
 from ddp_manual.program import Program
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import WorldSpec
 
 
 @click.command(

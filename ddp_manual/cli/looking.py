@@ -13,8 +13,8 @@ import click
 from ddp_manual import errors, terminal
 from ddp_manual.cli.option_decorators import PATH, GroupedCommand, given, json_option, options_of
 from ddp_manual.cli.stdout import print_result, redrawing
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import WorldSpec
 
 # Options of which ``evaluate`` has the run's values.
 OF_THE_RUN = ("model", "normalization", "dataset", "image_size", "classes", "data_dir")

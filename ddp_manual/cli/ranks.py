@@ -19,8 +19,8 @@ from ddp_manual.cli.option_decorators import (
     program_options,
 )
 from ddp_manual.cli.stdout import print_result
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
 from ddp_manual.wrapping import wrapped
 
 FOUND_A_PROBLEM = 3

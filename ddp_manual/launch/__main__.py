@@ -22,8 +22,8 @@ from ddp_manual.launch.spawn import START_AGAIN
 from ddp_manual.launch.this_host import Ranks
 from ddp_manual.run_folder import new_run_id
 from ddp_manual.terminal import RankOutput
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import WorldSpec
 
 # Seconds for a rank to stop in order, once the script is gone.
 WITHOUT_PARENT = 10.0

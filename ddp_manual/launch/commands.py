@@ -12,7 +12,7 @@ from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BadOption
 from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.program import Program
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 # The setting of Linux from which the kernel takes the ports of probes, of torch's store, of gloo and of NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"

@@ -21,7 +21,7 @@ from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.messages import LastWords
 from ddp_manual.program import MODULE, Program
 from ddp_manual.training import own_code
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 
 class _Copier(ForkingPickler):

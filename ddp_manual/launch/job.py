@@ -13,8 +13,8 @@ from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import number_below
 from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.run_folder import default_run_dir, new_run_id
-from ddp_manual.training.config import TrainConfig
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import WorldSpec
 
 
 @dataclass(frozen=True, kw_only=True)

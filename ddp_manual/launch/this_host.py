@@ -34,9 +34,9 @@ from ddp_manual.program import without_secrets
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_code import check_module, is_own_factory
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import whole
 
 # Seconds until ranks stop waiting for a rank that has left.

@@ -32,7 +32,7 @@ from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import Handling, StopSignals
 from ddp_manual.wire import printable
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 # Seconds until the coordinator has told everybody what ends the run.
 VERDICT_WITHIN = 2.5

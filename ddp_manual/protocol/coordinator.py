@@ -615,26 +615,17 @@ class CoordinatorProtocol:
     def _take_goodbye(self, peer: Peer, rank: int, why: str) -> None:
         """Take that a rank leaves: its work is done, or ``why`` says why it is not."""
         peer.left = True
-        if self._works(rank):
-            self._lose_or_let_go(rank, why)
-        elif why or not self.recovery.lost:
-            self._miss_again(rank, f"left again: {why}")
-        else:
-            self._end_without(rank)
-
-    def _lose_or_let_go(self, rank: int, why: str) -> None:
-        """Take that a rank has said goodbye while the ranks work: its work is done, or ``why`` says why it left."""
-        if why:
+        if self._works(rank) and why:
             self._watch.end_because_of_left(rank, why)
             self._give_up_lost()
-        else:
+        elif self._works(rank):
             self._watch.health.leave(rank)
-
-    def _end_without(self, rank: int) -> None:
-        """End the run: a rank has done its work and has left, while the others were to begin anew with it."""
-        lost = next(iter(self.recovery.lost.values()))
-        left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
-        self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
+        elif why or not self.recovery.lost:
+            self._miss_again(rank, f"left again: {why}")
+        else:  # it has done its work, while the others were to begin anew with it
+            lost = next(iter(self.recovery.lost.values()))
+            left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
+            self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Take what has ended a worker: its own last words or what its agent says about it."""

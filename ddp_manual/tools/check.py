@@ -24,7 +24,7 @@ from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
 from ddp_manual.terminal import byte_size, columns, stdout_width
 from ddp_manual.tools.status import roster
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import labelled, wrapped
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.

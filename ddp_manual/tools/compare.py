@@ -14,7 +14,7 @@ from ddp_manual.messages import named_from_outside
 from ddp_manual.option_fields import option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.options import TrainConfig
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ from ddp_manual.option_fields import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.terminal import columns, counted
 from ddp_manual.training import checkpoint_files, models, own_code
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.evaluate import evaluate as evaluate_network
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.run_files import write_predictions
 from ddp_manual.training.transforms import Normalise, unit_scale

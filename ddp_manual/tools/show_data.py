@@ -16,9 +16,9 @@ from rich.text import Text
 from ddp_manual import run_folder
 from ddp_manual.errors import BadOption, writing
 from ddp_manual.terminal import columns
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.datasets import source_of
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.pictures import drawn, image_grid, spread
 
 # On a terminal: the most characters of an image's width, the gap between two images, and how many rows of images.

@@ -22,7 +22,7 @@ from ddp_manual.messages import Verdict
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.verdicts import error_for
 from ddp_manual.terminal import at, columns, duration, say, stdout_width
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import wrapped
 
 LOOK_EVERY = 1.0

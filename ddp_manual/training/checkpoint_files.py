@@ -25,7 +25,7 @@ from ddp_manual.environment import torchrun
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
 from ddp_manual.option_fields import as_flags
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.options import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint_files, ddp, own_code
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.metrics import Window
+from ddp_manual.training.options import TrainConfig
 
 if TYPE_CHECKING:
     from ddp_manual.training.trainer import Trainer

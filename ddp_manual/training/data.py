@@ -16,7 +16,6 @@ import os
 import secrets
 import textwrap
 import time
-import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -28,17 +27,15 @@ from torch import Tensor
 
 from ddp_manual import run_folder
 from ddp_manual.environment import machine
-from ddp_manual.errors import BadOption
+from ddp_manual.errors import BadOption, escaped
 from ddp_manual.terminal import counted
-from ddp_manual.training.config import TrainConfig, is_folder
+from ddp_manual.training.options import TrainConfig, is_folder
 from ddp_manual.training.transforms import Normalise
 
 logger = logging.getLogger(__name__)
 
 PARTS = ("train", "test")
 DIGITS = tuple("0123456789")
-# Unicode's categories of control characters, of separators of lines and paragraphs, and of bytes that are not UTF-8.
-UNPRINTABLE = {"Cc", "Zl", "Zp", "Cs"}
 CACHE_FOLDER = ".ddp_manual_cache"
 # Raised whenever the layout of a cache changes, or what is read from the same files.
 CACHE_VERSION = 2
@@ -66,7 +63,7 @@ class Split:
     target: torch.device | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "classes", tuple("".join(map(_printable, name)) for name in self.classes))
+        object.__setattr__(self, "classes", tuple(escaped(name, keep="") for name in self.classes))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -109,10 +106,6 @@ class Split:
 
     def to(self, device: torch.device) -> Split:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device), target=None)
-
-
-def _printable(letter: str) -> str:
-    return ascii(letter)[1:-1] if unicodedata.category(letter) in UNPRINTABLE else letter
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,29 +363,3 @@ def warn_of_untrained(train: Split) -> None:
         hint = "; if the labels are numbered from 1, count them from 0" if trained[1:].all() else ""
         named = textwrap.shorten(", ".join(names), 100)
         logger.warning("no training image of %d of the %d classes: %s%s", len(names), len(trained), named, hint)
-
-
-def epoch_order(count: int, *, seed: int, epoch: int) -> Tensor:
-    """Return the order in which an epoch goes through its samples: int64 [count], drawn from seed and epoch."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
-
-
-def share(order: Tensor, *, start: int, stop: int, rank: int, world_size: int) -> Tensor:
-    """Return the samples that ``rank`` takes in a step in which all ranks together take ``order[start:stop]``.
-
-    As in torch.utils.data.DistributedSampler, that is every world_size-th sample; but no sample is taken twice: where
-    there are not enough for all ranks, the shares differ by one sample or are empty. So any number of ranks can
-    continue from ``stop``, and no sample is repeated or left out.
-    """
-    return order[start + rank : stop : world_size]
-
-
-def check_batch_fits(count: int, batch_size: int, world_size: int) -> None:
-    """Raise BadOption if a rank's share of ``count`` training samples does not fill one batch."""
-    share = count // world_size
-    if batch_size > share:
-        raise BadOption(
-            f"a batch of {batch_size} per rank is larger than a rank's share of the training set",
-            why=f"{counted(count, 'sample')} over {counted(world_size, 'rank')}: {share} for each",
-            next=f"choose a --batch_size of at most {share}" if share else "start fewer ranks",
-        )

@@ -23,8 +23,8 @@ from torch import Tensor
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError, writing
 from ddp_manual.training import synthetic
-from ddp_manual.training.config import FOLDER_PREFIX, TrainConfig, is_folder
 from ddp_manual.training.data import DIGITS, PARTS, DataCache, Source, Split, digest_of_files
+from ddp_manual.training.options import FOLDER_PREFIX, TrainConfig, is_folder
 from ddp_manual.training.own_data import OwnData
 from ddp_manual.training.pictures import as_tensor, eight_bit, is_grey
 

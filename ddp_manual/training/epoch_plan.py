@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddp_manual.training.config import TrainConfig
+    from ddp_manual.training.options import TrainConfig
 
 # Seconds between two sync points, roughly: how long a signal may wait until the ranks agree on what to do.
 SYNC_EVERY = 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ddp_manual.training.config import TrainConfig
+    from ddp_manual.training.options import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import ddp_manual
 from ddp_manual import signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.messages import first_command_and
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.main import Shared, check_own_code, train_as_agreed
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.wrapping import whole
 
 

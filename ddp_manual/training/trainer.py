@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from ddp_manual import terminal
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.training import checkpoint_state, data, ddp
+from ddp_manual.training import checkpoint_state, ddp, sampling
 from ddp_manual.training.checkpoint_state import History
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.metrics import Meter, Metrics, Window, diverged
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.transforms import Augmentation
@@ -79,7 +79,7 @@ class Trainer:
         has_shrunk = self.world_size < world.spec.world_size
         self.batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
         """Samples per rank and step."""
-        data.check_batch_fits(samples, self.batch_size, self.world_size)
+        sampling.check_batch_fits(samples, self.batch_size, self.world_size)
         self.learning_rate = LearningRate(config, self.world_size, samples)
         self.epoch_plan = EpochPlan(config, samples, self.world_size * self.batch_size)
         self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
@@ -168,7 +168,7 @@ class Trainer:
         self._progress.step_seconds = 0.0
         meter.begin(position.step)
         drawn = {"seed": config.seed, "epoch": position.epoch}
-        order = data.epoch_order(len(train), **drawn).to(train.images.device)
+        order = sampling.epoch_order(len(train), **drawn).to(train.images.device)
         augmented = Augmentation.draw(len(train), shift=config.shift, flip=config.flip, device=self.device, **drawn)
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
         while True:
@@ -177,7 +177,9 @@ class Trainer:
             position = plan.after_a_step(position)
             taking = position.taken - start
             lr = self.learning_rate.lr(seen, taking)
-            samples = data.share(order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size)
+            samples = sampling.share(
+                order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size
+            )
             counted = len(samples)
             if counted < self._fewest_samples:
                 # Add the samples that come next, or at the end of the epoch those from its beginning.

@@ -36,7 +36,7 @@ from ddp_manual.worker.process_group import (
     wrap_collectives,
 )
 from ddp_manual.worker.reporter import is_library
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 # Each group has its hooks by number; torch's own hooks have small ones.
 _HOOK = 0x646470

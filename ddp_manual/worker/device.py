@@ -16,7 +16,7 @@ from ddp_manual.environment import machine, settings
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
 from ddp_manual.join_steps import Step
 from ddp_manual.terminal import counted
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.world import World
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 AGENT = Path(__file__).parent.parent / "agent"
 AGENT_ENDS_WITHIN = 5.0

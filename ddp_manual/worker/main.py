@@ -40,7 +40,7 @@ from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
 from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.world import NO_GROUP, World
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 logger = logging.getLogger(__name__)
 

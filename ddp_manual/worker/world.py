@@ -29,7 +29,7 @@ from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.wire import decode
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 # The backend of a run without a process group.
 NO_GROUP = "none"

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ddp_manual import signals, terminal
-from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability
+from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability, worker_process
 from ddp_manual.agent.connection import Connection
 from ddp_manual.environment import command_line, machine, settings, started_by, torchrun
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.protocol import roll_call
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from tests.simulation.moments import watched
 from tests.simulation.network import Host, Listener
 from tests.simulation.people import COLUMNS, on_screen
@@ -159,6 +159,7 @@ def patched(run: Run) -> Iterator[None]:
             },
         ),
         (this_host, {"RankOutput": Output}),
+        (worker_process, {"OomKills": lambda pid: SimpleNamespace(any=lambda: False)}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),
         (
             machine,

@@ -20,7 +20,7 @@ from ddp_manual.launch import this_host
 from ddp_manual.launch.engine import Failure
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import wrapped
 from tests.simulation.network import EMPTY, Host
 from tests.simulation.rank import Rank

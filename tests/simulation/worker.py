@@ -410,9 +410,6 @@ class SimulatedWorker(Worker):
         self._program = program
         super().__init__(program.pid, None, -1)  # type: ignore[arg-type]
 
-    def _look_at_memory(self) -> None:
-        """Do nothing: there are no cgroups."""
-
     async def attach(self, take: Callable[[from_worker.FromWorker], None], gone: Callable[[], None]) -> None:
         self._take_message, self._gone = take, gone
         self._program._agent = self
@@ -446,10 +443,6 @@ class SimulatedWorker(Worker):
 
     def stopped_by(self) -> str:
         return "SIGSTOP" if self._program.stopped else ""
-
-    @property
-    def ran_out_of_memory(self) -> bool:
-        return False
 
     async def stack(self) -> str:
         if self.stopped_by():

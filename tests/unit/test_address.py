@@ -35,7 +35,7 @@ from ddp_manual.join_steps import Steps
 from ddp_manual.messages import Greeting
 from ddp_manual.protocol.search import Answer, Search, Seen
 from ddp_manual.wire import encode
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 
 GREETING = Greeting(1, "00", "a", 1, token=False)
 

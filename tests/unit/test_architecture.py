@@ -38,7 +38,7 @@ BOTTOM_ROW = (
     "environment",
     "run_folder",
     "option_fields",
-    "world_spec",
+    "world_options",
     "unread",
     "terminal",
     "deadline",
@@ -47,7 +47,7 @@ BOTTOM = set(BOTTOM_ROW)
 # The modules of training/ that know nothing of torch: what is said of a training before it begins.
 TRAINING_WITHOUT_TORCH = {
     "training.checkpoint_files",
-    "training.config",
+    "training.options",
     "training.learning_rate",
     "training.own_code",
 }
@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "tools": {"tools", "agent", "protocol", "training", *BOTTOM},
     "launch": {"launch", "agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "cli": {"cli", "agent", "launch", "tools", *TRAINING_WITHOUT_TORCH, *BOTTOM},
-    "__init__": {"training.config", "errors", "world_spec"},
+    "__init__": {"training.options", "errors", "world_options"},
     "__main__": {"cli"},
     **{name: set(BOTTOM_ROW[: place + 1]) for place, name in enumerate(BOTTOM_ROW)},
 }
@@ -103,7 +103,7 @@ def imported(path: Path, *, for_types: bool) -> set[str]:
 
 
 def modules(names: set[str]) -> set[str]:
-    """The package's modules among imported names: ``training.config`` of ``ddp_manual.training.config.TrainConfig``."""
+    """The package's modules among imported names: ``wire`` of ``ddp_manual.wire.LineReader``."""
     found = set()
     for name in names:
         parts = name.split(".")

@@ -23,12 +23,12 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
 from ddp_manual.training import checkpoint_files, checkpoint_state, models
 from ddp_manual.training.checkpoint_state import History
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
 from ddp_manual.training.metrics import Window
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.world_options import WorldSpec
 
 EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
 HISTORY = History(evaluations=EVALUATIONS, window=Window(1.5, 3.0, 4.0), train_seconds=2.5)

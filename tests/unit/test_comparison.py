@@ -15,7 +15,7 @@ from ddp_manual import cli
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths, append_json_line
 from ddp_manual.tools import compare
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.options import TrainConfig
 
 
 def leave_run(folder: Path, *, ranks: int = 1, rate: float = 1000.0, finished: bool = True, **options: Any) -> Path:

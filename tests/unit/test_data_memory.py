@@ -18,9 +18,9 @@ import torch
 from ddp_manual.errors import BadOption
 from ddp_manual.terminal import ProgressLines
 from ddp_manual.training import data, models
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Data, Split
 from ddp_manual.training.data_memory import bring_to, check_host_memory
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
 from tests.alone import alone

@@ -17,7 +17,7 @@ from PIL import Image
 
 from ddp_manual import cli
 from ddp_manual.training import checkpoint_files, models
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training.options import TrainConfig
 
 FILES = ["confusion.csv", "confusion.png", "mistakes.png", "predictions.csv"]
 MEAN, STD = (100.0, 50.0, 20.0), (60.0, 70.0, 80.0)

@@ -20,9 +20,9 @@ from torchvision.datasets import CIFAR10
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
 from ddp_manual.training import models, own_code
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import PARTS, Split, check_shapes
 from ddp_manual.training.main import check_own_code
+from ddp_manual.training.options import TrainConfig
 from tests.conftest import CIFAR_CLASSES, source
 
 Write = Callable[[str], str]

@@ -15,7 +15,7 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.worker.stopping import Stops
-from ddp_manual.world_spec import WorldSpec
+from ddp_manual.world_options import WorldSpec
 from tests.alone import alone
 
 

@@ -22,11 +22,11 @@ from ddp_manual import cli, join
 from ddp_manual.environment import rank_variables
 from ddp_manual.errors import BadOption, DiskFull, StopSignal
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import config as train_config
+from ddp_manual.training import options as train_options
 from ddp_manual.training import trackers
-from ddp_manual.training.config import TrainConfig
 from ddp_manual.training.data import Split
 from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.trackers import Tracker, Trackers, WeightsAndBiases, table_of
 from tests.conftest import REPOSITORY, log_to_root
 
@@ -168,7 +168,7 @@ def test_a_tracker_that_cannot_be_is_a_bad_option(track: str, named: str) -> Non
 def test_a_tracker_whose_package_is_missing_is_refused_by_rank_0_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_config, "find_spec", lambda package: None)
+    monkeypatch.setattr(train_options, "find_spec", lambda package: None)
     assert cli.run(["train", "--track", "jsonl,wandb", "--run_dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert "error[bad-option]: --track wandb needs wandb, which this Python does not have" in said
@@ -180,7 +180,7 @@ def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> N
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
     named = setup["options.extras_require"]
-    assert set(named) == {*train_config.PACKAGES, "test", "dev"}
-    for extra, packages in train_config.PACKAGES.items():
+    assert set(named) == {*train_options.PACKAGES, "test", "dev"}
+    for extra, packages in train_options.PACKAGES.items():
         assert {line.split(">")[0] for line in named[extra].split()} == set(packages)
-    assert f"ddp_manual[{','.join(sorted([*train_config.PACKAGES, 'test']))}]" in named["dev"]
+    assert f"ddp_manual[{','.join(sorted([*train_options.PACKAGES, 'test']))}]" in named["dev"]

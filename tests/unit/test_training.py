@@ -8,20 +8,20 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import config, data, ddp, metrics, models
-from ddp_manual.training.config import TrainConfig
+from ddp_manual.training import ddp, metrics, models, options, sampling
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
+from ddp_manual.training.options import TrainConfig
 from tests.conftest import source
 
 
 def shares_of_an_epoch(count: int, world_size: int, batch: int, *, start: int = 0) -> list[list[torch.Tensor]]:
     """By rank, what it takes in each step from ``start`` on."""
-    order = data.epoch_order(count, seed=7, epoch=3)
+    order = sampling.epoch_order(count, seed=7, epoch=3)
     steps = range(start, count, batch)
     return [
         [
-            data.share(order, start=first, stop=min(count, first + batch), rank=rank, world_size=world_size)
+            sampling.share(order, start=first, stop=min(count, first + batch), rank=rank, world_size=world_size)
             for first in steps
         ]
         for rank in range(world_size)
@@ -45,16 +45,16 @@ def test_two_ranks_stop_and_others_take_what_remains_of_the_epoch(then: int) -> 
 
 
 def test_a_batch_larger_than_a_ranks_share_and_synchronised_batch_normalisation_without_a_gpu_are_bad_options() -> None:
-    data.check_batch_fits(100, 50, 2)
+    sampling.check_batch_fits(100, 50, 2)
     with pytest.raises(BadOption, match="batch of 51"):
-        data.check_batch_fits(100, 51, 2)
+        sampling.check_batch_fits(100, 51, 2)
     with pytest.raises(BadOption):
-        data.check_batch_fits(3, 1, 4)
+        sampling.check_batch_fits(3, 1, 4)
     with pytest.raises(BadOption, match="--sync_bn needs GPUs"):
         models.build("convnet", device=torch.device("cpu"), seed=0, sync_bn=True)
 
 
-@pytest.mark.parametrize("name", config.MODELS)
+@pytest.mark.parametrize("name", options.MODELS)
 @pytest.mark.parametrize(("shape", "classes"), [((1, 28, 28), 10), ((3, 32, 32), 2), ((3, 33, 40), 7)])
 def test_a_network_fits_its_images_and_has_the_same_weights_for_the_same_seed(
     name: str, shape: tuple[int, int, int], classes: int
@@ -67,7 +67,7 @@ def test_a_network_fits_its_images_and_has_the_same_weights_for_the_same_seed(
     assert first(torch.zeros(3, *shape)).shape == (3, classes)
 
 
-@pytest.mark.parametrize("name", config.MODELS)
+@pytest.mark.parametrize("name", options.MODELS)
 def test_images_that_a_network_would_pool_to_nothing_are_refused(name: str) -> None:
     def build(height: int, width: int) -> nn.Module:
         return models.build(name, device=torch.device("cpu"), seed=0, shape=(1, height, width))
@@ -80,8 +80,8 @@ def test_images_that_a_network_would_pool_to_nothing_are_refused(name: str) -> N
 
 
 def test_every_name_that_an_option_accepts_exists() -> None:
-    assert set(config.MODELS) == set(models.MODELS)
-    assert [source(name).name for name in config.DATASETS] == list(config.DATASETS)
+    assert set(options.MODELS) == set(models.MODELS)
+    assert [source(name).name for name in options.DATASETS] == list(options.DATASETS)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])

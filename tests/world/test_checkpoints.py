@@ -49,14 +49,14 @@ def network(shape, classes):
 RECORD = """
 import os, sys
 if "worker" in sys.orig_argv[1]:
-    from ddp_manual.training import data
-    share = data.share
+    from ddp_manual.training import sampling
+    share = sampling.share
     def recorded(order, **where):
         samples = share(order, **where)
         with open(os.environ["RECORD"] + os.environ["RANK"], "a") as file:
             file.write(" ".join(map(str, samples.tolist())) + "\\n")
         return samples
-    data.share = recorded
+    sampling.share = recorded
 """
 StartWorld = Callable[..., list[RankProcess]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual.training.config import MODELS
+from ddp_manual.training.options import MODELS
 from tests.conftest import REPOSITORY, RankProcess, Start
 
 # A rank of the command line trains one network. To save its start, this has it train all of them, one after the other.
@@ -17,7 +17,7 @@ EVERY_MODEL = """
     from pathlib import Path
 
     if any(os.path.basename(word) == "worker" for word in sys.orig_argv):
-        from ddp_manual.training.config import MODELS
+        from ddp_manual.training.options import MODELS
         from ddp_manual.training import program
 
         train = program.train_as_agreed
@@ -37,7 +37,7 @@ SPAWNING = """
     import sys
     import ddp_manual
     from ddp_manual import TrainConfig
-    from ddp_manual.training.config import MODELS
+    from ddp_manual.training.options import MODELS
 
     def train_every_model(world, dataset, run_dir):
         for model in MODELS:

@@ -31,15 +31,15 @@ StartKept = Callable[..., Kept]
 RECORD = """
 import os, sys, time
 if "worker" in sys.orig_argv[1]:
-    from ddp_manual.training import data
-    share = data.share
+    from ddp_manual.training import sampling
+    share = sampling.share
     def recorded(order, **where):
         time.sleep(0.03)
         samples = share(order, **where)
         with open(os.environ["RECORD"], "a") as file:
             file.write(" ".join(map(str, [where["start"], where["world_size"], *samples.tolist()])) + "\\n")
         return samples
-    data.share = recorded
+    sampling.share = recorded
 """
 
 

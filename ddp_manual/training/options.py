@@ -22,7 +22,7 @@ from ddp_manual.option_fields import Options, option, option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import own_code
 from ddp_manual.training.own_code import OWN_FACTORY
-from ddp_manual.world_spec import WORLD_OPTIONS, WorldSpec
+from ddp_manual.world_options import WORLD_OPTIONS, WorldSpec
 
 logger = logging.getLogger(__name__)
 
