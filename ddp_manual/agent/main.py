@@ -29,6 +29,7 @@ from ddp_manual.agent.join import Join
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker, wait_until
 from ddp_manual.errors import (
+    CheckpointMismatch,
     DdpManualError,
     PeerGone,
     RanksDoNotBelongTogether,
@@ -419,7 +420,8 @@ class Agent:
         ending.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
         if not isinstance(last, states.Placed):
             self._join.fail(error)
-        stops = Stopped.identifier in (error.identifier, (error.on_its_rank or ("",))[0])
+        causes = (error.identifier, (error.on_its_rank or ("",))[0])
+        stops = Stopped.identifier in causes
         silenced = asyncio.ensure_future(self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE))
         if self.task.name and self.protocol.signals.has_begun:
             await asyncio.wait([silenced], timeout=ENDING_SAID_AFTER)
@@ -427,6 +429,8 @@ class Agent:
                 self.log(f"{self.task.name} is ending: {error.what}")
         await silenced
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
+        # A resume that is refused changes nothing of the run that is in the folder.
+        in_folder = in_folder and CheckpointMismatch.identifier not in causes
         run, run_dir = self.protocol.run, self.protocol.run_dir
         if run and run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
             leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)

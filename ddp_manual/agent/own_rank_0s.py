@@ -60,8 +60,10 @@ def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
     for one in _announced():
         is_elsewhere = (one.address, one.port) != (spec.master_addr, spec.master_port)
         if is_elsewhere and (of_any_size or one.world_size == spec.world_size):
-            flags = as_flags({"master_addr": one.address, "master_port": one.port})
-            return f"a rank 0 of yours waits on this host at {at(printable(one.address), one.port)}, with {flags}"
+            there = {"master_addr": one.address, "master_port": one.port}
+            flags = as_flags({name: value for name, value in there.items() if value != getattr(spec, name)})
+            where = at(printable(one.address), one.port)
+            return f"a rank 0 of yours waits on this host at {where}; to reach it, add {flags}"
     return ""
 
 

@@ -83,7 +83,7 @@ class Search(NamedTuple):
         """
         seen, finding = self._judge(all_seen, waited)
         if elsewhere:
-            finding.error.next = f"{elsewhere}\n{finding.error.next}"
+            finding.error.next = f"{elsewhere}\notherwise:\n{finding.error.next}"
             finding = Finding(f"{finding.line} ({elsewhere})", finding.error)
         return seen, finding
 
@@ -146,14 +146,15 @@ class Search(NamedTuple):
                 why="a TCPStore of torch answers there, but no rank 0 of this program",
                 next="start rank 0 with this program, or choose another --master_port",
             )
-        mute = seen.answer is Answer.MUTE
-        name, port = self.spec.master_addr, self.spec.master_port
+        what, detail, next = "is not rank 0", f": {seen.detail}", "check"
+        if seen.answer is Answer.MUTE:
+            what, detail = "does not answer", ": a stopped rank 0 (Ctrl-Z), or another program"
+            next = "if rank 0 was stopped: fg in its terminal, or kill -CONT with its pid; otherwise check"
         return MasterNotAStore(
-            f"what listens at {self.where} is not rank 0",
-            why=f"asked at {seen.address}, {seen.answer.value}{'' if mute else f': {seen.detail}'}",
-            next=f"check --master_addr and --master_port against rank 0's, or see what it is on {name}:\n"
-            + whole(listeners(port))
-            + ("\n(or it is a rank 0 that was stopped)" if mute else ""),
+            f"what listens at {self.where} {what}",
+            why=f"asked at {seen.address}, {seen.answer.value}{detail}",
+            next=f"{next} --master_addr and --master_port against rank 0's, or see what it is on "
+            f"{self.spec.master_addr}:\n{whole(listeners(self.spec.master_port))}",
         )
 
     def unanswered(self, where: str, unacknowledged: int, waited: float) -> Finding:

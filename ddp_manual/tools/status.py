@@ -147,7 +147,8 @@ def text(seen: Mapping[str, Any]) -> str:
         lines += _with_command("missing: {}; to start one:", seen["missing"], run["command"])
     if seen.get("left_out"):
         lines += _with_command("going on without: {}; to bring one back:", seen["left_out"], run["command"])
-    if notes := [*seen["refused"], *seen["gone"], *seen["warnings"]]:
+    before = [*seen["refused"], *seen["gone"]] if not seen["complete"] else []
+    if notes := [*before, *seen["warnings"]]:
         lines += ["", *notes]
     if "stacks" in seen and not progress:
         lines += ["", "no stacks yet: the ranks have not met"]

@@ -105,8 +105,6 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     with folder, signals.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
-        if world.run_dir_is_own:  # now that rank 0 holds the folder
-            paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
 
         # Build.
         files = None
@@ -133,6 +131,8 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             resumed = trainer.go_on(held_state.share(world.held, world.state_from, world.device))
         else:
             resumed = checkpoint_state.resume(paths, trainer)
+        if world.run_dir_is_own:  # now that rank 0 holds the folder, and goes on with what is in it
+            paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
         was_complete = trainer.ended
         summary = run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
         if files is not None:
