@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ddp_manual.join_steps import Step
 from ddp_manual.messages import JOINING, Beat, LastWords, Message, Ready
-from ddp_manual.messages.contents import LARGEST
+from ddp_manual.messages.ranks_and_runs import LARGEST
 from ddp_manual.wire import Read, local_reader_of, printable
 
 # Characters of a line of the program.

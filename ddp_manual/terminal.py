@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from ddp_manual import unread
-from ddp_manual.environment import settings
+from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.wrapping import LEAST, wrapped
 
@@ -117,7 +117,7 @@ def _print(text: str, end: str = "\n") -> None:
 def width_of(sink: TextIO) -> int | None:
     """Return how wide lines for a person are: as COLUMNS says, or the terminal; None in a file or a pipe, where a
     message is one line, which is found and counted as such."""
-    if (columns := settings.columns()) is not None:
+    if (columns := user_variables.columns()) is not None:
         return columns
     with suppress(OSError, ValueError):
         return os.get_terminal_size(sink.fileno()).columns or None
@@ -151,12 +151,12 @@ def _is_in_foreground() -> bool:
 
 
 def _clear_line() -> str:
-    return "\r\x1b[2K" if sys.stderr.isatty() and not settings.terminal_is_dumb() else ""
+    return "\r\x1b[2K" if sys.stderr.isatty() and not user_variables.terminal_is_dumb() else ""
 
 
 def in_colour(text: str, sink: TextIO) -> str:
     """Colour the beginnings of an error's parts, if ``sink`` is a terminal that shows colours."""
-    if not (sink.isatty() and settings.colour_allowed()):
+    if not (sink.isatty() and user_variables.colour_allowed()):
         return text
     text = re.sub(r"(?m)^error\[[\w-]+\]:", "\x1b[1;31m\\g<0>\x1b[0m", text)
     return re.sub(r"(?m)^  (why|next):", "  \x1b[1m\\1:\x1b[0m", text)
@@ -242,7 +242,7 @@ class RankOutput:
             room = self._room(sink)
             lines = text.decode(errors="replace").splitlines(keepends=True)
             shown = "".join(self._at_width(line, room) for line in lines)
-        colour = sink.isatty() and settings.colour_allowed()
+        colour = sink.isatty() and user_variables.colour_allowed()
         tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if colour else self._tag
         unread.write("".join(f"{tag} {in_colour(line, sink)}" for line in shown.splitlines(keepends=True)), sink)
 

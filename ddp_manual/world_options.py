@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ddp_manual.environment import settings, started_by, torchrun
+from ddp_manual.environment import from_variables, torchrun, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.option_fields import Options, number_below, option, option_fields
@@ -156,17 +156,18 @@ class WorldSpec(Options):
             raise TypeError(f"WorldSpec has no option {', '.join(unknown)}")
         typed = {name: value for name, value in flags.items() if value is not None}
         by_hand = not is_rank or "rank" in typed
-        variables = settings.variables()
-        found = started_by.read(started_by.TORCHRUN, variables) if by_hand else started_by.of_started_rank(variables)
-        values, sources = started_by.with_flags(found, typed)
-        if "world_size" not in values and "rank" in found and found["rank"].source != started_by.TORCHRUN["rank"]:
-            raise started_by.nobody_says_of_how_many(found["rank"])
+        variables = user_variables.variables()
+        of_hand = partial(from_variables.read, from_variables.TORCHRUN)
+        found = (of_hand if by_hand else from_variables.of_started_rank)(variables)
+        values, sources = from_variables.with_flags(found, typed)
+        if "world_size" not in values and "rank" in found and found["rank"].source != from_variables.TORCHRUN["rank"]:
+            raise from_variables.nobody_says_of_how_many(found["rank"])
         is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
         typed_rank = is_rank and by_hand
-        if is_elsewhere and not typed_rank and (first := started_by.first_pod()) is not None:
+        if is_elsewhere and not typed_rank and (first := from_variables.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
         if not by_hand and "master_addr" not in typed:
-            started_by.check_rank_0_is_found(variables)
+            from_variables.check_rank_0_is_found(variables)
         return cls(**values, sources=sources)
 
     def of_script(self) -> WorldSpec:
@@ -202,7 +203,7 @@ class WorldSpec(Options):
     @property
     def started_by(self) -> str | None:
         """The launcher to type in front of a rank's own command, such as mpirun; None if a person starts ranks."""
-        starter = started_by.starter_of(self.source("rank").removeprefix("from "))
+        starter = from_variables.starter_of(self.source("rank").removeprefix("from "))
         return None if starter == "torchrun" and not self.agent_store else starter
 
     @property
@@ -211,7 +212,7 @@ class WorldSpec(Options):
         srun is killed."""
         if self.started_by in (None, "srun"):
             return None
-        return started_by.process_that_set(self.source("rank").removeprefix("from "))
+        return from_variables.process_that_set(self.source("rank").removeprefix("from "))
 
     @property
     def alone(self) -> bool:

@@ -20,10 +20,10 @@ from datetime import datetime
 
 import psutil
 
+from ddp_manual.agent.find_rank_0 import VALIDATE, look_at, probe
 from ddp_manual.agent.network_interface import family, interface_addresses, own_address
-from ddp_manual.agent.probe import VALIDATE, look_at, probe
 from ddp_manual.deadline import POLL_EVERY, Waiting
-from ddp_manual.environment import machine, settings, started_by
+from ddp_manual.environment import from_variables, machine, user_variables
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
@@ -55,7 +55,7 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
     Raises:
         LoopbackMaster: all addresses are loopback, and a launcher's variables tell of several hosts.
     """
-    several_hosts = started_by.several_hosts(spec.world_size)
+    several_hosts = from_variables.several_hosts(spec.world_size)
     if several_hosts is None or not all(map(is_loopback, addresses)):
         return
     mine = own_address()
@@ -154,7 +154,7 @@ async def _port_in_use(spec: WorldSpec, address: str) -> PortInUse:
             next=f"end that process, or give every rank another port: {another}",
         )
     try:
-        seen = await look_at(there, at(address, port), settings.token(spec.token_file))
+        seen = await look_at(there, at(address, port), user_variables.token(spec.token_file))
         named = [f"{line['rank']} ({line['host']})" for line in seen["ranks"][:MOST_NAMED]]
         news = News(seen["here"], seen["left_out"], named, missing=seen["missing"], loading=seen["loading"])
         run = f"it is run {seen['run']['run_id']}, {situation(news, seen['run']['world_size'])}"
@@ -233,7 +233,7 @@ async def _connected(spec: WorldSpec) -> AsyncIterator[tuple[asyncio.StreamReade
         reader, writer = await asyncio.wait_for(opening, REPLY_TIMEOUT)
     except (OSError, TimeoutError, asyncio.TimeoutError):
         # torchrun's agent listens before it starts any rank: if nothing listens, there is no torchrun.
-        variables = settings.listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
+        variables = user_variables.listed("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
         raise BadOption(
             f"variables of another launcher say that its agent hosts the store at {where}, but nothing listens there",
             why="; ".join([variables, *(spec.named(name) for name in ("world_size", "rank"))]),

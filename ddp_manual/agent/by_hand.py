@@ -11,13 +11,13 @@ from contextlib import closing
 from functools import partial
 
 from ddp_manual import run_folder, terminal
-from ddp_manual.agent.ending import Ended
+from ddp_manual.agent.end_of_rank import Ended
 from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, rank_command, typed_again
-from ddp_manual.environment import command_line, settings, torchrun
+from ddp_manual.environment import command_line, torchrun, user_variables
 from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
@@ -106,7 +106,8 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
             terminal.log(f"{behind} comes after {name} and goes to it; if it is meant for run, put it before {name}")
         terminal.log("no --world_size was given: this is the only rank (of two, one has --world_size 2 --rank 0)")
     _say_rank_0_by_default(spec)
-    restarts = (torchrun.restart_count(), settings.count("TORCHELASTIC_MAX_RESTARTS")) if spec.agent_store else (0, 0)
+    most_restarts = user_variables.count("TORCHELASTIC_MAX_RESTARTS")
+    restarts = (torchrun.restart_count(), most_restarts) if spec.agent_store else (0, 0)
     task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
     return in_this_terminal(spec, task)
 

@@ -19,16 +19,16 @@ from ddp_manual.agent import reachability
 from ddp_manual.agent.address import listen, read_torchrun_address, refuse_loopback, write_torchrun_address
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
+from ddp_manual.agent.find_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.own_rank_0s import OwnRank0, hint, withdraw
-from ddp_manual.agent.probe import Probe, find_rank_0
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.deadline import POLL_EVERY, Waiting
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.join_steps import Step, Steps
 from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
@@ -91,7 +91,7 @@ class Join:
         self.connection: Connection[messages.FromRank0] | None = None
         """The connection to the coordinator, once it has admitted this rank."""
         self.own_address: OwnAddress
-        self.seal = Seal(settings.token(spec.token_file))
+        self.seal = Seal(user_variables.token(spec.token_file))
         self.nonce = secrets.token_hex(16)
         self._spec, self._task, self._steps = spec, task, steps
         self._since = since
@@ -344,7 +344,7 @@ class Join:
                 local_rank=spec.local_rank,
                 versions={**source.packages, **installed_versions()},
                 code={**code_digests(), **source.code},
-                variables=collective_variables(settings.network_variables()),
+                variables=collective_variables(user_variables.network_variables()),
                 arguments=named_arguments(task.source.arguments) if task.source else {},
                 may_differ=list(task.may_differ),
                 allow_mismatch=spec.allow_mismatch,

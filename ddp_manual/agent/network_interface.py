@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.protocol.search import is_loopback
 
@@ -28,7 +28,7 @@ class OwnAddress:
     def __init__(self, rank_0: str, backend: str) -> None:
         self.address, self.interface = route_to(rank_0)
         self.source = f"{self.interface}, on the way to {rank_0}"
-        names, variable = settings.chosen_interfaces(backend)
+        names, variable = user_variables.chosen_interfaces(backend)
         if names:
             self.address, self.interface = _chosen_address(names, variable, backend)
             self.source = f"{self.interface}, from {variable}"
@@ -87,7 +87,7 @@ def wrong_for_nccl(networks: Mapping[str, Sequence[IpNetwork]], interface: str, 
 def nccl_has_been_told() -> bool:
     """Return whether the user has chosen NCCL's interfaces by the variable, or an administrator by NCCL's own file,
     over which the variable would have precedence."""
-    variable, set_here = "NCCL_SOCKET_IFNAME", settings.network_variables()
+    variable, set_here = "NCCL_SOCKET_IFNAME", user_variables.network_variables()
     lines = []
     for path in (Path(set_here.get("NCCL_CONF_FILE") or "~/.nccl.conf"), Path("/etc/nccl.conf")):
         with suppress(OSError, RuntimeError):

@@ -21,7 +21,7 @@ from ddp_manual.cli.option_decorators import (
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
-from ddp_manual.environment import machine, settings, started_by
+from ddp_manual.environment import from_variables, machine, user_variables
 from ddp_manual.launch import host_list
 from ddp_manual.program import Program
 from ddp_manual.training.options import TrainConfig
@@ -106,7 +106,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
         task, typed_after = _training(context)
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
     spec = WorldSpec(**options, sources={name: sources[name] for name in options})
-    variables = settings.exported(typed["export"]) if by_ssh else {}
+    variables = user_variables.exported(typed["export"]) if by_ssh else {}
     job = job_of(
         task,
         spec,
@@ -117,7 +117,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
         start=typed["start"],
     )
     if by_ssh:
-        from ddp_manual.launch.ssh import HostedLaunch
+        from ddp_manual.launch.several_hosts import HostedLaunch
         from ddp_manual.launch.ssh_session import Remote
 
         remote = Remote.of(typed["ssh_command"], typed["remote_dir"], typed["remote_python"])
@@ -140,12 +140,12 @@ def _place(flags: dict[str, Any], *, by_ssh: bool) -> tuple[dict[str, Any], dict
     has started this process for a whole node; and where each comes from."""
     typed = {name: flags[name] for name in ("nproc", "nnodes", "node_rank") if flags[name] is not None}
     typed |= given(WorldSpec, flags)
-    node = started_by.of_node(settings.variables()) if "nnodes" not in typed and not by_ssh else {}
-    place, sources = started_by.with_flags(node, typed)
+    node = from_variables.of_node(user_variables.variables()) if "nnodes" not in typed and not by_ssh else {}
+    place, sources = from_variables.with_flags(node, typed)
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if "master_addr" not in typed:
-            started_by.check_rank_0_is_found(settings.variables())
+            from_variables.check_rank_0_is_found(user_variables.variables())
     all_ranks, nnodes = flags["num_processes"], place.get("nnodes", 1)
     if "nproc" not in place and all_ranks is not None and all_ranks % nnodes == 0:  # as accelerate counts
         place["nproc"] = str(all_ranks // nnodes)
@@ -206,9 +206,9 @@ def _check_hosts_options(flags: dict[str, Any]) -> None:
 @click.command(hidden=True)
 def hosted() -> int:
     """Start the ranks of this host for ``launch --hosts`` on another one, which ssh connects to this process."""
-    from ddp_manual.launch import hosted
+    from ddp_manual.launch import remote_host
 
-    return hosted.serve()
+    return remote_host.serve()
 
 
 @click.command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ddp_manual import signals
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 
 
 def store_at(master_addr: str, master_port: int) -> bool:
@@ -22,7 +22,7 @@ def store_at(master_addr: str, master_port: int) -> bool:
 
 def restart_count() -> int:
     """Return how often torchrun has restarted this group; keys of an earlier roll call may still be in its store."""
-    return settings.count("TORCHELASTIC_RESTART_COUNT")
+    return user_variables.count("TORCHELASTIC_RESTART_COUNT")
 
 
 def identity() -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_manual.agent.to_type import LISTENING, rank_command
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.program import Program
@@ -65,8 +65,8 @@ def _alike(spec: WorldSpec, program: Program | None) -> list[str]:
     has.append("the images of the data set" if program is None else f"{program.name} and what it imports")
     if spec.token_file is not None:
         has.append(f"the token in {spec.token_file}")
-    elif settings.token(None) is not None:
-        has.append(f"the token in {settings.TOKEN_VARIABLE}")
+    elif user_variables.token(None) is not None:
+        has.append(f"the token in {user_variables.TOKEN_VARIABLE}")
     return has
 
 

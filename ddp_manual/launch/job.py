@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_manual.environment import command_line, settings
+from ddp_manual.environment import command_line, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import number_below
 from ddp_manual.program import EXECUTABLE, Program
@@ -75,7 +75,7 @@ def job_of(
     run_id = new_run_id()
     # Whoever looks at the run is shown the command to go on: it has no values of variables.
     before = command_line.without_options(typed[: len(typed) - len(after)], "export")
-    names = ",".join(name for name in variables if name != settings.TOKEN_VARIABLE)
+    names = ",".join(name for name in variables if name != user_variables.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
     if isinstance(task, Program):
         words = shlex.join([*before, *after])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.messages import LastWords, Message
-from ddp_manual.messages.contents import Count, Port, Seconds
+from ddp_manual.messages.ranks_and_runs import Count, Port, Seconds
 from ddp_manual.wire import Read, local_reader_of, reader_of
 
 MARK = b"\x1eddp-manual "

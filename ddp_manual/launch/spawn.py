@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from ddp_manual import signals
-from ddp_manual.environment import command_line, started_by
+from ddp_manual.environment import command_line, from_variables
 from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
 from ddp_manual.option_fields import option_fields
@@ -113,7 +113,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         what = f"nprocs {nprocs!r} is not a number of ranks"
         why = "spawn starts that many processes, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() starts a rank per GPU"
-    elif (launched := started_by.launched_as()) is not None:
+    elif (launched := from_variables.launched_as()) is not None:
         what = f"spawn was called in a script that a launcher has started as one of several ranks: {launched}"
         why = f"each of them would start {nprocs} ranks of its own, and they would not train together"
         next = (

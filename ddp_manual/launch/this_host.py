@@ -24,7 +24,7 @@ from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_ins
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
 from ddp_manual.agent.task import Task
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
@@ -79,7 +79,7 @@ def prepared(job: Job, hosts: Hosts) -> Job:
     Raises:
         BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here.
     """
-    settings.token(job.spec.token_file)
+    user_variables.token(job.spec.token_file)
     if job.program is not None:
         check_program(job.program)
         job = dataclasses.replace(job, spec=job.spec.of_script())

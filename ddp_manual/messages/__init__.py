@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ddp_manual.messages.contents import (
+from ddp_manual.messages.ranks_and_runs import (
     ENDED,
     JOINING,
     LEAVING,

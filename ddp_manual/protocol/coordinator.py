@@ -18,7 +18,7 @@ from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, traceback_of
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
 from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
-from ddp_manual.protocol import verdicts
+from ddp_manual.protocol import causes_of_loss
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
@@ -28,7 +28,7 @@ from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
-from ddp_manual.protocol.seats import Seat
+from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.terminal import as_ranges
@@ -392,7 +392,7 @@ class CoordinatorProtocol:
         if self.failure is not None:
             return
         about = next(iter(self.roll_call.infos()), self.roll_call.rank_0)
-        self._watch.failure = verdicts.verdict_about(about, LastWords.of(error))
+        self._watch.failure = causes_of_loss.verdict_about(about, LastWords.of(error))
         for peer in [*self._peers.values(), *self.handshakes.claims]:
             self.handshakes.refuse(peer, error)
         self.roll_call.end()
@@ -574,7 +574,7 @@ class CoordinatorProtocol:
             case messages.LostRank0(words):  # which was stopped for long, and goes on
                 about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
                 if self._works(rank):
-                    verdict = verdicts.verdict_about(self.roll_call.rank_0, about_rank_0)
+                    verdict = causes_of_loss.verdict_about(self.roll_call.rank_0, about_rank_0)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
                 self._watch.take_reply(rank, STACKS, message.text, now)
@@ -596,7 +596,7 @@ class CoordinatorProtocol:
                 self._watch.send_to_all(messages.Line(line), without=[rank])
             case messages.Leaves(words, at_work):
                 if at_work and self._works(rank):
-                    verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged=False)
+                    verdict = causes_of_loss.verdict_about(self.roll_call.info(rank), words, judged=False)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
                 else:
                     self._take_goodbye(peer, rank, printable(words.what))
@@ -629,10 +629,10 @@ class CoordinatorProtocol:
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Take what has ended a worker: its own last words or what its agent says about it."""
-        verdict = verdicts.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
+        verdict = causes_of_loss.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
         if self._works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
-            crashed = failed.judged and verdict.exit_code - 128 in verdicts.CRASHES
+            crashed = failed.judged and verdict.exit_code - 128 in causes_of_loss.CRASHES
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self._now, in_a_collective=in_a_collective)
             return
@@ -664,7 +664,7 @@ class CoordinatorProtocol:
             why=traceback_of(error),
             next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
         )
-        self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
+        self._watch.end_the_run(causes_of_loss.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now

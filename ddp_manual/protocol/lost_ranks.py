@@ -1,7 +1,7 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
 Nothing here waits: what is heard, a tick and the time come in; an ``Inquiry`` says what the replies of agents decide.
-``verdicts.py`` has the words.
+``causes_of_loss.py`` has the words.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ddp_manual import messages
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
 from ddp_manual.messages import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.protocol.causes_of_loss import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.protocol.collectives import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.inquiries import Inquiries, Then
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
-from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import encode
 from ddp_manual.wrapping import whole

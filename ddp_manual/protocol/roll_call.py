@@ -22,9 +22,9 @@ from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
 from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
-from ddp_manual.protocol.places import assign_places
+from ddp_manual.protocol.local_ranks import assign_places
 from ddp_manual.protocol.reachability import Probes
-from ddp_manual.protocol.seats import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
+from ddp_manual.protocol.seat_states import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
 from ddp_manual.wrapping import whole
 

@@ -16,7 +16,7 @@ from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, rank_command
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.join_steps import Step
 from ddp_manual.on_rank_loss import LEAVE
@@ -51,7 +51,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
         # Only in this report: an option with a source would become a part of the commands that errors suggest.
         sources["join_timeout"] = DEFAULT_OF_CHECK
-    variables = settings.network_variables()  # the user's own: the agent sets others
+    variables = user_variables.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
     # The option has a rank that checks refused by a rank that trains.
     options = {"command": ("check", "command")}

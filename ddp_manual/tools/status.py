@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
+from ddp_manual.agent.find_rank_0 import find_rank_0, look_at
 from ddp_manual.agent.name_lookup import look_up
 from ddp_manual.agent.own_rank_0s import hint
-from ddp_manual.agent.probe import find_rank_0, look_at
 from ddp_manual.deadline import Waiting
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.messages import Verdict
+from ddp_manual.protocol.causes_of_loss import error_for
 from ddp_manual.protocol.search import Search
-from ddp_manual.protocol.verdicts import error_for
 from ddp_manual.terminal import at, columns, duration, say, stdout_width
 from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import wrapped
@@ -68,7 +68,7 @@ def watch(
 async def _watch(
     spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool, shrink: bool
 ) -> dict[str, Any]:
-    token = settings.token(spec.token_file)
+    token = user_variables.token(spec.token_file)
     waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
     addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
     there = await find_rank_0(

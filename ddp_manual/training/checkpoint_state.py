@@ -28,7 +28,7 @@ from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
-from ddp_manual.training.metrics import Window
+from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
 
 if TYPE_CHECKING:

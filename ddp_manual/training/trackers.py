@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddp_manual import run_folder
-from ddp_manual.environment import rank_variables
+from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import DdpManualError, StopSignal, escaped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.evaluate import Predictions
@@ -239,7 +239,7 @@ class WeightsAndBiases(Tracker):
         self._wandb = wandb
         self._folder = paths.wandb
         self._folder.mkdir(parents=True, exist_ok=True)
-        with rank_variables.wandb_files_below(self._folder):
+        with variables_for_a_rank.wandb_files_below(self._folder):
             settings = wandb.setup(wandb.Settings(silent=True)).settings
             why_offline = None
             if settings.mode in ("online", "run"):
@@ -299,7 +299,7 @@ class WeightsAndBiases(Tracker):
             [number, self._wandb.Image(image.squeeze(-1).numpy()), *rest]
             for (number, *rest), image in zip(table.rows, table.images, strict=True)
         ]
-        with rank_variables.wandb_files_below(self._folder):
+        with variables_for_a_rank.wandb_files_below(self._folder):
             self._run.log({"predictions": self._wandb.Table(columns=columns, data=rows)}, step=step)
 
     def close(self, summary: Mapping[str, Any] | None) -> None:

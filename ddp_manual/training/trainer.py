@@ -28,7 +28,7 @@ from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluate import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate
-from ddp_manual.training.metrics import Meter, Metrics, Window, diverged
+from ddp_manual.training.meter import Meter, Metrics, Window, diverged
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.replicas import check_replicas
 from ddp_manual.training.run_files import RunFiles

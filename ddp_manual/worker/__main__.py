@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
 from ddp_manual import signals, terminal
-from ddp_manual.environment import command_line, rank_variables
+from ddp_manual.environment import command_line, variables_for_a_rank
 from ddp_manual.program import EXECUTABLE
 
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 
         executable.main(descriptors[0], ignored)
         raise SystemExit(1)  # the exec has failed
-    with rank_variables.cuda_is_only_looked_for() if forks else nullcontext():
+    with variables_for_a_rank.cuda_is_only_looked_for() if forks else nullcontext():
         from ddp_manual.worker import script
 
         if forks:

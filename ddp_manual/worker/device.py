@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed
 
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
 from ddp_manual.join_steps import Step
 from ddp_manual.terminal import counted
@@ -84,7 +84,7 @@ def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch
     Raises:
         DeviceMissing: this host has fewer GPUs than ranks.
     """
-    torch.set_num_threads(settings.cpu_threads(local_world_size))
+    torch.set_num_threads(user_variables.cpu_threads(local_world_size))
     if device == "cpu":
         return torch.device("cpu")
     _check_gpu(rank, local_rank, torch.cuda.device_count())
@@ -98,7 +98,7 @@ def keep_freed_memory() -> None:
     Otherwise malloc returns large blocks to the kernel, which clears each of their pages again at the next step: a
     fifth of the training time of the default model.
     """
-    if platform.libc_ver()[0] == "glibc" and not settings.malloc_is_tuned():
+    if platform.libc_ver()[0] == "glibc" and not user_variables.malloc_is_tuned():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)
         libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)

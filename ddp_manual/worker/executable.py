@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from ddp_manual import from_agent, from_worker, signals
-from ddp_manual.environment import rank_variables
+from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import RUNNING, Beat, LastWords, Ready
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
@@ -49,7 +49,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     )
     send(from_worker.Loaded(ready))
     told = next(message for message in messages if isinstance(message, from_agent.TakePlace))
-    rank_variables.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=False)
+    variables_for_a_rank.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=False)
     send(from_worker.Doing(Beat(phase=RUNNING)))
     send(from_worker.ProgramBegins(hears=False))
     signals.handle_as_any_program(ignored)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import signals, terminal
-from ddp_manual.environment import command_line, settings, torchrun
+from ddp_manual.environment import command_line, torchrun, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
@@ -108,7 +108,7 @@ def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterat
             next="leave on_loss out, or start the script with ddp-manual run --on_loss wait",
         )
     check_none_open()
-    settings.token(spec.token_file)  # complain here, since the agent could not
+    user_variables.token(spec.token_file)  # complain here, since the agent could not
     with ExitStack() as undo:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)

@@ -22,7 +22,7 @@ from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
 from ddp_manual import errors, from_agent, from_worker
-from ddp_manual.environment import machine, rank_variables
+from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
@@ -147,7 +147,7 @@ class Rank:
             try:
                 if self._told is None:
                     told = self.meet({})
-                    closing.enter_context(rank_variables.set_rank_variables(told.placed, told.interfaces))
+                    closing.enter_context(variables_for_a_rank.set_rank_variables(told.placed, told.interfaces))
                     closing.callback(record_collectives(self.spec, self.reporter.send))
                 self.reporter.send(from_worker.Joins())
                 world = self._open(closing, open_group=open_group)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from ddp_manual import gpus
-from ddp_manual.environment import machine, settings
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BackendUnavailable, BadOption, MasterLost
 from ddp_manual.worker.collective_errors import error_while_joining, first_line
 from ddp_manual.worker.device import for_all_devices
@@ -67,7 +67,7 @@ def open_store(address: str, port: int | None = None) -> TCPStore:
     Raises:
         MasterLost: nothing answers there. BackendUnavailable: USE_LIBUV=0 is set.
     """
-    if settings.legacy_store_requested():
+    if user_variables.legacy_store_requested():
         raise BackendUnavailable(
             "the store must be torch's libuv one",
             why="USE_LIBUV=0 is set; it asks for the legacy store, which listens on all addresses",
@@ -103,7 +103,7 @@ def shorten_name_lookups() -> None:
         library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
         library.__res_init()
         state = library.__res_state()
-        state[0], state[1] = 1, 0 if settings.torch_log_is_quiet() else 1
+        state[0], state[1] = 1, 0 if user_variables.torch_log_is_quiet() else 1
 
 
 def open_process_group(

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 
 from ddp_manual import from_agent, from_worker, signals
-from ddp_manual.environment import rank_variables, settings
+from ddp_manual.environment import user_variables, variables_for_a_rank
 from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import RUNNING
@@ -66,10 +66,10 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     assert program is not None
     try:
         told = rank.meet(_prepare(rank, start.path, program) if program.prepare else None)
-        rank_variables.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
+        variables_for_a_rank.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
         if told.placed.holds:
             holding.here = holding.Holding(memory, told.placed, reporter.send, reporter.progress)
-        torch.set_num_threads(settings.cpu_threads(told.placed.place.local_world_size))
+        torch.set_num_threads(user_variables.cpu_threads(told.placed.place.local_world_size))
         reporter.progress.phase = RUNNING
         reporter.send_beat()
         record_collectives(rank.spec, reporter.send)

@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ddp_manual import signals, terminal
-from ddp_manual.agent import coordinator, ending, join, main, name_lookup, probe, reachability, worker_process
+from ddp_manual.agent import (
+    coordinator,
+    end_of_rank,
+    find_rank_0,
+    join,
+    main,
+    name_lookup,
+    reachability,
+    worker_process,
+)
 from ddp_manual.agent.connection import Connection
-from ddp_manual.environment import command_line, machine, settings, started_by, torchrun
+from ddp_manual.environment import command_line, from_variables, machine, torchrun, user_variables
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import reachability as rounds
@@ -145,11 +154,11 @@ def patched(run: Run) -> Iterator[None]:
         (roll_call, {"datetime": utc}),
         (join, {"own_addresses": lambda: [here().address]}),
         (coordinator, {"own_addresses": lambda: [here().address], "stopped_agent": run.faults.stopped_agent}),
-        (probe, {"resolve_in_thread": resolve_in_thread}),
+        (find_rank_0, {"resolve_in_thread": resolve_in_thread}),
         (name_lookup, {"own_address": lambda: here().address, "resolve_in_thread": resolve_in_thread}),
         (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),
         (rounds, {"_rounds": itertools.count()}),
-        (ending, {"host_name": lambda: here().name}),
+        (end_of_rank, {"host_name": lambda: here().name}),
         (
             signals,
             {
@@ -169,8 +178,8 @@ def patched(run: Run) -> Iterator[None]:
                 "likely_backend": lambda device, backend: "gloo",
             },
         ),
-        (settings, {"token": lambda file: token(detail("", ""))}),
-        (started_by, {"several_hosts": lambda world_size: None}),
+        (user_variables, {"token": lambda file: token(detail("", ""))}),
+        (from_variables, {"several_hosts": lambda world_size: None}),
         (command_line, {"typed_command": lambda: (["ddp-manual"], ["train"])}),
         (torchrun, {"store_at": lambda address, port: False, "restart_count": lambda: 0}),
         (

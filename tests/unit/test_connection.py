@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from ddp_manual.agent.connection import COSTS_AT_LEAST, LONGEST_READ, MOST_UNREAD, MOST_UNSENT, Connection
-from ddp_manual.environment import settings
+from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import Hello, Look, Signed
 from ddp_manual.protocol.token_proof import Seal, Unsealed, claimed
@@ -223,7 +223,7 @@ def test_an_unusable_token_is_refused(tmp_path: Path, content: bytes | None, wha
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BadOption, match=f"--token_file {file} {what}") as caught:
-        settings.token(str(file))
+        user_variables.token(str(file))
     assert caught.value.why.startswith(why)
 
 

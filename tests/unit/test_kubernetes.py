@@ -18,7 +18,7 @@ import yaml
 
 from ddp_manual import WorldSpec, cli, errors
 from ddp_manual.agent.to_type import rank_command
-from ddp_manual.environment import kubernetes, settings
+from ddp_manual.environment import kubernetes, user_variables
 from ddp_manual.environment.rank_0 import Sourced
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN
 from ddp_manual.training.epoch_plan import SYNC_EVERY
@@ -128,7 +128,7 @@ def test_the_token_comes_from_a_secret_and_checkpoints_go_to_a_volume(name: str)
     found = documents(name)
     pod, container = pod_of(found["Job"]["spec"] if "Job" in found else job_in(found["TrainingRuntime"]))
     started = found["TrainJob"]["spec"]["trainer"] if "TrainJob" in found else container
-    (token,) = [variable for variable in started["env"] if variable["name"] == settings.TOKEN_VARIABLE]
+    (token,) = [variable for variable in started["env"] if variable["name"] == user_variables.TOKEN_VARIABLE]
     assert token["valueFrom"]["secretKeyRef"] == {"name": "mnist-token", "key": "token"} and "value" not in token
     assert "kubectl create secret generic mnist-token --from-literal=token=" in (MANIFESTS / name).read_text()
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}

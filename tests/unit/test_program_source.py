@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_manual.agent.program_source import MOST_FILES, MOST_PARTS, check_program, forkable_imports, source_of
-from ddp_manual.environment import settings
+from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.messages import Claim, Hello, RankInfo
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
@@ -274,7 +274,7 @@ def test_variables_that_change_collectives_are_compared_and_those_of_a_host_or_a
     for name in [*compared.split(), *not_compared.split()]:
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("NCCL_NTHREADS", "")
-    found = collective_variables(settings.network_variables())
+    found = collective_variables(user_variables.network_variables())
     assert found == {**dict.fromkeys(compared.split(), "secret"), "NCCL_PSK": "set"}  # a key is not sent
 
 

@@ -16,7 +16,7 @@ from ddp_manual import TrainConfig, train
 from ddp_manual.errors import BadOption
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import result_text
-from ddp_manual.training import checkpoint_files, metrics
+from ddp_manual.training import checkpoint_files, meter
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluate import Evaluation
@@ -115,7 +115,7 @@ def test_samples_per_second_are_those_since_the_run_was_last_resumed_without_the
         clock.now += 100
         return write(*arguments)
 
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(Trainer, "_train_step", timed_step)
     monkeypatch.setattr(checkpoint_files, "write", slow_write)
     assert run(tmp_path, epochs=1, checkpoint_steps=1)["samples_per_second"] == pytest.approx(10)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from ddp_manual import cli, signals
-from ddp_manual.environment import command_line, machine, rank_variables, settings
-from ddp_manual.launch import ssh
+from ddp_manual.environment import command_line, machine, user_variables, variables_for_a_rank
+from ddp_manual.launch import several_hosts
 from ddp_manual.launch.session_messages import Order, read_from_launcher
 from ddp_manual.launch.ssh_session import NO_FOLDER, Remote, why_not
 from ddp_manual.launch.this_host import Ranks, prepared
@@ -115,10 +115,10 @@ def test_the_remote_folder_may_be_below_the_home_of_each_host(
 
 def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:
     """What ``launch`` tells the second of the hosts a and b."""
-    found: list[ssh.HostedLaunch] = []
+    found: list[several_hosts.HostedLaunch] = []
     words = ["launch", "--hosts", "a:1,b:1", *typed]
     monkeypatch.setattr(command_line, "typed_command", lambda: (["ddp-manual"], words))
-    monkeypatch.setattr(ssh.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
+    monkeypatch.setattr(several_hosts.HostedLaunch, "run", lambda launched: found.append(launched) or 0)
     assert cli.run(words) == 0
     read = read_from_launcher(encode_local(found[0].parts[1].order()).decode())
     assert isinstance(read, Order)
@@ -145,21 +145,22 @@ def test_every_host_has_the_folder_that_the_command_to_go_on_names(
 def test_the_command_to_go_on_names_exported_variables_without_their_values(
     after: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(settings.TOKEN_VARIABLE, "hidden")
+    monkeypatch.setenv(user_variables.TOKEN_VARIABLE, "hidden")
     order = order_of(["--export", "A=hidden,more,B=2", "--export=API_KEY=hidden", *after], monkeypatch)
-    assert order.variables == {"A": "hidden,more", "B": "2", "API_KEY": "hidden", settings.TOKEN_VARIABLE: "hidden"}
+    token = {user_variables.TOKEN_VARIABLE: "hidden"}
+    assert order.variables == {"A": "hidden,more", "B": "2", "API_KEY": "hidden", **token}
     go_on = order.job.go_on
     assert go_on.startswith("ddp-manual launch --export A,B,API_KEY --hosts a:1,b:1 ") and "hidden" not in go_on
     assert ("--export 'its own'" in go_on) == ("its own" in after)
 
 
 def test_the_token_of_a_host_stays_where_none_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(settings.TOKEN_VARIABLE, raising=False)
-    assert settings.exported(["A=1,2,B=3"]) == {"A": "1,2", "B": "3"}
-    monkeypatch.setenv(settings.TOKEN_VARIABLE, "of the profile")
-    rank_variables.put({})
-    assert os.environ[settings.TOKEN_VARIABLE] == "of the profile"
-    assert settings.exported([]) == {settings.TOKEN_VARIABLE: "of the profile"}
+    monkeypatch.delenv(user_variables.TOKEN_VARIABLE, raising=False)
+    assert user_variables.exported(["A=1,2,B=3"]) == {"A": "1,2", "B": "3"}
+    monkeypatch.setenv(user_variables.TOKEN_VARIABLE, "of the profile")
+    variables_for_a_rank.put({})
+    assert os.environ[user_variables.TOKEN_VARIABLE] == "of the profile"
+    assert user_variables.exported([]) == {user_variables.TOKEN_VARIABLE: "of the profile"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

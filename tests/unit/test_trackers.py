@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ddp_manual import cli, join
-from ddp_manual.environment import rank_variables
+from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import BadOption, DiskFull, StopSignal
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import options as train_options
@@ -127,7 +127,7 @@ def test_variables_say_where_wandb_keeps_files_for_one_run_only(
 ) -> None:
     monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
     monkeypatch.setenv("WANDB_CACHE_DIR", "/the/users/own")
-    with rank_variables.wandb_files_below(tmp_path):
+    with variables_for_a_rank.wandb_files_below(tmp_path):
         assert (os.environ["WANDB_DATA_DIR"], os.environ["WANDB_CACHE_DIR"]) == (f"{tmp_path}/data", "/the/users/own")
     assert "WANDB_DATA_DIR" not in os.environ and os.environ["WANDB_CACHE_DIR"] == "/the/users/own"
 

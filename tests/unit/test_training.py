@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import ddp, metrics, models, options, sampling
+from ddp_manual.training import ddp, meter, models, options, sampling
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.options import TrainConfig
@@ -128,32 +128,32 @@ def test_steps_that_a_device_takes_after_their_launch_has_returned_count_once_th
         now = max(now, done)
         return tensor
 
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(ddp, "to_host", wait)
-    meter, taken = metrics.Meter(torch.device("cpu")), []
-    meter.begin(0)
+    measured, taken = meter.Meter(torch.device("cpu")), []
+    measured.begin(0)
     for _ in steps:
-        taken.append(steps_until_sync(meter.seconds_per_step))
+        taken.append(steps_until_sync(measured.seconds_per_step))
         for _ in range(taken[-1]):
             now += 0.001
             done = max(done, now) + seconds
-            meter.add(sum(taken), torch.tensor(0.5), torch.eye(3), torch.arange(3))
-        meter.sync(sum(taken), 0.1)
+            measured.add(sum(taken), torch.tensor(0.5), torch.eye(3), torch.arange(3))
+        measured.sync(sum(taken), 0.1)
     assert taken == steps
 
 
 @pytest.mark.gpu
 def test_steps_of_a_gpu_count_once_they_are_done() -> None:
     device = torch.device("cuda", 0)
-    meter, taken = metrics.Meter(device), []
+    measured, taken = meter.Meter(device), []
     batch = [tensor.to(device) for tensor in (torch.tensor(0.5), torch.eye(3), torch.arange(3))]
-    meter.begin(0)
+    measured.begin(0)
     for _ in range(4):
-        taken.append(steps_until_sync(meter.seconds_per_step))
+        taken.append(steps_until_sync(measured.seconds_per_step))
         for _ in range(taken[-1]):
             torch.cuda._sleep(400_000_000)  # about 0.2 s
-            meter.own_work.start()
-            meter.own_work.stop()
-            meter.add(sum(taken), *batch)
-        meter.sync(sum(taken), 0.1)
+            measured.own_work.start()
+            measured.own_work.stop()
+            measured.add(sum(taken), *batch)
+        measured.sync(sum(taken), 0.1)
     assert taken[0] == 1 and all(2 <= steps <= 12 for steps in taken[1:]), taken

@@ -1,4 +1,4 @@
-"""The process of ``launch --hosts`` on each host, which ``launch/ssh.py`` starts by way of ssh.
+"""The process of ``launch --hosts`` on each host, which ``launch/several_hosts.py`` starts by way of ssh.
 
 It lives only as long as its connection to the launcher: at the end of standard input, or when nothing has come for
 ``SILENT_AFTER`` seconds, it ends all ranks of its host. What both say is in ``session_messages``; lines of ranks begin
@@ -18,7 +18,7 @@ from contextlib import suppress
 import ddp_manual
 from ddp_manual import left_behind, signals
 from ddp_manual.agent.program_source import source_of
-from ddp_manual.environment import machine, rank_variables
+from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
 from ddp_manual.launch.engine import Failure
 from ddp_manual.launch.session_messages import (
@@ -97,7 +97,7 @@ class _Served:
                 task.cancel()
 
     async def _follow(self, order: Order) -> None:
-        rank_variables.put(order.variables)
+        variables_for_a_rank.put(order.variables)
         try:
             job = prepared(order.job, order.hosts)
             code = dict(source_of(job.program).code) if job.program else {}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual.environment import kubernetes, machine, mpirun, settings, slurm
+from ddp_manual.environment import kubernetes, machine, mpirun, slurm, user_variables
 from ddp_manual.environment.kubernetes import KUBERNETES
 from ddp_manual.environment.rank_0 import Environment, Identity, Sourced
 from ddp_manual.errors import BadOption
@@ -159,7 +159,7 @@ def starter_of(variable: str) -> str | None:
 def launched_as() -> str | None:
     """Return ``RANK=0, WORLD_SIZE=2`` where a launcher started this process as one of several ranks, otherwise None."""
     with suppress(BadOption):
-        found = of_rank(settings.variables())
+        found = of_rank(user_variables.variables())
         if "rank" in found and "world_size" in found and int(found["world_size"].value) > 1:
             return f"{found['rank'].assignment}, {found['world_size'].assignment}"
     return None
@@ -171,14 +171,14 @@ def several_hosts(world_size: int) -> str | None:
     Variables of a whole batch job are not read, since many runs in a job use a single host; nor are torchrun's, which
     is often tried with two agents on one host.
     """
-    if settings.count("SLURM_STEP_NUM_NODES") > 1:
-        return settings.listed("SLURM_STEP_NUM_NODES")
-    return mpirun.several_hosts(settings.variables(), world_size)
+    if user_variables.count("SLURM_STEP_NUM_NODES") > 1:
+        return user_variables.listed("SLURM_STEP_NUM_NODES")
+    return mpirun.several_hosts(user_variables.variables(), world_size)
 
 
 def first_pod() -> Sourced | None:
     """Return the name of rank 0's pod in an Indexed Job of Kubernetes; None elsewhere."""
-    index = of_pod(settings.variables()).get("rank")
+    index = of_pod(user_variables.variables()).get("rank")
     hosts = Path("/etc/hosts").read_text(errors="replace") if index is not None else ""
     return kubernetes.first_pod(index, machine.host_name(), hosts) if index is not None else None
 

@@ -1,6 +1,6 @@
 """``launch --hosts``: the ranks of several hosts from one terminal, by way of the system's ssh, one session a host.
 
-No rank is started before every host is ready. What to run goes to ``launch/hosted.py`` on each host over standard
+No rank is started before every host is ready. What to run goes to ``launch/remote_host.py`` on each host over standard
 input, never on a command line; when that connection ends, however it ends, the ranks of the host end too. With
 ``--on_loss wait`` or ``shrink`` the other ranks go on then, and the host gets another session.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_manual import signals
 from ddp_manual.agent.program_source import check_program, source_of
-from ddp_manual.environment import settings
+from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
 from ddp_manual.launch.engine import Launch, Tell, first_of, say_how_to_look
 from ddp_manual.launch.host_list import Host
@@ -79,8 +79,8 @@ class HostedLaunch(Launch):
         if self.job.program is not None:
             check_program(self.job.program)
             self.code = source_of(self.job.program).code
-        if (token := settings.token(self.job.spec.token_file)) is not None:
-            self.variables = {**self.variables, settings.TOKEN_VARIABLE: token.decode("utf-8", "surrogateescape")}
+        if (token := user_variables.token(self.job.spec.token_file)) is not None:
+            self.variables = {**self.variables, user_variables.TOKEN_VARIABLE: token.decode("utf-8", "surrogateescape")}
         return asyncio.run(self._run())
 
     def dry_run(self) -> str:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_manual.environment import settings
-from ddp_manual.environment.started_by import TORCHRUN
+from ddp_manual.environment import user_variables
+from ddp_manual.environment.from_variables import TORCHRUN
 
 if TYPE_CHECKING:
     from ddp_manual.messages import Placed
@@ -78,7 +78,7 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
         "TORCHELASTIC_RUN_ID": placed.run.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
-        "OMP_NUM_THREADS": str(settings.cpu_threads(place.local_world_size)),
+        "OMP_NUM_THREADS": str(user_variables.cpu_threads(place.local_world_size)),
         **_interface_variables(interfaces),
     }
     if not hosted:
@@ -102,17 +102,17 @@ def _variables_of(placed: Placed) -> dict[str, str]:
 
 def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables of gloo and NCCL that the user has not set, and which of them are ours."""
-    chosen = settings.network_variables()
+    chosen = user_variables.network_variables()
     told = {name: value for name, value in interfaces.items() if name not in chosen}
     named = " ".join(f"{name}={value}" for name, value in told.items()) or None
-    return {**dict.fromkeys(settings.inherited_interfaces()), **told, settings.INTERFACES_VARIABLE: named}
+    return {**dict.fromkeys(user_variables.inherited_interfaces()), **told, user_variables.INTERFACES_VARIABLE: named}
 
 
 @contextmanager
 def clean_variables(threads_shared_by: int) -> Iterator[None]:
     """Start processes in the body without another launcher's variables and with a quiet torch."""
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
-    threads = str(settings.cpu_threads(threads_shared_by))
+    threads = str(user_variables.cpu_threads(threads_shared_by))
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
     with changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual):
         yield
