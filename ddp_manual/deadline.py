@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -111,3 +112,10 @@ class Waiting:
         self._advised = True
         self._shown = ""
         self._say("\n".join(["to start what is missing:", *commands]))
+
+
+async def wait_until(holds: Callable[[], bool], within: float) -> None:
+    """Wait until the condition holds, ``within`` seconds at most."""
+    deadline = time.monotonic() + within
+    while not holds() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)

@@ -9,23 +9,19 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddp_manual import unread
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
-from ddp_manual.wrapping import LEAST, wrapped
+from ddp_manual.wrapping import wrapped
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor, Future
-
     from rich.progress import Progress
 
 LOGGER = logging.getLogger("ddp_manual")
-COLOURS = (36, 33, 32, 35, 34, 31)
 # Ranges of ranks that a sentence names.
 MOST_RANGES = 16
 
@@ -192,64 +188,6 @@ def stdout_failed(error: OSError) -> DdpManualError:
         why=str(error.strerror),
         next="free some space there, or send stdout elsewhere" if full else "send stdout elsewhere",
     )
-
-
-class RankOutput:
-    """Writes the output of one rank to the terminal, with the rank in front, and unchanged to its log.
-
-    Args:
-        writer: the thread that writes. It waits for a slow reader of the terminal, as the event loop, which sends
-            heartbeats, must not; it does not wait for a reader who has stopped, since the log goes on.
-    """
-
-    def __init__(self, log: BinaryIO, rank: int, writer: Executor) -> None:
-        self._log = log
-        self._writer = writer
-        self._tag = tag(rank)
-        self._colour = COLOURS[rank % len(COLOURS)]
-        if log.tell():
-            log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
-
-    def write(self, text: bytes, sink: TextIO | None = None) -> Future[None]:
-        """Write to both, in turn with all other output; the rank continues even if the log or the terminal fails."""
-        return self._writer.submit(self._write, text, sink)
-
-    def print(self, line: str, sink: TextIO | None = None, *, shown: bool = True) -> None:
-        """Write a line of this package to the log and, if it is to be ``shown``, to stderr or ``sink``."""
-        own = wrapped(line.removeprefix(f"{self._tag} "), self._room(sink or sys.stderr))
-        self._writer.submit(self._write, f"{wrapped(line, None)}\n".encode(), sink, f"{own}\n" if shown else "")
-
-    def print_error(self, error: DdpManualError, *, shown: bool) -> None:
-        """Write the error that ends the rank, likewise."""
-        text = f"{error.render(self._room(sys.stderr))}\n" if shown else ""
-        self._writer.submit(self._write, f"{error.render()}\n".encode(), None, text)
-
-    def _room(self, sink: TextIO) -> int | None:
-        width = width_of(sink)
-        return width and max(LEAST, width - len(self._tag) - 1)
-
-    def _write(self, text: bytes, sink: TextIO | None, shown: str | None = None) -> None:
-        """Write to the log and to the terminal.
-
-        Args:
-            shown: what the terminal shows instead.
-        """
-        sink = sys.stderr if sink is None else sink
-        with suppress(OSError, ValueError):
-            self._log.write(text)
-            self._log.flush()
-        if shown is None:
-            room = self._room(sink)
-            lines = text.decode(errors="replace").splitlines(keepends=True)
-            shown = "".join(self._at_width(line, room) for line in lines)
-        colour = sink.isatty() and user_variables.colour_allowed()
-        tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if colour else self._tag
-        unread.write("".join(f"{tag} {in_colour(line, sink)}" for line in shown.splitlines(keepends=True)), sink)
-
-    def _at_width(self, line: str, room: int | None) -> str:
-        """Wrap a line of this package, which has the tag in front; those of programs are left alone."""
-        own = line.removeprefix(f"{self._tag} ")
-        return line if own == line else wrapped(own, room)
 
 
 class ProgressLines:

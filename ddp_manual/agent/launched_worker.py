@@ -7,13 +7,12 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ddp_manual import left_behind
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
@@ -21,50 +20,11 @@ from ddp_manual.environment import command_line, variables_for_a_rank
 from ddp_manual.errors import DdpManualError, not_installed
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.program import EXECUTABLE, Program
-from ddp_manual.terminal import RankOutput
-from ddp_manual.wire import LONGEST_LINE
+from ddp_manual.rank_output import RankOutput, copies
 
 PROGRAM = Path(__file__).parent.parent / "worker"
-# Seconds between two states of a progress bar.
-STATE_EVERY = 1.0
 WorkerOf = Callable[[socket.socket, int], Worker]
 """Makes a worker of its channel and its pipe for faults."""
-
-
-async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
-    """Copy what the worker writes to this pipe, line by line, until its end; of a progress bar, which rewrites its line
-    with a carriage return, the last state of each second."""
-    reader = asyncio.StreamReader(limit=1 << 20)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb"))
-    rest, shown, shown_at = b"", b"", -STATE_EVERY
-    while True:
-        is_new = b"\r" in rest and _last_state(rest) != shown
-        piece: bytes | None = None
-        with suppress(asyncio.TimeoutError):
-            within = shown_at + STATE_EVERY - loop.time() if is_new else None
-            piece = await asyncio.wait_for(reader.read(1 << 16), within)
-        if piece is None:
-            shown, shown_at = _last_state(rest), loop.time()
-            lines = [shown]
-        else:
-            *lines, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n")
-            if not piece or len(rest) > LONGEST_LINE:
-                lines, rest = [*lines, rest] if rest else lines, b""
-            lines = [_last_state(line) for line in lines]
-            if lines and shown:  # a state that was shown has become a line
-                lines, shown = lines[lines[0] == shown :], b""
-            if b"\r" in rest:  # a state that another one has replaced is not kept
-                rest = b"\r" + _last_state(rest) + b"\r" * rest.endswith(b"\r")
-        if lines:
-            await asyncio.wrap_future(output.write(b"\n".join(lines) + b"\n", sink))
-        if piece == b"":
-            return
-
-
-def _last_state(line: bytes) -> bytes:
-    """Return what a terminal shows of a line that was rewritten with carriage returns."""
-    return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
 
 
 class Starter:
@@ -154,12 +114,6 @@ class Forker(Starter):
         with suppress(BrokenPipeError):  # the process has just ended; the worker's channel shows that too
             socket.send_fds(self._control, [b"."], [*descriptors, *(pipes or (1, 2))])
         return partial(ForkedWorker, self._process)
-
-
-def copies(pipes: Sequence[int], output: RankOutput) -> list[asyncio.Future[None]]:
-    """Copy stdout and stderr of a worker; each future is done when everything is read that the worker has written."""
-    sinks = zip(pipes, (sys.stdout, sys.stderr), strict=True)
-    return [asyncio.ensure_future(copy(pipe, output, sink)) for pipe, sink in sinks]
 
 
 class ForkedWorker(Worker):

@@ -22,7 +22,8 @@ from msgspec.structs import asdict, replace
 from ddp_manual import from_agent, from_worker, left_behind, signals
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
-from ddp_manual.agent.readable_stack import readable_stack
+from ddp_manual.agent.worker_stack import WorkerStack
+from ddp_manual.deadline import wait_until
 from ddp_manual.errors import DdpManualError
 from ddp_manual.memory_cgroup import OomKills
 from ddp_manual.messages import Beat, LastWords
@@ -32,11 +33,7 @@ from ddp_manual.wire import LONGEST_ANSWER, encode_local
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
 # a collective.
 SILENT = 2.0
-# Seconds. faulthandler takes a millisecond; a stack is complete when nothing more comes.
-STACK_WITHIN = 1.0
-STACK_ENDS_AFTER = 0.1
 LOOK_EVERY = 0.2
-LONGEST_STACK = 1 << 16
 KILL_AFTER = 2.0
 LAST_LINES_WITHIN = 1.0
 # A program that handles SIGTERM because another rank has failed.
@@ -87,7 +84,8 @@ class Worker:
         """The types of its messages so far; it sends the first once it has torch."""
         self.until: float | None = None
         """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
-        self._channel, self._faults, self._process = channel, faults, process
+        self._channel, self._process = channel, process
+        self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
         self.children = left_behind.Children()
         if process is not None:
@@ -96,7 +94,6 @@ class Worker:
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
         """Whether it has become another one, which has no channel and ends like an executable."""
-        self._fault_text = ""
         self._is_blocked = False
         self._spoke_at = time.monotonic()
         self._oom_kills = OomKills(self.pid)
@@ -106,8 +103,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         connection = self._connection = Connection(from_worker.read, longest=LONGEST_ANSWER)
         connection.handle(lambda message: self._take(message, take), lambda reason: self._closed(take))
-        os.set_blocking(self._faults, False)
-        loop.add_reader(self._faults, self._read_faults)
+        self._stack.open()
         self._watching = asyncio.create_task(self._watch(gone))
         await loop.create_connection(lambda: connection, sock=self._channel)
 
@@ -187,7 +183,7 @@ class Worker:
         while pidfd is None and self._process is None and not self._look_whether_it_has_ended():
             await asyncio.sleep(LOOK_EVERY)
         await asyncio.sleep(0)  # its last message is read first
-        self._read_faults()
+        self._stack.read()
         self.ended = True
         gone()
 
@@ -228,7 +224,7 @@ class Worker:
     @property
     def crash_stack(self) -> str:
         """What faulthandler has written because the process crashed."""
-        return readable_stack(self._fault_text, self.beat.place)
+        return self._stack.text(self.beat.place)
 
     async def stack(self) -> str:
         """Return the Python stacks of all threads except this package's own."""
@@ -236,14 +232,7 @@ class Worker:
             return f"its worker is stopped: {name}"
         if not signals.is_caught(self.pid, signals.STACKS):  # the signal would end it
             return "it runs no Python that could write a stack"
-        self._fault_text = before = ""
-        self.signal(signals.STACKS)
-        await wait_until(lambda: bool(self._fault_text), STACK_WITHIN)
-        while self._fault_text != before:
-            before = self._fault_text
-            await asyncio.sleep(STACK_ENDS_AFTER)
-        self._fault_text = ""
-        return readable_stack(before, self.beat.place) or "its worker gave none"
+        return await self._stack.ask(self.signal, self.beat.place) or "its worker gave none"
 
     async def silence(self, *, grace: float = TERM_GRACE) -> None:
         """Let it end, in so many seconds, and so write no more: its agent prints the last lines."""
@@ -309,30 +298,15 @@ class Worker:
         if self.closed:
             return
         self.closed = True
-        loop = asyncio.get_running_loop()
         if self._connection is not None:
             self._connection.close()
-            loop.remove_reader(self._faults)
             self._watching.cancel()
         else:
             self._channel.close()
-        os.close(self._faults)
+        self._stack.close()
         self.records = Records()  # lets go of the worker's memory
         for copy in self.copies:
             copy.cancel()
-
-    def _read_faults(self) -> None:
-        with suppress(OSError):  # such as BlockingIOError: that was all for now
-            while piece := os.read(self._faults, 65536):
-                self._fault_text = (self._fault_text + piece.decode(errors="replace"))[-LONGEST_STACK:]
-            asyncio.get_running_loop().remove_reader(self._faults)
-
-
-async def wait_until(holds: Callable[[], bool], within: float) -> None:
-    """Wait until the condition holds, ``within`` seconds at most."""
-    deadline = time.monotonic() + within
-    while not holds() and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
 
 
 class AttachedWorker(Worker):

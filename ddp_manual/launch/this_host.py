@@ -31,8 +31,8 @@ from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.messages import from_last_checkpoint
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.program import without_secrets
+from ddp_manual.rank_output import RankOutput
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_code import check_module, is_own_factory

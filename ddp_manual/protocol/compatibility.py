@@ -272,3 +272,9 @@ def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Pla
                 next="give each rank a GPU of its own: leave --local_rank out, or see CUDA_VISIBLE_DEVICES",
             )
     return None
+
+
+def other_version(who: str, than: str, why: str) -> VersionMismatch:
+    """Return the error about what cannot be read."""
+    what = f"{who} was started with another version of ddp_manual than {than}"
+    return VersionMismatch(what, why=why, next="install the same version on every host")

@@ -17,12 +17,12 @@ from msgspec.structs import asdict, replace
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, traceback_of
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
-from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
+from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import causes_of_loss
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
+from ddp_manual.protocol.heartbeats import heartbeat_period
 from ddp_manual.protocol.lost_ranks import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
@@ -34,8 +34,6 @@ from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 
-# Seconds from the moment a rank knows that rank 0 is lost until it has found another one that was there already.
-SURVIVORS_WITHIN = 5.0
 # Seconds between two messages of news, for each rank that is here: every rank reads all of them.
 NEWS_EACH = 1 / 1000
 # How a connection ends with its process: with a reset, if the process had not read everything.
@@ -350,20 +348,9 @@ class CoordinatorProtocol:
         peer.connection.send(messages.Replace(peer.worker))
 
     def _shrink_if_due(self, waited: float = 0.0) -> None:
-        """Go on without the ranks that are missing, if the run is to; or if it stops, so that all can stop in order.
-
-        Rank 0 does not go on alone, of three or more: it may be its own host that is cut off from the others.
-        """
-        shrink_after = math.inf if self.run.shrink_after is None else self.run.shrink_after
-        shrink_after = 0.0 if self.run.on_loss == SHRINK else shrink_after
-        # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
-        until_they_are_here = silent_after(self.run) + SURVIVORS_WITHIN
-        if self.recovery.adopted:
-            shrink_after = max(shrink_after, until_they_are_here)
-        if self._now - self._goes_on_since < until_they_are_here:  # the time for which it was stopped does not count
-            shrink_after = math.inf
-        alone = self.run.world_size > 2 and self.roll_call.members.keys() <= {0}
-        if waited >= shrink_after and not alone:
+        """Go on without the ranks that are missing, if the run is to; or if it stops, so that all can stop in order."""
+        here = self.roll_call.members
+        if self.recovery.shrinks(self.run, here, waited, since_a_stop=self._now - self._goes_on_since):
             self.shrink()
         elif self.roll_call.stopping:
             self.shrink(to_stop=True)

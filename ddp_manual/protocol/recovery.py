@@ -1,4 +1,4 @@
-"""The seats of lost ranks, on rank 0: from which state the run goes on without a process, and what is said of it.
+"""What follows a loss, on rank 0: whether the others wait or go on without a rank, from which state, and what is said.
 
 Times are seconds of rank 0's monotonic clock.
 """
@@ -16,12 +16,16 @@ from msgspec.structs import asdict, replace
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_memory import Moment
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.causes_of_loss import verdict_about
+from ddp_manual.protocol.heartbeats import silent_after
 from ddp_manual.terminal import as_ranges, counted, in_words
 from ddp_manual.wrapping import whole
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
 MOST_WITHOUT_A_STEP = 3
+# Seconds from the moment a rank knows that rank 0 is lost until it has found another one that was there already.
+SURVIVORS_WITHIN = 5.0
 # Seconds in which the ranks of a program, whose steps nobody knows, have come further.
 LONG_ENOUGH = 60.0
 
@@ -148,6 +152,26 @@ class Recovery:
         self._pause = Pause(now - so_far.seconds)
         self.lost = {0: lost}
         self.generation, self.count, self.seconds = so_far.generation, so_far.losses + 1, so_far.lost_seconds
+
+    def shrinks(self, run: RunInfo, here: Collection[int], waited: float, *, since_a_stop: float) -> bool:
+        """Return whether the run goes on without the ranks that are missing, with those that are ``here``.
+
+        Rank 0 does not go on alone, of three or more: it may be its own host that is cut off from the others.
+
+        Args:
+            waited: seconds for which ranks are missing.
+            since_a_stop: seconds since this process was stopped, such as by Ctrl-Z; that time does not count.
+        """
+        shrink_after = math.inf if run.shrink_after is None else run.shrink_after
+        shrink_after = 0.0 if run.on_loss == SHRINK else shrink_after
+        # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
+        until_they_are_here = silent_after(run) + SURVIVORS_WITHIN
+        if self.adopted:
+            shrink_after = max(shrink_after, until_they_are_here)
+        if since_a_stop < until_they_are_here:
+            shrink_after = math.inf
+        alone = run.world_size > 2 and {*here} <= {0}
+        return waited >= shrink_after and not alone
 
     def newest(self, among: Collection[int]) -> tuple[Moment | None, int | None]:
         """Return the state to go on from, and the rank that has it: of equal ones the first, whose buffers count."""

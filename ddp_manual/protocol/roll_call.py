@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.errors import DdpManualError, RankTaken, WorldSizeMismatch
+from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
-from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike, unlike_when_ready
-from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
+from ddp_manual.protocol import admission
+from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike_when_ready
+from ddp_manual.protocol.heartbeats import silent_after
 from ddp_manual.protocol.local_ranks import assign_places
 from ddp_manual.protocol.reachability import Probes
 from ddp_manual.protocol.seat_states import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
 from ddp_manual.terminal import MOST_RANGES, as_ranges, in_words
-from ddp_manual.wrapping import whole
 
 MOST_NAMED = 16
 # Processes whose refusal all ranks are told, within so many seconds: strangers could otherwise fill every terminal.
@@ -34,8 +32,6 @@ MOST_REFUSALS = 16
 REFUSALS_WITHIN = 60.0
 # Seconds for ranks that are here to load torch, even from a slow file server.
 LOAD_WITHIN = 600.0
-# A process that has sent nothing for as long as this many heartbeats is frozen.
-FROZEN_AFTER_BEATS = 2.4
 
 
 @dataclass
@@ -139,22 +135,11 @@ class RollCall:
         Returns:
             True: it is a rank now. False: undecided; call this again. An error: why it is refused.
         """
-        refusal, warnings = unlike(info, self.rank_0, self.run, wall_clock)
-        if false_rank_0:
-            refusal = self._taken(info, self.rank_0, frozen=False)
-        holder = self.members.get(info.rank)
-        if refusal is None and holder is not None:
-            frozen = now - holder.heard > FROZEN_AFTER_BEATS * heartbeat_period(self.run)
-            if not frozen and holder.heard <= since:
-                return False
-            refusal = self._taken(info, holder.info, frozen=frozen)
-        if isinstance(refusal, WorldSizeMismatch):
-            missing = self.missing
-            if missing and info.rank not in missing:
-                refusal.next = self.run.command_for(missing[0])
-        if refusal is not None:
-            self.refuse(info.who, refusal, now)
-            return refusal
+        decision, warnings = admission.decide(self, info, now, since, wall_clock, false_rank_0=false_rank_0)
+        if isinstance(decision, DdpManualError):
+            self.refuse(info.who, decision, now)
+        if decision is not True:
+            return decision
         self.members[info.rank] = Member(_without_copies(info, self.rank_0), now)
         if info.goes_on and isinstance(self.state, Gathering):  # it may be the only one that still has the state
             self._become(info.rank, Seat.LOADING)
@@ -304,25 +289,6 @@ class RollCall:
         if how:
             self.gone.append(f"{member.info.who} {how}")
         self.changed = True
-
-    def _taken(self, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
-        since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
-        odd = "; the process that holds it is frozen: its connection is open, and it does not answer" if frozen else ""
-        if info.goes_on:
-            odd += "\nit was given to that process while this one was cut off or frozen"
-            next = "nothing: the run goes on without this process"
-        elif frozen:
-            next = f"on {holder.host}:\n{whole(f'kill -9 {holder.pid}')}\nthen start this rank again"
-        elif not self.all_here:
-            next = self.run.command_for(self.missing[0])
-        else:
-            then = "start all ranks again" if self.run.on_loss == LEAVE else "start this rank again"
-            next = f"all ranks are here; to replace rank {info.rank}, end that process and {then}"
-        return RankTaken(
-            f"rank {info.rank} is taken by {holder.host} (pid {holder.pid})",
-            why=f"that process has held it since {since}; this one is {info.host} (pid {info.pid}){odd}",
-            next=next,
-        )
 
     # -- what is known ------------------------------------------------------------------------------------------
 

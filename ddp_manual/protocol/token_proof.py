@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ddp_manual.errors import DdpManualError, VersionMismatch
+from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import LastWords, Refused, Signed
 from ddp_manual.wire import Read, as_json, reader_of
 
@@ -71,12 +71,6 @@ class Seal:
 
 _read_words: Read[LastWords] = reader_of(LastWords)
 _read_anything: Read[dict[str, Any]] = reader_of(dict[str, Any])
-
-
-def other_version(who: str, than: str, why: str) -> VersionMismatch:
-    """Return the error about what cannot be read."""
-    what = f"{who} was started with another version of ddp_manual than {than}"
-    return VersionMismatch(what, why=why, next="install the same version on every host")
 
 
 def claimed(message: Signed) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.messages import LONGEST_TEXT
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns, stdout_width
-from ddp_manual.tools.compare import End, read_end, read_run
+from ddp_manual.tools.recorded_run import End, read_end, read_run
 from ddp_manual.wire import printable
 
 # What no file of a start that failed says.

@@ -16,9 +16,10 @@ from unittest import mock
 from ddp_manual.messages import OfWorker
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, AgentProtocol
-from ddp_manual.protocol.coordinator import SURVIVORS_WITHIN, CoordinatorProtocol
+from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.heartbeats import silent_after
+from ddp_manual.protocol.recovery import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 

@@ -30,8 +30,8 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.environment import command_line, from_variables, machine, torchrun, user_variables
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
+from ddp_manual.protocol import admission
 from ddp_manual.protocol import reachability as rounds
-from ddp_manual.protocol import roll_call
 from ddp_manual.world_options import WorldSpec
 from tests.simulation.moments import watched
 from tests.simulation.network import Host, Listener
@@ -151,7 +151,7 @@ def patched(run: Run) -> Iterator[None]:
     replaced: list[tuple[Any, dict[str, Any]]] = [
         (time, {"monotonic": lambda: loop.now, "time": lambda: EPOCH + loop.now}),
         (secrets, {"token_hex": token_hex}),
-        (roll_call, {"datetime": utc}),
+        (admission, {"datetime": utc}),
         (join, {"own_addresses": lambda: [here().address]}),
         (coordinator, {"own_addresses": lambda: [here().address], "stopped_agent": run.faults.stopped_agent}),
         (find_rank_0, {"resolve_in_thread": resolve_in_thread}),

@@ -78,7 +78,7 @@ FAULTS = (
         "self.missing_since, self.loading_since = now, None",
     ),
     Planted("left out for ever", "            self._become(rank, Seat.EMPTY)\n", "            pass\n"),
-    Planted("survivors are not awaited", "silent_after(self.run) + SURVIVORS_WITHIN", "0.0"),
+    Planted("survivors are not awaited", "silent_after(run) + SURVIVORS_WITHIN", "0.0"),
     Planted("a silent newcomer keeps its seat", "if not begun or self.roll_call.is_left_out(rank)]", "if not begun]"),
     Planted("a second holder of a rank", "if refusal is None and holder is not None:", "if False:"),
     Planted(

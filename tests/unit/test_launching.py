@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
-from ddp_manual.agent.launched_worker import copy
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.messages import RankInfo
 from ddp_manual.protocol.causes_of_loss import error_for, lost_rank
+from ddp_manual.rank_output import RankOutput, copy
 from ddp_manual.run_folder import RunPaths, own_run_dir
-from ddp_manual.terminal import RankOutput
 from ddp_manual.training import checkpoint_files
 
 

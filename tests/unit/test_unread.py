@@ -17,7 +17,7 @@ from typing import TextIO
 import pytest
 
 from ddp_manual import errors, terminal, unread
-from ddp_manual.terminal import RankOutput
+from ddp_manual.rank_output import RankOutput
 
 LINES = 40_000
 WORDS = "a line that is about as long as others are, "

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_manual.agent.readable_stack import readable_stack
+from ddp_manual.agent.worker_stack import readable_stack
 from ddp_manual.worker import reporter
 from ddp_manual.worker.reporter import Whereabouts, own_traceback, whereabouts
 

@@ -16,6 +16,7 @@ import pytest
 from ddp_manual import terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
+from ddp_manual.rank_output import RankOutput
 from ddp_manual.wrapping import whole
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
@@ -94,7 +95,7 @@ def test_a_file_has_a_line_about_waiting_every_10_s_and_after_a_minute_every_60_
 def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_programs(tmp_path: Path) -> None:
     path, long = tmp_path / "log", "a line that is a good deal wider than the terminal"
     with on_screen() as screen, path.open("ab") as log, ThreadPoolExecutor(1) as writer:
-        output = terminal.RankOutput(log, 0, writer)
+        output = RankOutput(log, 0, writer)
         output.print(f"[rank 0] {long}")
         output.write(f"[rank 0] {long}\n{long}\n".encode())
         output.print("for the log alone", shown=False)

@@ -1,13 +1,22 @@
-"""The Python stacks that faulthandler writes of a worker, as errors and ``status --stacks`` show them."""
+"""The Python stacks that faulthandler writes of a worker, and how errors and ``status --stacks`` show them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from ddp_manual import signals
+from ddp_manual.deadline import wait_until
 from ddp_manual.terminal import counted
 
+# Seconds. faulthandler takes a millisecond; a stack is complete when nothing more comes.
+WRITTEN_WITHIN = 1.0
+ENDS_AFTER = 0.1
+LONGEST = 1 << 16
 # Frames that are not the user's program: those of installed packages, of Python, and of what starts the program.
 _FOLDERS = (Path(__file__).parent.parent / "worker", Path(os.__file__).parent)
 _LIBRARY = re.compile(
@@ -20,6 +29,47 @@ _STARTS_IT = re.compile(rf'  File "{re.escape(str(_FOLDERS[0]))}/(?:__main__|mai
 _INNERMOST = 3
 # What faulthandler writes after the 100 innermost frames of a thread.
 _CUT = "  ..."
+
+
+class WorkerStack:
+    """What a worker's faulthandler writes, because it was asked to or because the worker crashes.
+
+    Args:
+        faults: the reading end of the pipe that it writes to.
+    """
+
+    def __init__(self, faults: int) -> None:
+        self._faults, self._written = faults, ""
+
+    def open(self) -> None:
+        os.set_blocking(self._faults, False)
+        asyncio.get_running_loop().add_reader(self._faults, self.read)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._faults)
+        os.close(self._faults)
+
+    def text(self, place: str) -> str:
+        """Return what was written last; for ``place`` see ``readable_stack``."""
+        return readable_stack(self._written, place)
+
+    async def ask(self, send: Callable[[int], None], place: str) -> str:
+        """Have the worker, to which ``send`` sends a signal, write its stacks; "" if it does not."""
+        self._written = before = ""
+        send(signals.STACKS)
+        await wait_until(lambda: bool(self._written), WRITTEN_WITHIN)
+        while self._written != before:
+            before = self._written
+            await asyncio.sleep(ENDS_AFTER)
+        self._written = ""
+        return readable_stack(before, place)
+
+    def read(self) -> None:
+        """Take what is in the pipe."""
+        with suppress(OSError):  # such as BlockingIOError: that was all for now
+            while piece := os.read(self._faults, 65536):
+                self._written = (self._written + piece.decode(errors="replace"))[-LONGEST:]
+            asyncio.get_running_loop().remove_reader(self._faults)
 
 
 def readable_stack(text: str, place: str = "") -> str:
