@@ -109,7 +109,7 @@ class Children:
 
         own, found = _own(), dict[int, psutil.Process]()
         for process in _below(os.getpid()):  # one look at all processes: each comes after its parent
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error, OSError):
                 parent = process.ppid()
                 is_adopted = parent == os.getpid() and process.pid not in own
                 is_wanted = parent in found or (is_adopted and self._has(process, session))
@@ -150,9 +150,18 @@ def _session(pid: int) -> int:
 
 
 def _below(pid: int) -> list[psutil.Process]:
-    """Return the processes below this one, each after its parent."""
+    """Return the processes below this one, each after its parent; those of others may be hidden (hidepid of /proc), at
+    which ``psutil.Process.children`` fails."""
     import psutil
 
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
-    return []
+    children: dict[int, list[int]] = {}
+    for other in psutil.pids():
+        if stat := signals.process_stat(other):
+            children.setdefault(int(stat[1]), []).append(other)
+    below, found = [pid], list[psutil.Process]()
+    for above in below:
+        for child in children.get(above, ()):
+            with suppress(psutil.Error, OSError):  # it has just ended, or is another user's
+                found.append(psutil.Process(child))
+                below.append(child)
+    return found

@@ -131,7 +131,7 @@ class _Writer:
 
 
 _writers = {descriptor: _Writer(descriptor) for descriptor in (1, 2)}
-# A fork has no thread, and nothing to write of what its parent has left.
+# A fork has no thread, and writes nothing of what its parent has left; it repeats the beginning of an unfinished line.
 os.register_at_fork(after_in_child=lambda: _writers.update({number: _Writer(number) for number in _writers}))
 
 

@@ -189,10 +189,11 @@ def process_that_set(variable: str) -> int | None:
     as where a shell has set the variable."""
     import psutil  # takes 0.02 s, which --help does without
 
-    with suppress(psutil.Error):
-        for ancestor in psutil.Process().parents():
-            if variable not in ancestor.environ():
-                return ancestor.pid if _PROCESSES.match(ancestor.name()) else None
+    with suppress(psutil.Error, OSError):
+        ancestor = psutil.Process().parent()  # one after the other: those above the launcher may be hidden
+        while ancestor is not None and variable in ancestor.environ():
+            ancestor = ancestor.parent()
+        return ancestor.pid if ancestor is not None and _PROCESSES.match(ancestor.name()) else None
     return None
 
 
@@ -270,8 +271,9 @@ def _of_only_rank_of_node(environment: Environment) -> Identity:
     Raises:
         BadOption: each node is to have several ranks.
     """
-    found = _of_node_launcher(environment)
-    if "nnodes" not in found:
+    nodes = (read(names, environment) for names in NODE_LAUNCHERS)
+    found = next((found for found in nodes if found.keys() >= {"nnodes", "node_rank"}), {})
+    if not found:
         return {}
     nproc = found.pop("nproc", Sourced("1", ""))
     if nproc.value in ("0", "1"):

@@ -1,8 +1,8 @@
 """What agent, coordinator and observer say to each other: this module is the whole list.
 
 It is a JSON object on a line (``wire``), of a type of its own below; its docstring says who sends it when. It is
-checked as it is read, against the types and bounds of its fields. What several of them are about, such as a rank or a
-run, is in ``contents``. What an agent and its own worker say to each other is in ``from_agent`` and ``from_worker``.
+checked as it is read, against the types and bounds of its fields. What several of them are about is in
+``ranks_and_runs``. What an agent and its own worker say to each other is in ``from_agent`` and ``from_worker``.
 """
 
 from __future__ import annotations

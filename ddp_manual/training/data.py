@@ -16,6 +16,7 @@ import os
 import secrets
 import textwrap
 import time
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ddp_manual import run_folder
 from ddp_manual.environment import machine
-from ddp_manual.errors import BadOption, escaped
+from ddp_manual.errors import BadOption
 from ddp_manual.terminal import counted
 from ddp_manual.training.options import TrainConfig, is_folder
 from ddp_manual.training.transforms import Normalise
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 PARTS = ("train", "test")
 DIGITS = tuple("0123456789")
+# Unicode's categories of control characters, of separators of lines and paragraphs, and of bytes that are not UTF-8.
+UNPRINTABLE = {"Cc", "Zl", "Zp", "Cs"}
 CACHE_FOLDER = ".ddp_manual_cache"
 # Raised whenever the layout of a cache changes, or what is read from the same files.
 CACHE_VERSION = 2
@@ -63,7 +66,7 @@ class Split:
     target: torch.device | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "classes", tuple(escaped(name, keep="") for name in self.classes))
+        object.__setattr__(self, "classes", tuple("".join(map(_printable, name)) for name in self.classes))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,6 +109,10 @@ class Split:
 
     def to(self, device: torch.device) -> Split:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device), target=None)
+
+
+def _printable(letter: str) -> str:
+    return ascii(letter)[1:-1] if unicodedata.category(letter) in UNPRINTABLE else letter
 
 
 @dataclass(frozen=True, eq=False)

@@ -179,7 +179,9 @@ class Reporter:
         next_beat = 0.0
         spoken_to = select.poll()  # which has no descriptor that the program could close
         spoken_to.register(self._channel, select.POLLIN)
-        while True:
+        data: bytes | None = None
+        while data != b"":
+            data = None
             if spoken_to.poll(1000 * (LOOK_WHILE_SAVING if self._ending else LOOK_EVERY)):
                 try:
                     data = self._channel.recv(1 << 16)
@@ -187,17 +189,16 @@ class Reporter:
                     data = b""
                 except OSError:  # the program has closed descriptors that are not its own
                     return
-                for message in self._reader.feed(data):
+            with suppress(OSError, ValueError):  # one that was not sent is no reason to send none any more
+                for message in self._reader.feed(data or b""):
                     self._take(message)
-                if not data:
-                    break
-            if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
-                self._ending = False
-                self.send(from_worker.MayEnd())
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + LOOK_EVERY
-                self.send_beat()
+                if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
+                    self._ending = False
+                    self.send(from_worker.MayEnd())
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + LOOK_EVERY
+                    self.send_beat()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -131,8 +131,8 @@ def run(rank: Rank, program: Program) -> None:
 
 def _fail(rank: Rank, error: BaseException) -> NoReturn:
     """Tell the agent, which prints the error once this process has ended."""
-    rank.tell(error)
     atexit.unregister(_leave)
+    rank.tell(error)
     if isinstance(error, SystemExit):
         raise error
     sys.excepthook(type(error), error, error.__traceback__)  # the program's own, if it has set one

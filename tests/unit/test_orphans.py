@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -47,11 +48,41 @@ print("passed")
 """
 
 
-def runs(program: str) -> None:
-    words = [sys.executable, "-c", STARTS]
+# Where a process sees no more than its own user's, as on many shared hosts: that of the shell has a capability more.
+HIDDEN = """
+mount -t proc -o hidepid=1,gid=65534 proc /proc
+setpriv --bounding-set=-sys_ptrace --inh-caps=-sys_ptrace "$@"
+exit $?
+"""
+
+
+def runs(program: str, *before: str) -> None:
+    words = [*before, sys.executable, "-c", STARTS]
     given = textwrap.dedent(program)
     done = subprocess.run(words, cwd=REPOSITORY, input=given, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.endswith("passed\n"), done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces")
+def test_what_a_worker_leaves_is_ended_where_other_processes_are_hidden() -> None:
+    runs(
+        """
+        left_behind.adopt()
+        process, pids = worker("sleep 100 & echo $!; setsid sleep 100 & echo $!")
+        children = left_behind.Children()
+        children.look(process.pid)
+        try:
+            psutil.Process(1).ppid()
+            raise SystemExit("it is not hidden")
+        except psutil.AccessDenied:
+            pass
+        process.kill()
+        process.wait()
+        asyncio.run(children.end())
+        assert gone(pids) and len(children.ended) == 2, children.ended
+        """,
+        *("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", HIDDEN, "sh"),
+    )
 
 
 def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes_on() -> None:
