@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signals
 from ddp_manual.agent import end_of_rank
-from ddp_manual.agent.address import raise_descriptor_limit
 from ddp_manual.agent.end_of_rank import Ending, how_it_ended, leave_failure
 from ddp_manual.agent.join import Join
+from ddp_manual.agent.listening import raise_descriptor_limit
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker
 from ddp_manual.deadline import wait_until

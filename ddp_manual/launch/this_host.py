@@ -20,9 +20,9 @@ from typing import Any
 
 from ddp_manual import left_behind, signals, terminal
 from ddp_manual.agent import by_hand
-from ddp_manual.agent.launched_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
+from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.task import Task
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped

@@ -14,7 +14,7 @@ import msgspec
 
 from ddp_manual.agent.find_rank_0 import find_rank_0, look_at
 from ddp_manual.agent.name_lookup import look_up
-from ddp_manual.agent.own_rank_0s import hint
+from ddp_manual.agent.waiting_rank_0s import hint
 from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
