@@ -279,12 +279,16 @@ class AgentProtocol:
         ours, own = verdict.rank == self._spec.rank, self.work.own_words
         if verdict.judged:
             is_of_this_rank = ours and not isinstance(error, (CollectiveMismatch, PeerStalled))
+            was_silent = is_of_this_rank and "has been silent" in error.what
+            if was_silent and isinstance(self.state, states.Closing):  # its work is done, and nobody waits for it
+                self.enter(states.Alone())
+                self._tell(from_agent.Close())
+                return
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = self.run is not None and self.run.on_loss != LEAVE
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"
                 error.why = f"that is this rank; {others}\n{error.why}"
             stopped = max(self._paused, self._now - self._ticked)
-            was_silent = is_of_this_rank and "has been silent" in error.what
             if was_silent and stopped >= A_PAUSE:
                 error.why = (
                     f"this rank was itself stopped for {stopped:.0f} s, as by Ctrl-Z, or with its host\n{error.why}"
