@@ -274,12 +274,14 @@ class Watch:
     def end_because_of_gone(self, rank: int, reason: str) -> None:
         """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
         info = self._info(rank)
+        is_beside_rank_0 = info.host_id == self._roll_call.rank_0.host_id
+        or_its_host, or_is_down = ("", "") if is_beside_rank_0 else (", or its host has", f", or {info.host} is down")
         self._end_because_of(
             info,
             "is gone without a word",
-            why=f"its connection to rank 0 ended: {reason}; agent and worker of that rank have both ended, or its host "
-            f"has\nit was {self.health.beat(rank).last_seen()}, when it was last heard",
-            next=f"look at its last lines; if there are none its agent was killed, or {info.host} is down",
+            why=f"its connection to rank 0 ended: {reason}; agent and worker of that rank have both ended{or_its_host}"
+            f"\nit was {self.health.beat(rank).last_seen()}, when it was last heard",
+            next=f"look at its last lines; if there are none its agent was killed{or_is_down}",
         )
 
     def end_because_of_left(self, rank: int, why: str) -> None:
