@@ -108,9 +108,8 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
     _say_rank_0_by_default(spec)
     most_restarts = user_variables.count("TORCHELASTIC_MAX_RESTARTS")
     restarts = (torchrun.restart_count(), most_restarts) if spec.agent_store else (0, 0)
-    return in_this_terminal(
-        spec, program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
-    )
+    task = program_task(spec, program, run_dir=run_dir, may_differ=may_differ, restarts=restarts)
+    return in_this_terminal(spec, task)
 
 
 def check_options(spec: WorldSpec, config: TrainConfig) -> None:

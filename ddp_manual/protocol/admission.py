@@ -24,7 +24,7 @@ def decide(
 ) -> tuple[DdpManualError | bool, list[str]]:
     """Return what ``RollCall.admit``, which explains the arguments, is to do, and warnings about the process."""
     refusal, warnings = unlike(info, roll_call.rank_0, roll_call.run, wall_clock)
-    holder, missing = roll_call.members.get(info.rank), roll_call.missing
+    holder = roll_call.members.get(info.rank)
     if false_rank_0:
         refusal = _taken(roll_call, info, roll_call.rank_0, frozen=False)
     elif refusal is None and holder is not None:
@@ -32,7 +32,7 @@ def decide(
         if not frozen and holder.heard <= since:
             return False, warnings
         refusal = _taken(roll_call, info, holder.info, frozen=frozen)
-    if isinstance(refusal, WorldSizeMismatch) and info.rank not in missing:
+    if isinstance(refusal, WorldSizeMismatch) and info.rank not in (missing := roll_call.missing):
         refusal.next = roll_call.run.command_for(missing[0]) if missing else refusal.next
     return refusal or True, warnings
 

@@ -179,9 +179,8 @@ class Reporter:
         next_beat = 0.0
         spoken_to = select.poll()  # which has no descriptor that the program could close
         spoken_to.register(self._channel, select.POLLIN)
-        data: bytes | None = None
-        while data != b"":
-            data = None
+        while True:
+            data: bytes | None = None
             if spoken_to.poll(1000 * (LOOK_WHILE_SAVING if self._ending else LOOK_EVERY)):
                 try:
                     data = self._channel.recv(1 << 16)
@@ -199,6 +198,8 @@ class Reporter:
                 if now >= next_beat:
                     next_beat = now + LOOK_EVERY
                     self.send_beat()
+            if data == b"":
+                break
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
 
