@@ -30,6 +30,8 @@ LOOK_EVERY = 1.0
 MOST_ROWS = 64
 # Seconds in a collective from which it is shown: most steps take less.
 WAITS_FOR = 2.0
+# Seconds without a word from a rank, from which what it did last is not shown as what it does.
+SILENT_FOR = 10.0
 
 # What to do where no rank 0 is found; ``status`` does not know how the run is started.
 ADVICE = (
@@ -188,7 +190,8 @@ def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, A
             steps = [str(count) if now["step"] or now["epoch"] else "-" for count in counted]
             loss = "-" if now["loss"] is None else f"{now['loss']:.4g}"
             waits = f", waits for {now['waits_seconds']:.0f} s" if now["waits_seconds"] >= WAITS_FOR else ""
-            row += [now["phase"] + waits + " (slow)" * now["slow"], *steps, loss, rate]
+            does = now["phase"] if now["silent_seconds"] < SILENT_FOR else f"silent, was {now['phase']}"
+            row += [does + waits + " (slow)" * now["slow"], *steps, loss, rate]
             row += [f"{now['silent_seconds']:.0f} s ago", now["place"] or "-"]
         elif progress is not None:
             row.append("ready" if line["device"] else "loading torch")
