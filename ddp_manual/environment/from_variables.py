@@ -254,10 +254,11 @@ def _of_slurm_node(environment: Environment) -> Identity:
     )
 
 
-def _of_node_launcher(environment: Environment) -> Identity:
-    """Return the node that one of ``NODE_LAUNCHERS`` has started this process for."""
+def _of_node_launcher(environment: Environment, *also: str) -> Identity:
+    """Return the node that the first of ``NODE_LAUNCHERS`` has started this process for, of those that say which node
+    it is, and ``also`` these options."""
     nodes = (read(names, environment) for names in NODE_LAUNCHERS)
-    return next((found for found in nodes if "node_rank" in found), {})
+    return next((found for found in nodes if found.keys() >= {"node_rank", *also}), {})
 
 
 def of_pod(environment: Environment) -> Identity:
@@ -271,8 +272,7 @@ def _of_only_rank_of_node(environment: Environment) -> Identity:
     Raises:
         BadOption: each node is to have several ranks.
     """
-    nodes = (read(names, environment) for names in NODE_LAUNCHERS)
-    found = next((found for found in nodes if found.keys() >= {"nnodes", "node_rank"}), {})
+    found = _of_node_launcher(environment, "nnodes")
     if not found:
         return {}
     nproc = found.pop("nproc", Sourced("1", ""))

@@ -282,7 +282,6 @@ class AgentProtocol:
             was_silent = is_of_this_rank and "has been silent" in error.what
             if was_silent and isinstance(self.state, states.Closing):  # its work is done, and nobody waits for it
                 self.enter(states.Alone())
-                self._tell(from_agent.Close())
                 return
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = self.run is not None and self.run.on_loss != LEAVE
