@@ -51,7 +51,10 @@ def find_stall(
     longest = {rank: longest_wait(known.beat.timeout_of_wait(fewest), late) for rank, known in active.items()}
     seconds = {rank: longer_than or one.seconds for rank, one in longest.items()}
     long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]
-    waiting = [rank for rank in long if now - since(active[rank].inside_since, now) > seconds[rank]]
+    inside = {rank: now - since(known.inside_since, now) for rank, known in active.items()}
+    waiting = [rank for rank in active if inside[rank] > seconds[rank]]
+    if waiting:  # others, whose heartbeats came later, wait for as long
+        waiting = [rank for rank in active if inside[rank] > max(0.0, seconds[rank] - late)]
     return_at_once = any(known.beat.return_at_once for known in active.values())
     if return_at_once and len(long) == len(active) and not waiting:
         # No rank makes progress. A rank that has begun more collectives than another waits for it.

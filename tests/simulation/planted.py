@@ -57,7 +57,7 @@ FAULTS = (
         "    return None\n",
     ),
     Planted("who left counts as finished", "if known.finished]", "if known.finished or known.left]"),
-    Planted("a goodbye is not noted", "        peer.left = True\n        if", "        if"),
+    Planted("a rank that is done may be lost", "elif self._is_done(rank) and loss.kind is not AWAITED:", "elif False:"),
     Planted(
         "a closed connection is no loss",
         "                self._watch.end_because_of_gone(rank, reason)\n",

@@ -83,6 +83,15 @@ def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
     assert (stall.waiting, stall.behind) == ([0], [1])
 
 
+def test_all_ranks_wait_whose_heartbeats_said_so_within_one_period() -> None:
+    health = health_of(training(7, 7), training(7, 7), training(7, 7))
+    for rank, second in ((1, 0.5), (0, 0.9)):
+        health.hear(rank, waits(8), second)
+    stall = health.find_stall(300.6)
+    assert stall is not None
+    assert (stall.waiting, stall.behind) == ([0, 1], [2])
+
+
 def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_and_an_explanation() -> None:
     def named(*places: str, fewer: Sequence[int] = ()) -> str:
         beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
